@@ -1,0 +1,76 @@
+"""The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that is touched.
+
+`activate` is the entry point of the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
+--enable-triattention only the two hooks that define and read the flags are in place, in the main process.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+# Functions of SGLang that load plugins in a child process, by the role of that process.
+_SCHEDULER = "run_scheduler_process"
+_CONTROLLER = "run_data_parallel_controller_process"
+_DETOKENIZER = "run_detokenizer_process"
+
+
+def activate() -> None:
+    """Registers the hooks that this process needs.
+
+    Raises:
+        TriAttentionError: SGLang is not the version, or has not the functions, that the hooks were written for.
+            SGLang logs it; the launch then fails because the flags are unknown or the handshake is missing.
+    """
+    role, server_args = _caller()
+    if role == _DETOKENIZER:
+        return
+    if role is None:
+        _activate_main()
+        return
+    from sglang_triattn.patches import handshake, hooks, server_args as args_patch
+
+    config = args_patch.config_of(server_args)
+    if config is None:
+        return
+    if role == _CONTROLLER:
+        hooks.register(handshake.controller_hooks())
+        return
+    from sglang_triattn.patches.scheduler import Compression
+
+    hooks.register(Compression(config).hooks())
+
+
+def _activate_main() -> None:
+    from sglang_triattn.patches import hooks, server_args as args_patch
+
+    hooks.register(args_patch.hooks(_enable_main))
+    engine = sys.modules.get("sglang.srt.entrypoints.engine")
+    if engine is not None:
+        # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and then records
+        # could not be pickled to the schedulers.
+        engine.Engine.server_args_class = args_patch.engine_arguments(
+            engine.Engine.server_args_class, _enable_main
+        )
+
+
+def _enable_main(server_args: Any) -> None:
+    """Called in the main process once a launch asks for compression."""
+    from sglang_triattn.patches import handshake, hooks, launch, reporting
+
+    launch.check_at_resolution()
+    hooks.install([*handshake.main_hooks(), *reporting.main_hooks()])
+
+
+def _caller() -> tuple[str | None, Any]:
+    """Which of SGLang's process functions called, and the `server_args` it was started with.
+
+    `load_plugins` passes nothing on, and neither is published yet at that time.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in (_SCHEDULER, _CONTROLLER, _DETOKENIZER):
+            return name, frame.f_locals.get("server_args")
+        frame = frame.f_back
+    return None, None

@@ -1,0 +1,189 @@
+"""Rounds on a running batch. SGLang parts: the scheduler's streams, its batch, the row table, the KV pool and allocator.
+
+The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
+
+- the result of step n-1 is processed, so that prompts are in the tree and finished requests are marked;
+- step n is queued on the forward stream. It reads the rows' slots as they were, and its newest token's K/V is written
+  when it runs. Everything that reads or writes K/V is therefore enqueued on the forward stream too, behind step n and
+  ahead of step n+1;
+- the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
+  (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
+- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step.
+
+Without overlap there is one stream and all of this is plain program order. Only token counts steer a round, and they
+are known on the host, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact import remap_naive, slide_naive
+from sglang_triattn.kernels.score import ScoreTables, score_naive
+from sglang_triattn.kernels.select import select_naive
+from sglang_triattn.patches.requests import can_compact, frozen_of, state_of
+from sglang_triattn.rounds import Plan, Totals, plan_round
+
+
+class Compressor:
+    """Compacts the due requests of a scheduler's running batch, all of them in one pass.
+
+    Args:
+        scheduler: SGLang's Scheduler, fully built.
+        config: the server's settings.
+        tables: the scorer's constants, on the pool's device.
+    """
+
+    def __init__(self, scheduler: Any, config: Config, tables: ScoreTables) -> None:
+        self.config = config
+        self.totals = Totals()
+        self._scheduler = scheduler
+        self._tables = tables
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._rows = scheduler.req_to_token_pool.req_to_token
+        self._page_size = self._allocator.page_size
+        pool = self._allocator.get_kvcache()
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        self._k_buffers = [pool.get_key_buffer(layer) for layer in layers]
+        self._v_buffers = [pool.get_value_buffer(layer) for layer in layers]
+
+    def run_due_rounds(self, batch: Any) -> None:
+        """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
+        due = self._plan(batch)
+        if not due:
+            return
+        requests = [batch.reqs[index] for index, _ in due]
+        plans = [plan for _, plan in due]
+        slots, facts = self._snapshot(requests, plans)
+        if self._page_size == 1:
+            self._remap(requests, plans, slots, facts)
+        else:
+            self._slide(requests, plans, slots, facts)
+        for request, plan in zip(requests, plans, strict=True):
+            self._record(request, plan)
+        self._shorten(batch, due)
+
+    def _plan(self, batch: Any) -> list[tuple[int, Plan]]:
+        """(index in batch.reqs, plan) of each due request."""
+        due = []
+        for index, request in enumerate(batch.reqs):
+            if not can_compact(request):
+                continue
+            plan = plan_round(
+                self.config,
+                frozen=frozen_of(request, self._page_size),
+                length=request.kv.kv_allocated_len,
+                evicted_before=state_of(request).evicted_tokens,
+                page_size=self._page_size,
+            )
+            if plan is not None:
+                due.append((index, plan))
+        return due
+
+    def _snapshot(self, requests: list, plans: list[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of the due rows' private parts, made on the schedule stream.
+
+        Returns:
+            slots [R, N] int64, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
+            first private position, private length, next position.
+        """
+        facts = self._to_device(
+            [
+                [request.kv.req_pool_idx for request in requests],
+                [plan.frozen for plan in plans],
+                [plan.private_length for plan in plans],
+                [plan.next_position for plan in plans],
+            ]
+        )
+        row, frozen, length, _ = facts.unsqueeze(-1)
+        longest = max(plan.private_length for plan in plans)
+        column = torch.arange(longest, device=self._rows.device)
+        slots = self._rows[row, frozen + column.minimum(length - 1)].long()
+        return slots, facts
+
+    def _keep(self, slots: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
+        """[R, budget] int64, ascending: the private tokens of each request that stay."""
+        _, _, lengths, next_positions = facts
+        scores = score_naive(
+            self._k_buffers, slots, next_positions, self._tables, aggregation=self.config.aggregation
+        )
+        return select_naive(
+            scores, lengths, self.config.budget, self.config.recent, selection=self.config.selection
+        )
+
+    def _remap(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
+        """Puts the kept slots first in each row and frees the others; no K/V moves."""
+        budget = self.config.budget
+        with self._on_forward_stream(slots, facts):
+            ordered = remap_naive(slots, self._keep(slots, facts), facts[2])
+        self._await_forward_stream(ordered)
+        row, frozen, _, _ = facts.unsqueeze(-1)
+        column = torch.arange(budget, device=self._rows.device)
+        self._rows[row, frozen + column] = ordered[:, :budget].to(self._rows.dtype)
+        evicted = [ordered[r, budget : plan.private_length] for r, plan in enumerate(plans)]
+        self._allocator.free(torch.cat(evicted))
+
+    def _slide(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
+        """Moves the kept K/V forward within each request's slots and frees the pages that become empty."""
+        with self._on_forward_stream(slots, facts):
+            slide_naive(self._k_buffers, self._v_buffers, slots, self._keep(slots, facts))
+        for request, plan in zip(requests, plans, strict=True):
+            first_empty = plan.new_length + -plan.new_length % self._page_size
+            if first_empty < plan.old_length:
+                self._scheduler.tree_cache.free_kv_row(request.kv, [(first_empty, plan.old_length)])
+
+    def _record(self, request: Any, plan: Plan) -> None:
+        """Books the round with the request; from here on the tree must never take its row."""
+        state = state_of(request)
+        if state.rounds == 0:
+            state.withheld_before = request.skip_radix_cache_insert
+        state.rounds += 1
+        state.evicted_tokens += plan.evicted_tokens
+        state.freed_slots += plan.freed_slots
+        self.totals.add(plan)
+        request.kv.kv_committed_len = request.kv.kv_allocated_len = plan.new_length
+        request.skip_radix_cache_insert = True
+
+    def _shorten(self, batch: Any, due: list[tuple[int, Plan]]) -> None:
+        """Lowers the batch's physical lengths; `orig_seq_lens` stays, it is the logical length.
+
+        The length tensors are replaced, never written: queued work still refers to the old ones.
+        """
+        evicted = [0] * len(batch.seq_lens_cpu)
+        for index, plan in due:
+            evicted[index] = plan.evicted_tokens
+        batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
+        batch.seq_lens = batch.seq_lens - self._to_device(evicted)
+        batch.seq_lens_sum = None
+        # SGLang reopens admission only when a request leaves; here memory came back without one leaving.
+        batch.batch_is_full = False
+
+    def _to_device(self, values: list) -> torch.Tensor:
+        device = self._rows.device
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)
+
+    def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
+        """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            return nullcontext()
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.forward_stream)
+        return scheduler.forward_stream_ctx
+
+    def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
+        """Lets the schedule stream use tensors made on the forward stream."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            return
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.schedule_stream)

@@ -1,0 +1,41 @@
+"""Checks of the settings while SGLang resolves them. SGLang part: sglang/srt/arg_groups/resolution_hooks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches import server_args as args_patch
+from sglang_triattn.patches.refusals import check_model, check_settings
+from sglang_triattn.stats import load_stats
+
+# A late step: the settings that it sees are final.
+_STEP = "handle_other_validations"
+
+_registered = False
+
+
+def check_at_resolution() -> None:
+    """Has SGLang run the checks for every record of settings that carries a Config, before it starts a process."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    global _registered
+    if not _registered:
+        register_resolution_hook(_STEP)(_check)
+        _registered = True
+
+
+def _check(server_args: Any, previous: Callable[[Any], None]) -> None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+
+    previous(server_args)
+    config = args_patch.config_of(server_args)
+    if config is None:
+        return
+    try:
+        check_settings(resolving_view(server_args))
+        check_model(model_config_of(server_args))
+        load_stats(config.stats)
+    except TriAttentionError as error:
+        args_patch.refuse(server_args, error)

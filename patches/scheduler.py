@@ -1,0 +1,92 @@
+"""Compression inside the scheduler process. SGLang part: `Scheduler` (sglang/srt/managers/scheduler.py)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.patches import handshake, positions, reporting, requests
+from sglang_triattn.patches.compressor import Compressor
+from sglang_triattn.patches.hooks import Hook, check_in_place
+from sglang_triattn.patches.metrics import RoundMetrics
+from sglang_triattn.patches.served_model import check_pool, read_shape
+from sglang_triattn.rounds import Totals
+from sglang_triattn.stats import check_stats, load_stats
+
+logger = logging.getLogger(__name__)
+
+
+class Compression:
+    """Compression in this process: why it refused, or the compressor that runs."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.compressor: Compressor | None = None
+        self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
+        self.metrics: RoundMetrics | None = None
+        self._hooks = self._all_hooks()
+
+    def hooks(self) -> list[Hook]:
+        return self._hooks
+
+    def _all_hooks(self) -> list[Hook]:
+        target = "sglang.srt.managers.scheduler.Scheduler"
+        return [
+            Hook(f"{target}.__init__", "after", self._on_built, "self server_args port_args"),
+            Hook(
+                f"{target}.get_next_batch_to_run", "before", self._on_next_batch, "self running_batch last_batch"
+            ),
+            Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            *positions.hooks(),
+            *requests.hooks(),
+            *reporting.scheduler_hooks(self._read),
+        ]
+
+    def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        try:
+            check_in_place(self._hooks)
+            self.compressor = build_compressor(scheduler, self.config)
+            self.refusal = None
+        except TriAttentionError as error:
+            self.refusal = str(error)
+            return
+        if scheduler.metrics_collector is not None:
+            self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
+        logger.info("TriAttention is active: %s", self.config)
+
+    def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        if self.compressor is None or not running_batch.reqs:
+            return
+        self.compressor.run_due_rounds(running_batch)
+        if self.metrics is not None:
+            self.metrics.publish(self.compressor.totals)
+
+    def _on_init_info(self, info: dict, _: Any) -> dict:
+        return {**info, handshake.KEY: handshake.answer(self.refusal)}
+
+    def _read(self) -> tuple[Config, Totals] | None:
+        return None if self.compressor is None else (self.config, self.compressor.totals)
+
+
+def build_compressor(scheduler: Any, config: Config) -> Compressor:
+    """A compressor for a fully built scheduler.
+
+    Raises:
+        TriAttentionError: the model, its KV pool or its statistics do not allow compression.
+    """
+    runner = scheduler.tp_worker.model_runner
+    check_pool(runner)
+    stats = check_stats(load_stats(config.stats), read_shape(runner))
+    tables = build_tables(
+        stats.mean,
+        stats.abs_mean,
+        stats.rope.inv_freq,
+        stats.rope.attention_scaling,
+        stats.rope.style,
+        stats.num_kv_heads,
+        runner.device,
+    )
+    return Compressor(scheduler, config, tables)

@@ -1,0 +1,83 @@
+"""Flags of the command line and keywords of `sglang.Engine`. SGLang part: sglang/srt/server_args.py.
+
+SGLang has no way for a plugin to declare a setting, and its record of settings takes only known fields; but it
+pickles underscore-prefixed attributes along to every child process. There the Config travels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sglang_triattn.config import Config, add_flags, read_settings
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook
+
+_CONFIG = "_triattention"
+_FROM_CLI = "_triattention_from_cli"
+
+
+def config_of(server_args: Any) -> Config | None:
+    """The Config that this record of settings carries, or None where compression is off."""
+    return getattr(server_args, _CONFIG, None)
+
+
+def refuse(server_args: Any, error: TriAttentionError) -> None:
+    """Ends the launch because of `error`: one line and exit status 2 at a command line, the exception in Python."""
+    if not getattr(server_args, _FROM_CLI, False):
+        raise error
+    _exit(error)
+
+
+def hooks(enable: Callable[[Any], None]) -> list[Hook]:
+    """Hooks on the command line; `enable(server_args)` is called once compression is asked for."""
+
+    def from_cli_args(original: Callable, cls: type, args: Any) -> Any:
+        try:
+            config = read_settings(vars(args))
+            record = original(cls, args)
+            if config is not None:
+                setattr(record, _FROM_CLI, True)
+                _attach(record, config, enable)
+        except TriAttentionError as error:
+            _exit(error)
+        return record
+
+    target = "sglang.srt.server_args.ServerArgs"
+    return [
+        Hook(f"{target}.add_cli_args", "after", _add_cli_args, "parser"),
+        Hook(f"{target}.from_cli_args", "around", from_cli_args, "cls args"),
+    ]
+
+
+def engine_arguments(server_args_class: type, enable: Callable[[Any], None]) -> type:
+    """A stand-in for `Engine.server_args_class` that takes the `triattention` keywords too.
+
+    It builds a record of the original class: SGLang tests records with isinstance and pickles them by class.
+    """
+
+    class EngineArguments:
+        def __new__(cls, **keywords: Any) -> Any:
+            config = read_settings(keywords)
+            plain = {name: value for name, value in keywords.items() if "triattention" not in name}
+            record = server_args_class(**plain)
+            if config is not None:
+                _attach(record, config, enable)
+            return record
+
+    return EngineArguments
+
+
+def _attach(record: Any, config: Config, enable: Callable[[Any], None]) -> None:
+    setattr(record, _CONFIG, config)
+    enable(record)
+
+
+def _add_cli_args(_: Any, parser: Any) -> None:
+    add_flags(parser)
+
+
+def _exit(error: TriAttentionError) -> None:
+    print(f"sglang-triattn: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -1,0 +1,163 @@
+"""Settings of one server: the single table behind the flags, the `Engine` keywords and `/server_info`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+
+ENABLE = "enable_triattention"
+PREFIX = "triattention_"
+
+SELECTIONS = ("union",)
+AGGREGATIONS = ("mean",)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a server was asked to do; every length is in tokens of one request.
+
+    Raises TriAttentionError when a value has the wrong type or range, or the values contradict one another.
+    """
+
+    stats: str
+    budget: int = 2048
+    interval: int = 128
+    recent: int = 128
+    selection: str = "union"
+    aggregation: str = "mean"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stats, str) or not self.stats:
+            raise TriAttentionError(
+                "--enable-triattention needs --triattention-stats PATH, the file of query statistics of the served "
+                "model: make one with `sglang-triattn calibrate`."
+            )
+        for name, least in (("budget", 1), ("interval", 1), ("recent", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise TriAttentionError(
+                    f"{flag(name)} is {value!r}, but it must be a whole number of tokens, at least {least}."
+                )
+        if self.recent > self.budget:
+            raise TriAttentionError(
+                f"{flag('recent')} ({self.recent}) is greater than {flag('budget')} ({self.budget}), but the newest "
+                "tokens are kept within the budget: lower the one or raise the other."
+            )
+        _check_choice("selection", self.selection, SELECTIONS)
+        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
+
+    @property
+    def trigger(self) -> int:
+        """Private tokens at which a round of a request is due."""
+        return self.budget + self.interval
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag: its field in Config, its type on the command line, and its line in --help."""
+
+    name: str
+    parse: type
+    metavar: str
+    help: str
+    default_note: str = ""
+
+
+OPTIONS = (
+    Option("stats", str, "PATH", "file of query statistics made by `sglang-triattn calibrate` (required)"),
+    Option(
+        "budget",
+        int,
+        "TOKENS",
+        "private tokens of a request that a round keeps; its frozen prefix comes on top",
+    ),
+    Option("interval", int, "TOKENS", "tokens that a request may grow past the budget before a round"),
+    Option(
+        "recent",
+        int,
+        "TOKENS",
+        "newest tokens of a request that a round always keeps, within the budget",
+        default_note=", at most half the budget",
+    ),
+    Option(
+        "selection",
+        str,
+        "MODE",
+        "how scores become kept tokens: union (one kept set, by the maximum over heads and layers)",
+    ),
+    Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean"),
+)
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
+
+
+def flag(name: str) -> str:
+    """Field name of Config -> flag, as the user writes it."""
+    return "--" + (PREFIX + name).replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds --enable-triattention and one flag for each field of Config to `parser`."""
+    group = parser.add_argument_group("TriAttention KV-cache compression")
+    group.add_argument(
+        "--" + ENABLE.replace("_", "-"),
+        action="store_true",
+        help="Evict the least important private tokens of decoding requests and give their KV slots back.",
+    )
+    for option in OPTIONS:
+        default = _DEFAULTS[option.name]
+        shown = "" if default is dataclasses.MISSING else f" (default: {default}{option.default_note})"
+        # The default is None so that a flag given without --enable-triattention is noticed.
+        group.add_argument(
+            flag(option.name),
+            type=option.parse,
+            metavar=option.metavar,
+            help=option.help[0].upper() + option.help[1:] + shown + ".",
+        )
+
+
+def read_settings(values: Mapping[str, Any]) -> Config | None:
+    """The Config in a mapping of argument names to values, or None where compression is not asked for.
+
+    Args:
+        values: `vars()` of a parsed command line, or the keywords of `sglang.Engine`; other names are ignored.
+
+    Raises:
+        TriAttentionError: a `triattention_*` value is wrong, unknown, or given without `enable_triattention`.
+    """
+    enabled = values.get(ENABLE, False)
+    if not isinstance(enabled, bool):
+        raise TriAttentionError(f"{ENABLE} is {enabled!r}, but it must be True or False.")
+    given = {
+        name.removeprefix(PREFIX): value
+        for name, value in values.items()
+        if name.startswith(PREFIX) and value is not None
+    }
+    unknown = sorted(given.keys() - _DEFAULTS.keys())
+    if unknown:
+        raise TriAttentionError(
+            f"{PREFIX}{unknown[0]} is not a setting; the settings are "
+            f"{', '.join(PREFIX + name for name in _DEFAULTS)}."
+        )
+    if not enabled:
+        if given:
+            raise TriAttentionError(
+                f"{flag(min(given))} has no effect without --enable-triattention: add that flag, or leave this out."
+            )
+        return None
+    config = Config(**{"stats": "", "recent": 0, **given})
+    if "recent" not in given:
+        config = dataclasses.replace(config, recent=min(_DEFAULTS["recent"], config.budget // 2))
+    return config
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise TriAttentionError(
+            f"{flag(name)} is {value!r}, but this version supports only {', '.join(choices)}: use one of these."
+        )

@@ -1,0 +1,127 @@
+"""Who is compacted, when, and how far: the host-side plan of a round.
+
+The row of one request:
+
+    0            protected        first slot kept          new physical length        old physical length
+    |-- frozen ---|------------- private, kept -----------------|------ evicted, freed -------|
+    tree-owned     K/V rotated at their own logical positions     back in the allocator
+    never written  positions of new tokens = logical length
+
+A plan is made of token counts and settings alone. No tensor is read, so that every tensor-parallel rank plans the
+same and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sglang_triattn.config import Config
+
+
+@dataclass
+class RequestState:
+    """What compression did to one request since it got its row; dropped together with the row.
+
+    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `withheld_before`: whether
+    the request was barred from the tree already before its first round.
+    """
+
+    rounds: int = 0
+    evicted_tokens: int = 0
+    freed_slots: int = 0
+    withheld_before: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round of one request. Lengths are KV entries of its row.
+
+    Attributes:
+        frozen: first private position of the row, a multiple of the page size.
+        old_length: physical length before the round.
+        new_length: physical length after it.
+        next_position: logical length, i.e. the RoPE position of the request's next token.
+        freed_slots: slots that go back to the allocator, whole pages at page sizes above 1.
+    """
+
+    frozen: int
+    old_length: int
+    new_length: int
+    next_position: int
+    freed_slots: int
+
+    @property
+    def private_length(self) -> int:
+        return self.old_length - self.frozen
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.old_length - self.new_length
+
+
+@dataclass(frozen=True)
+class Report:
+    """`meta_info["triattention"]` of a finished request; lengths in tokens.
+
+    `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length`
+    those still held: the difference is `evicted_tokens`.
+    """
+
+    rounds: int
+    evicted_tokens: int
+    freed_slots: int
+    frozen_length: int
+    physical_length: int
+    logical_length: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def frozen_length(protected: int, prompt_length: int, page_size: int) -> int:
+    """First position of a row that a round may touch.
+
+    The tree owns [0, protected). The prompt stays too where the tree does not hold it (radix cache off, or a prompt
+    that was withheld from the tree), but for its last, partly filled page, which generated tokens share.
+    """
+    return max(protected, prompt_length - prompt_length % page_size)
+
+
+def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+    """The round that is due for a request, or None.
+
+    Args:
+        frozen: from `frozen_length`.
+        length: physical length now, in KV entries.
+        evicted_before: tokens evicted by earlier rounds of this row.
+        page_size: slots of a page.
+    """
+    if length - frozen < config.trigger:
+        return None
+    new_length = frozen + config.budget
+    return Plan(
+        frozen=frozen,
+        old_length=length,
+        new_length=new_length,
+        next_position=length + evicted_before,
+        freed_slots=(pages(length, page_size) - pages(new_length, page_size)) * page_size,
+    )
+
+
+def pages(length: int, page_size: int) -> int:
+    """Pages that hold `length` tokens."""
+    return -(-length // page_size)
+
+
+@dataclass
+class Totals:
+    """Sums over all requests since the server started."""
+
+    rounds: int = 0
+    evicted_tokens: int = 0
+    freed_slots: int = 0
+
+    def add(self, plan: Plan) -> None:
+        self.rounds += 1
+        self.evicted_tokens += plan.evicted_tokens
+        self.freed_slots += plan.freed_slots
