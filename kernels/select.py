@@ -1,0 +1,116 @@
+"""Selection: which private tokens of a request survive a round (arXiv 2604.04921, section 4; spec 2.3).
+
+    0                          length - recent      length            N
+    |-------- candidates ------------|--- newest -----|--- padding ----|
+      ranked by importance             always kept      never looked at
+
+Rows of scores (one per layer and query head) have different scales, so each is standardised over the
+request's own candidates before rows are compared. Importance then merges the rows; `selection` names how, and
+with it how many kept sets there are:
+
+    union            one set                 max over all layers and query heads (the paper's)
+    shared-mean      one set                 mean over all layers and query heads
+    per-head         one per KV head         mean over layers of the max over the head's group
+    per-layer-head   one per layer, KV head  max over the head's group
+"""
+
+import torch
+
+SELECTIONS = ("union", "shared-mean", "per-head", "per-layer-head")
+
+MIN_STD = 1e-6
+"""Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""
+
+
+def select_naive(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    keep: int,
+    recent: int,
+    *,
+    selection: str = "union",
+    num_kv_heads: int | None = None,
+) -> torch.Tensor:
+    """Indices of the private tokens that stay.
+
+    Args:
+        scores: [R, L, H_q, N], from `score_naive`; columns from `lengths[r]` on are padding, maybe NaN.
+        lengths: [R] int64, private tokens of each request, each at least `keep`.
+        keep: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
+        num_kv_heads: needed by "per-head" and "per-layer-head".
+
+    Returns:
+        int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
+
+    Raises ValueError on an unknown selection, a missing `num_kv_heads`, or unless 0 <= recent <= keep <= N.
+    """
+    if not 0 <= recent <= keep <= scores.shape[-1]:
+        raise ValueError(f"need 0 <= recent <= keep <= {scores.shape[-1]}, got recent {recent}, keep {keep}")
+    importance = importance_naive(scores, lengths, recent, selection=selection, num_kv_heads=num_kv_heads)
+    return keep_naive(importance, lengths, keep, recent)
+
+
+def importance_naive(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    recent: int,
+    *,
+    selection: str = "union",
+    num_kv_heads: int | None = None,
+) -> torch.Tensor:
+    """Importance of each candidate, -inf in all other columns.
+
+    Arguments as for `select_naive`. A z-score uses the population standard deviation over the candidates.
+
+    Returns:
+        float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".
+    """
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
+    if selection.endswith("head") and num_kv_heads is None:
+        raise ValueError(f"selection {selection!r} needs num_kv_heads")
+    candidates = _candidates(scores.shape[-1], lengths, recent)  # [R, N]
+    z = _standardise(scores.float(), candidates[:, None, None, :], lengths - recent)
+    if selection == "union":
+        merged = z.amax((1, 2))
+    elif selection == "shared-mean":
+        merged = z.mean((1, 2))
+    else:
+        merged = z.unflatten(2, (num_kv_heads, -1)).amax(3)  # [R, L, H_kv, N]
+        if selection == "per-head":
+            merged = merged.mean(1)
+    outside = ~candidates.view(candidates.shape[0], *[1] * (merged.ndim - 2), -1)
+    return merged.masked_fill_(outside, float("-inf"))
+
+
+def keep_naive(importance: torch.Tensor, lengths: torch.Tensor, keep: int, recent: int) -> torch.Tensor:
+    """The `keep - recent` most important candidates and the newest `recent` tokens.
+
+    Args:
+        importance: [R, ..., N], -inf outside the candidates.
+
+    Returns:
+        [R, ..., keep] int64, ascending.
+    """
+    # A stable sort, not topk: ties must fall the same way on every device and rank, lowest index first.
+    order = importance.sort(dim=-1, descending=True, stable=True).indices
+    newest = lengths[:, None] - recent + torch.arange(recent, device=lengths.device)  # [R, recent]
+    newest = newest.view(lengths.shape[0], *[1] * (importance.ndim - 2), recent)
+    newest = newest.expand(*importance.shape[:-1], recent)
+    return torch.cat([order[..., : keep - recent], newest], dim=-1).sort(dim=-1).values
+
+
+def _candidates(columns: int, lengths: torch.Tensor, recent: int) -> torch.Tensor:
+    """[R, N] bool: the columns that compete for a place."""
+    return torch.arange(columns, device=lengths.device) < (lengths - recent)[:, None]
+
+
+def _standardise(scores: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """z-scores over the masked columns, 0 elsewhere; sums in float64 so that padding cannot shift a rank."""
+    counts = counts.clamp_min(1).to(torch.float64)[:, None, None, None]
+    # where, not multiplication: 0 * NaN is NaN.
+    zero = scores.new_zeros(())
+    mean = torch.where(mask, scores, zero).sum(-1, keepdim=True, dtype=torch.float64) / counts
+    centred = torch.where(mask, scores - mean.float(), zero)
+    variance = centred.square().sum(-1, keepdim=True, dtype=torch.float64) / counts
+    return centred.div_(variance.sqrt().clamp_min(MIN_STD).float())

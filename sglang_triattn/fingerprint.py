@@ -1,0 +1,128 @@
+"""A model's fingerprint: what ties a statistics file to the model it was measured on.
+
+Made from what decides the queries and survives quantisation, read in milliseconds: the architecture fields of
+config.json, and the small vectors that weight-only quantisers keep as they are. The norms in front of linear
+layers are left out on purpose: AWQ and SmoothQuant fold their scales into them.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+ARCHITECTURE_FIELDS = (
+    "architectures",
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+DIGITS = 32
+_FINAL_NORM = re.compile(r"(?:[a-z_]+\.)*(?:norm|final_norm|final_layernorm|ln_f)\.weight")
+_QUERY_VECTOR = re.compile(
+    r"(?:[a-z_]+\.)*(?:layers|h|blocks)\.0\.(?:self_attn|attn|attention|self_attention)\."
+    r"(?:[qk]_norm\.weight|[qk]_layernorm\.weight|[qk]_proj\.bias)"
+)
+
+
+def model_fingerprint(model_path: str, revision: str | None = None) -> str | None:
+    """Fingerprint of a model: 32 hexadecimal digits, or None if no config.json is at hand (a bare GGUF file,
+    say).
+
+    model_path: a model folder, or a hub name whose files are in the local Hugging Face cache; nothing is
+    downloaded. A fine-tune that moved the final norm, a q_norm or a query bias differs; a quantised,
+    converted or re-sharded copy of the same weights agrees. Without safetensors files only the configuration
+    counts.
+    """
+    folder = _local_folder(model_path, revision)
+    if folder is None:
+        return None
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    digest = hashlib.sha256(canonical_config(config).encode())
+    for name, content in sorted(_vectors(folder).items()):
+        digest.update(name.encode() + b"\0" + content)
+    return digest.hexdigest()[:DIGITS]
+
+
+def canonical_config(config: dict) -> str:
+    """Canonical JSON of the fields that define the architecture, the same for old and new spellings.
+
+    `config` is the content of config.json. transformers 5 writes `rope_parameters`, older versions
+    `rope_theta` and `rope_scaling`; defaults that a file leaves out are filled in.
+    """
+    config = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
+    fields = {name: config.get(name) for name in ARCHITECTURE_FIELDS}
+    heads = fields["num_attention_heads"]
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = heads
+    if fields["head_dim"] is None and heads and fields["hidden_size"]:
+        fields["head_dim"] = fields["hidden_size"] // heads
+    fields["rope"] = _canonical_rope(config)
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _canonical_rope(config: dict) -> dict:
+    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    defaults = {
+        "rope_theta": config.get("rope_theta") or 10000.0,
+        "rope_type": given.pop("type", "default"),
+        "partial_rotary_factor": config.get("partial_rotary_factor") or 1.0,
+    }
+    rope = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    # 10000 and 10000.0 are the same base.
+    return {name: float(value) if type(value) is int else value for name, value in rope.items()}
+
+
+def _local_folder(model_path: str, revision: str | None) -> Path | None:
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _vectors(folder: Path) -> dict[str, bytes]:
+    """Name and bfloat16 bytes of the vectors that identify the weights, from the folder's safetensors files.
+
+    Rounding to bfloat16 makes copies stored in float32, float16 and bfloat16 agree. All-zero vectors are
+    skipped: some quantisers add zero biases.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    vectors = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    if not (_FINAL_NORM.fullmatch(name) or _QUERY_VECTOR.fullmatch(name)):
+                        continue
+                    tensor = file.get_tensor(name)
+                    if tensor.ndim == 1 and tensor.is_floating_point() and tensor.any():
+                        vectors[name] = tensor.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+        except (OSError, SafetensorError):
+            continue
+    return vectors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files; its index, where there is one, says which of them count."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError):
+        names = {path.name for path in folder.glob("*.safetensors")}
+        if "model.safetensors" in names:
+            names = {"model.safetensors"}
+    return sorted(folder / name for name in names)

@@ -1,0 +1,140 @@
+"""Rotary position embedding of a model as numbers: frequencies, scaling, how many dims turn, how they pair.
+
+RoPE turns complex component f of a vector at position p: `x_f -> s * x_f * exp(i w_f p)` (spec section 0).
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from sglang_triattn.errors import TriAttentionError
+
+STATIC_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE types of transformers whose frequencies never change while serving."""
+
+_PROBE_POSITIONS = (1, 7, 100)
+_UNKNOWN = "Models of {} turn their queries in a way that is not supported: use a model with standard RoPE."
+
+
+class RopeError(TriAttentionError):
+    """A model's position embedding is not one that scores can be computed for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """What turns queries and keys; `inv_freq` is exact, whatever the model computes in."""
+
+    inv_freq: torch.Tensor
+    """[F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included."""
+    attention_scaling: float
+    """Factor s on cos and sin: 1.0 but for YaRN-like types."""
+    rotary_dim: int
+    """2F, the leading dims of a head that turn."""
+    style: str
+    """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
+
+
+def to_complex(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Complex components [..., F] of the rotated dims of `x` [..., head_dim] (float32 or float64)."""
+    turning = x[..., : rope.rotary_dim]
+    if rope.style == "half":
+        return torch.complex(*turning.chunk(2, dim=-1))
+    return torch.complex(turning[..., 0::2], turning[..., 1::2])
+
+
+def from_complex(z: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """The inverse of `to_complex`: real dims [..., rotary_dim] of components [..., F]."""
+    if rope.style == "half":
+        return torch.cat([z.real, z.imag], dim=-1)
+    return torch.stack([z.real, z.imag], dim=-1).flatten(-2)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """RoPE at `positions` [S] of vectors [..., S, head_dim] (float32 or float64); other dims pass through."""
+    return _turn(x, positions, rope, 1.0, rope.attention_scaling)
+
+
+def unrotate(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """The inverse of `rotate`: pre-RoPE vectors [..., S, head_dim] of post-RoPE ones."""
+    return _turn(x, positions, rope, -1.0, 1.0 / rope.attention_scaling)
+
+
+def _turn(x: torch.Tensor, positions: torch.Tensor, rope: Rope, sign: float, scale: float) -> torch.Tensor:
+    angles = sign * positions.to(x.device, torch.float64)[:, None] * rope.inv_freq.to(x.device)  # [S, F]
+    z = to_complex(x, rope)
+    turned = z * torch.polar(torch.full_like(angles, scale), angles).to(z.dtype)
+    return torch.cat([from_complex(turned, rope), x[..., rope.rotary_dim :]], dim=-1)
+
+
+def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
+    """Reads the RoPE of a transformers model, or of its rotary module alone.
+
+    Frequencies and scaling are the ones the module itself uses. The pairing of dims is found by turning a
+    probe vector with the model's own function; a rotary module without such a function beside it is "half".
+
+    Args:
+        config: the model's configuration, for messages.
+
+    Raises RopeError if the model has no RoPE, more than one, one whose frequencies change while serving, or
+    one that turns vectors in an unknown way.
+    """
+    rotary = _rotary_module(model)
+    rope_type = getattr(rotary, "rope_type", "default")
+    if rope_type not in STATIC_TYPES:
+        raise RopeError(
+            f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
+            f"ones: use a model with one of {', '.join(STATIC_TYPES)}."
+        )
+    inv_freq = rotary.inv_freq.detach()
+    if inv_freq.dtype not in (torch.float32, torch.float64):
+        raise RopeError(
+            f"The model's RoPE frequencies were rounded to {inv_freq.dtype}: load the model with dtype=... "
+            "instead of converting it afterwards."
+        )
+    inv_freq = inv_freq.to("cpu", torch.float64)
+    rope = Rope(inv_freq, float(getattr(rotary, "attention_scaling", 1.0)), 2 * inv_freq.numel(), "half")
+    apply = getattr(sys.modules.get(type(rotary).__module__), "apply_rotary_pos_emb", None)
+    if apply is None:
+        if rotary is model:
+            return rope
+        raise RopeError(_UNKNOWN.format(type(model).__name__))
+    return _probe(rotary, apply, rope, type(config).__name__)
+
+
+def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The one module that holds `inv_freq`; modules with equal frequencies count as one."""
+    found = [
+        module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+    ]
+    if not found:
+        raise RopeError(
+            f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
+            "TriAttention needs one: use a model that has."
+        )
+    first = found[0].inv_freq
+    if any(m.inv_freq.shape != first.shape or not torch.equal(m.inv_freq, first) for m in found[1:]):
+        raise RopeError(
+            f"{type(model).__name__} has several different rotary embeddings; only one is supported"
+        )
+    return found[0]
+
+
+def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
+    """`rope` with the style by which `apply`, the model's own function, turns a probe vector."""
+    device = rotary.inv_freq.device
+    positions = torch.tensor(_PROBE_POSITIONS, device=device)
+    probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))
+    probe = probe.to(device)
+    try:
+        turned = apply(probe, probe, *rotary(probe, positions[None]))[0].double()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RopeError(
+            f"cannot tell how a model of {name} turns its queries; it is not supported"
+        ) from error
+    for style in ("half", "interleaved"):
+        candidate = Rope(rope.inv_freq, rope.attention_scaling, rope.rotary_dim, style)
+        expected = rotate(probe.double(), positions, candidate)
+        if turned.shape == expected.shape and torch.allclose(turned, expected, rtol=1e-3, atol=1e-3):
+            return candidate
+    raise RopeError(_UNKNOWN.format(name))
