@@ -193,9 +193,7 @@ def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreT
     requests, columns = slots.shape
     half = tables.inv_freq.numel()
     flat = slots.reshape(-1)
-    features = slots.new_empty(
-        (len(pools), requests, tables.num_kv_heads, columns, 3 * half), dtype=torch.float32
-    )
+    features = slots.new_empty((len(pools), requests, tables.num_kv_heads, columns, 3 * half), dtype=torch.float32)
     for target, pool in zip(features, pools, strict=True):
         if pool.dtype in _FLOAT8:
             # Devices gather bytes but not all of them gather float8.

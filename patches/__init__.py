@@ -28,7 +28,8 @@ def activate() -> None:
     if role is None:
         _activate_main()
         return
-    from sglang_triattn.patches import handshake, hooks, server_args as args_patch
+    from sglang_triattn.patches import handshake, hooks
+    from sglang_triattn.patches import server_args as args_patch
 
     config = args_patch.config_of(server_args)
     if config is None:
@@ -42,16 +43,15 @@ def activate() -> None:
 
 
 def _activate_main() -> None:
-    from sglang_triattn.patches import hooks, server_args as args_patch
+    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches import server_args as args_patch
 
     hooks.register(args_patch.hooks(_enable_main))
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and then records
         # could not be pickled to the schedulers.
-        engine.Engine.server_args_class = args_patch.engine_arguments(
-            engine.Engine.server_args_class, _enable_main
-        )
+        engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
 
 
 def _enable_main(server_args: Any) -> None:

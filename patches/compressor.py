@@ -1,4 +1,4 @@
-"""Rounds on a running batch. SGLang parts: the scheduler's streams, its batch, the row table, the KV pool and allocator.
+"""Rounds on a running batch. SGLang parts: the scheduler's streams and batch, the row table, the KV pool, its allocator.
 
 The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
 
@@ -108,12 +108,8 @@ class Compressor:
     def _keep(self, slots: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
         """[R, budget] int64, ascending: the private tokens of each request that stay."""
         _, _, lengths, next_positions = facts
-        scores = score_naive(
-            self._k_buffers, slots, next_positions, self._tables, aggregation=self.config.aggregation
-        )
-        return select_naive(
-            scores, lengths, self.config.budget, self.config.recent, selection=self.config.selection
-        )
+        scores = score_naive(self._k_buffers, slots, next_positions, self._tables, aggregation=self.config.aggregation)
+        return select_naive(scores, lengths, self.config.budget, self.config.recent, selection=self.config.selection)
 
     def _remap(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""

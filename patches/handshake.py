@@ -1,8 +1,9 @@
 """The launch succeeds only if every scheduler confirms that it compresses.
 
-SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), what a scheduler tells the main process when it is ready;
-`DataParallelController` (data_parallel_controller.py), which stands between the two with more than one replica;
-`_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects the answers.
+SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), what a scheduler tells the main process
+when it is ready; `DataParallelController` (data_parallel_controller.py), which stands between the two with more than
+one replica; `_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects the
+answers.
 
 A scheduler that cannot compress (wrong statistics for its model, an unsupported KV pool, a hook that did not apply)
 says why in its answer instead of raising: a raise there would reach the user as a traceback of a child process.

@@ -130,4 +130,3 @@ def resolve(target: str) -> Callable:
     owner = pkgutil.resolve_name(owner_path)
     attribute = inspect.getattr_static(owner, name)
     return getattr(attribute, "__func__", attribute)
-

@@ -49,7 +49,11 @@ SETTINGS = (
     Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
     Refusal("dcp_size", _many, _OTHER_POOL),
     Refusal("attn_cp_size", _many, _OTHER_POOL),
-    Refusal("enable_mixed_chunk", _set, "prefill and decode tokens then share a batch, and positions would be wrong"),
+    Refusal(
+        "enable_mixed_chunk",
+        _set,
+        "prefill and decode tokens then share a batch, and positions would be wrong",
+    ),
     Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),
     Refusal("enable_pdmux", _set, _OTHER_LOOP),
     Refusal("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
@@ -111,8 +115,7 @@ def check_settings(settings: Any) -> None:
     for name, reason in ENVIRONMENT.items():
         if getattr(envs, name).get():
             raise TriAttentionError(
-                f"The environment variable {name} does not work with --enable-triattention, because {reason}: "
-                "unset it."
+                f"The environment variable {name} does not work with --enable-triattention, because {reason}: unset it."
             )
 
 
@@ -128,7 +131,10 @@ def check_model(model: Any) -> None:
         (not model.is_generation, "it does not generate text"),
         (model.attention_arch == AttentionArch.MLA, "its attention is multi-head latent attention (MLA)"),
         (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
-        (model.is_hybrid_swa, f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens"),
+        (
+            model.is_hybrid_swa,
+            f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens",
+        ),
         (bool(model.attention_chunk_size), "its attention is local to chunks"),
         (model.is_local_attention_model, "its attention is local to chunks"),
         (model.is_encoder_decoder, "it is an encoder-decoder model"),

@@ -37,7 +37,10 @@ class Compression:
         return [
             Hook(f"{target}.__init__", "after", self._on_built, "self server_args port_args"),
             Hook(
-                f"{target}.get_next_batch_to_run", "before", self._on_next_batch, "self running_batch last_batch"
+                f"{target}.get_next_batch_to_run",
+                "before",
+                self._on_next_batch,
+                "self running_batch last_batch",
             ),
             Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
             *positions.hooks(),

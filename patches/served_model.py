@@ -123,7 +123,10 @@ def _attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 def _check_attention(attention: Any) -> None:
     reasons = (
-        (attention.sliding_window_size > 0, f"has a sliding window of {attention.sliding_window_size} tokens"),
+        (
+            attention.sliding_window_size > 0,
+            f"has a sliding window of {attention.sliding_window_size} tokens",
+        ),
         (attention.is_cross_attention, "is cross attention"),
         (attention.use_irope, "is local to chunks"),
         (attention.pos_encoding_mode != "NONE", "adds a bias by position"),

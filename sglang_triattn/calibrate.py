@@ -74,9 +74,7 @@ def calibrate(
     config = _loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
     windows = _windows(_loaded(transformers.AutoTokenizer, model_path), text, max_tokens, window, config)
-    model = _loaded(
-        transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=_ATTENTION
-    ).eval()
+    model = _loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=_ATTENTION).eval()
     body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
     try:
         rope = rope_of_transformers(body, config)
@@ -166,9 +164,7 @@ def _read_text(data_path: str, characters: int) -> str:
         with Path(data_path).open(encoding="utf-8") as file:
             return file.read(characters)
     except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"Calibration text {data_path} is not UTF-8 text: give a plain text file."
-        ) from error
+        raise CalibrationError(f"Calibration text {data_path} is not UTF-8 text: give a plain text file.") from error
     except OSError as error:
         raise CalibrationError(
             f"Calibration text {data_path} cannot be read ({error.strerror}): give a plain text file."

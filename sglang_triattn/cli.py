@@ -44,13 +44,9 @@ def _add_calibrate(subcommands) -> None:
         description="Measures the query statistics of a model on a text file, for --triattention-stats.",
     )
     parser.add_argument("--model", required=True, help="model folder or Hugging Face name")
-    parser.add_argument(
-        "--data", required=True, help="UTF-8 text file, best of the kind the model will serve"
-    )
+    parser.add_argument("--data", required=True, help="UTF-8 text file, best of the kind the model will serve")
     parser.add_argument("--out", required=True, help="statistics file to write (.safetensors)")
-    parser.add_argument(
-        "--max-tokens", type=int, default=32768, help="tokens of the text to use (%(default)s)"
-    )
+    parser.add_argument("--max-tokens", type=int, default=32768, help="tokens of the text to use (%(default)s)")
     parser.add_argument("--window", type=int, default=2048, help="tokens per forward pass (%(default)s)")
     parser.add_argument("--device", help="torch device (cuda if there is one, else cpu)")
     parser.add_argument(

@@ -141,8 +141,7 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     unknown = sorted(given.keys() - _DEFAULTS.keys())
     if unknown:
         raise TriAttentionError(
-            f"{PREFIX}{unknown[0]} is not a setting; the settings are "
-            f"{', '.join(PREFIX + name for name in _DEFAULTS)}."
+            f"{PREFIX}{unknown[0]} is not a setting; the settings are {', '.join(PREFIX + name for name in _DEFAULTS)}."
         )
     if not enabled:
         if given:

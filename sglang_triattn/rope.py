@@ -104,9 +104,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
 
 def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     """The one module that holds `inv_freq`; modules with equal frequencies count as one."""
-    found = [
-        module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
-    ]
+    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
     if not found:
         raise RopeError(
             f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
@@ -114,9 +112,7 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
         )
     first = found[0].inv_freq
     if any(m.inv_freq.shape != first.shape or not torch.equal(m.inv_freq, first) for m in found[1:]):
-        raise RopeError(
-            f"{type(model).__name__} has several different rotary embeddings; only one is supported"
-        )
+        raise RopeError(f"{type(model).__name__} has several different rotary embeddings; only one is supported")
     return found[0]
 
 
@@ -129,9 +125,7 @@ def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
     try:
         turned = apply(probe, probe, *rotary(probe, positions[None]))[0].double()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RopeError(
-            f"cannot tell how a model of {name} turns its queries; it is not supported"
-        ) from error
+        raise RopeError(f"cannot tell how a model of {name} turns its queries; it is not supported") from error
     for style in ("half", "interleaved"):
         candidate = Rope(rope.inv_freq, rope.attention_scaling, rope.rotary_dim, style)
         expected = rotate(probe.double(), positions, candidate)

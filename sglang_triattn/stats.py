@@ -125,13 +125,9 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
         elif path.suffix in (".pt", ".pth"):
             stats = _read_pt(path)
         else:
-            raise StatsError(
-                f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt."
-            )
+            raise StatsError(f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt.")
     except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise StatsError(
-            f"Statistics file {path} cannot be read ({_reason(error)}): {_RECALIBRATE}"
-        ) from error
+        raise StatsError(f"Statistics file {path} cannot be read ({_reason(error)}): {_RECALIBRATE}") from error
     _check_numbers(stats)
     return stats
 
@@ -205,9 +201,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             source=str(path),
         )
     except (KeyError, ValueError, RuntimeError) as error:
-        raise StatsError(
-            f"Statistics file {path} is incomplete ({_reason(error)}): {_RECALIBRATE}"
-        ) from error
+        raise StatsError(f"Statistics file {path} is incomplete ({_reason(error)}): {_RECALIBRATE}") from error
 
 
 def _read_pt(path: Path) -> QueryStats:

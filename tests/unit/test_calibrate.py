@@ -29,17 +29,13 @@ MODELS = {
 
 def direct(folder, windows, where, rotary_dim, style):
     """Means of the output of each layer's `where`, one forward pass a window, in complex128."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     heads = model.config.num_attention_heads
     seen = [[] for _ in model.model.layers]
 
     def watch(kept):
         def hook(module, inputs, output):
-            x = output[
-                0
-            ].double()  # q_norm: [S, H, d], projections: [S, H * d], fused ones with K and V behind
+            x = output[0].double()  # q_norm: [S, H, d], projections: [S, H * d], fused ones with K and V behind
             if x.ndim == 2:
                 x = x[:, : heads * model.model.layers[0].self_attn.head_dim].unflatten(-1, (heads, -1))
             x = x[..., :rotary_dim]

@@ -59,9 +59,7 @@ def test_rotation_inverts_and_scales(style, rotary_dim):
     torch.testing.assert_close(from_complex(to_complex(x, rope), rope), x[..., :rotary_dim])
 
 
-@pytest.mark.parametrize(
-    "rope_parameters", [{}, LLAMA3, YARN, LINEAR], ids=["default", "llama3", "yarn", "linear"]
-)
+@pytest.mark.parametrize("rope_parameters", [{}, LLAMA3, YARN, LINEAR], ids=["default", "llama3", "yarn", "linear"])
 def test_agrees_with_transformers(rope_parameters):
     """Prevents frequencies or scaling that differ from the ones the model itself applies."""
     config = llama(**rope_parameters)
@@ -82,17 +80,13 @@ def test_agrees_with_transformers(rope_parameters):
 def test_scaled_values():
     """Prevents scaling being dropped in both this code and the comparison with transformers."""
     config = llama()
-    torch.testing.assert_close(
-        rope_of_transformers(model_of(config), config).inv_freq, plain(8), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(rope_of_transformers(model_of(config), config).inv_freq, plain(8), rtol=1e-6, atol=0)
     config = llama(**LINEAR)
     rope = rope_of_transformers(model_of(config), config)
     torch.testing.assert_close(rope.inv_freq, plain(8) / 4, rtol=1e-6, atol=0)
     assert rope.attention_scaling == 1.0
     config = llama(**YARN)
-    assert math.isclose(
-        rope_of_transformers(model_of(config), config).attention_scaling, 0.1 * math.log(4) + 1
-    )
+    assert math.isclose(rope_of_transformers(model_of(config), config).attention_scaling, 0.1 * math.log(4) + 1)
 
 
 def test_interleaved_partial_model():

@@ -75,9 +75,7 @@ class Case:
         half = (rotary_dim or head_dim) // 2
         self.style, self.scaling = style, scaling
         self.inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
-        self.mean = torch.complex(
-            randn(layers, kv_heads * group, half), randn(layers, kv_heads * group, half)
-        )
+        self.mean = torch.complex(randn(layers, kv_heads * group, half), randn(layers, kv_heads * group, half))
         self.abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
         self.lengths, columns, count = lengths, max(lengths), sum(lengths)
         # One slot more than tokens: slot 0, used for padding, belongs to nobody.
@@ -103,14 +101,10 @@ class Case:
 
     def tables(self, device="cpu"):
         kv_heads = self.pools[0].shape[1]
-        return build_tables(
-            self.mean, self.abs_mean, self.inv_freq, self.scaling, self.style, kv_heads, device
-        )
+        return build_tables(self.mean, self.abs_mean, self.inv_freq, self.scaling, self.style, kv_heads, device)
 
     def check(self, aggregation: str, tolerance: float) -> None:
-        result = score_naive(
-            self.pools, self.slots, self.next_positions, self.tables(), aggregation=aggregation
-        )
+        result = score_naive(self.pools, self.slots, self.next_positions, self.tables(), aggregation=aggregation)
         layers, heads, _ = self.mean.shape
         assert result.dtype == torch.float32
         assert result.shape == (len(self.lengths), layers, heads, max(self.lengths))
@@ -148,9 +142,7 @@ def test_scores_equal_the_definition(case, aggregation):
     Case(**case).check(aggregation, 2e-4)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_pool_dtypes(dtype, style):
     """Prevents a key pool of low precision being read as other numbers than it holds."""

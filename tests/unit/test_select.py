@@ -46,9 +46,7 @@ def test_ragged_batches_equal_the_definition(selection, keep, recent, poison):
     for r, n in enumerate(lengths):
         padded[r, ..., n:] = poison
     before = padded.clone()
-    kept = select_naive(
-        padded, torch.tensor(lengths), keep, recent, selection=selection, num_kv_heads=kv_heads
-    )
+    kept = select_naive(padded, torch.tensor(lengths), keep, recent, selection=selection, num_kv_heads=kv_heads)
     assert kept.dtype == torch.int64
     torch.testing.assert_close(padded, before, equal_nan=True, rtol=0, atol=0)
     for r, n in enumerate(lengths):
@@ -120,8 +118,7 @@ def test_no_value_is_read_on_the_host():
         torch.empty(2, dtype=torch.int64, device="meta"),
     )
     shapes = [
-        select_naive(scores, lengths, 9, 2, selection=selection, num_kv_heads=2).shape
-        for selection in SELECTIONS
+        select_naive(scores, lengths, 9, 2, selection=selection, num_kv_heads=2).shape for selection in SELECTIONS
     ]
     assert shapes == [(2, 9), (2, 9), (2, 2, 9), (2, 3, 2, 9)]
 

@@ -154,9 +154,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("name", ["s.pt", "s.safetensors"])
-@pytest.mark.parametrize(
-    "content", [b"", b"not statistics", b"\x80\x02}q\x00."], ids=["empty", "text", "dict"]
-)
+@pytest.mark.parametrize("content", [b"", b"not statistics", b"\x80\x02}q\x00."], ids=["empty", "text", "dict"])
 def test_files_of_another_kind_are_refused(tmp_path, name, content):
     """Prevents a traceback for a wrong file."""
     (tmp_path / name).write_bytes(content)
@@ -271,9 +269,7 @@ def test_unknown_fingerprints_are_not_compared():
     check_stats(stats(), shape(fingerprint=None))
 
 
-@pytest.mark.parametrize(
-    "served", [rope(style="interleaved"), rope(rotary_dim=8)], ids=["style", "rotary_dim"]
-)
+@pytest.mark.parametrize("served", [rope(style="interleaved"), rope(rotary_dim=8)], ids=["style", "rotary_dim"])
 def test_published_statistics_fit_plain_rope_only(tmp_path, served):
     """Prevents a published file, always half style over the whole head, from meeting another layout."""
     with pytest.raises(StatsError):

@@ -21,9 +21,7 @@ COMMON = {
 }
 
 
-def make_model(
-    folder: Path, config: transformers.PreTrainedConfig, *, bos: bool = False, seed: int = 0
-) -> Path:
+def make_model(folder: Path, config: transformers.PreTrainedConfig, *, bos: bool = False, seed: int = 0) -> Path:
     """Saves a random model of `config`, its weights large enough that queries differ between tokens."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

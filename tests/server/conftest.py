@@ -1,0 +1,90 @@
+"""Servers for the tests: started once for each set of arguments, a few of them kept running for the whole session."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import ExitStack
+
+import pytest
+
+import harness
+import probe
+from server import running_server
+
+# Each takes about 3 GB of memory.
+KEPT_RUNNING = 4
+
+
+class Servers:
+    """Running servers of the tiny model by their arguments; the one used longest ago makes room for a new one."""
+
+    def __init__(self, tiny: harness.TinyModel, folder) -> None:
+        self._tiny = tiny
+        self._folder = folder
+        self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
+        self._started = 0
+
+    def __call__(self, *args: str, env: dict[str, str] | None = None, compressed: bool = True) -> harness.Client:
+        """The Client of a server with every memory check on; `args` are added to the usual ones."""
+        key = (args, tuple(sorted((env or {}).items())), compressed)
+        if key not in self._running:
+            while len(self._running) >= KEPT_RUNNING:
+                self._stop(next(iter(self._running)))
+            self._running[key] = self._start(args, env or {}, compressed)
+        self._running.move_to_end(key)
+        client, _ = self._running[key]
+        client.assert_alive()
+        return client
+
+    def _start(self, args, env, compressed) -> tuple[harness.Client, ExitStack]:
+        full = harness.compressed_args(self._tiny, *args) if compressed else [*harness.plain_args(), *args]
+        self._started += 1
+        log = self._folder / f"server-{self._started}.log"
+        stack = ExitStack()
+        running = running_server(self._tiny.path, full, env={**harness.STRICT, **env}, log_path=log)
+        return harness.Client(stack.enter_context(running)), stack
+
+    def _stop(self, key: tuple) -> None:
+        client, stack = self._running.pop(key)
+        try:
+            client.assert_alive()
+        finally:
+            stack.close()
+
+    def stop_all(self) -> None:
+        for key in list(self._running):
+            self._stop(key)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return harness.build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def serve(tiny, tmp_path_factory):
+    """`serve(*args, env={}, compressed=True)` gives the Client of a server with these arguments."""
+    servers = Servers(tiny, tmp_path_factory.mktemp("logs"))
+    yield servers
+    servers.stop_all()
+
+
+@pytest.fixture(scope="session")
+def probed(serve, tmp_path_factory):
+    """`probed(*args)` gives a Client and a function that returns what the probe wrote since its last call."""
+    folder = tmp_path_factory.mktemp("probe")
+    probe.install(folder)
+    file = folder / "steps.jsonl"
+
+    def start(*args: str):
+        env = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
+        client = serve(*args, env=env)
+
+        def steps():
+            found = harness.read_lines(file)
+            file.write_text("")
+            return found
+
+        return client, steps
+
+    return start

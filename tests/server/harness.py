@@ -1,0 +1,164 @@
+"""What the server tests share: a tiny model, its statistics, and a client of a real server with every check on."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+
+from server import Server, device_args
+
+# SGLang's own checks of its books: they end the scheduler at the first slot that is lost, owned twice or freed twice.
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
+    "SGLANG_DEBUG_MEMORY_POOL": "1",
+}
+BUDGET, INTERVAL, RECENT = 64, 32, 16
+POOL = 6144
+VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A random Llama: small enough to decode over 100 tokens/s on a CPU, sharp enough that every token matters."""
+
+    path: Path
+    stats: Path
+    num_layers: int = 3
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    theta: float = 10000.0
+
+    def load(self) -> Any:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def build_tiny_model(folder: Path) -> TinyModel:
+    """Writes the model and random statistics of it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from sglang_triattn.fingerprint import model_fingerprint
+    from sglang_triattn.rope import Rope
+    from sglang_triattn.stats import QueryStats, save_stats
+
+    tiny = TinyModel(folder / "tiny", folder / "tiny.safetensors")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=tiny.num_layers,
+        num_attention_heads=tiny.num_q_heads,
+        num_key_value_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": tiny.theta},
+        tie_word_embeddings=False,
+        initializer_range=0.12,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(tiny.path)
+    pairs = tiny.head_dim // 2
+    mean = torch.randn(tiny.num_layers, tiny.num_q_heads, pairs, dtype=torch.complex64)
+    spread = torch.rand(tiny.num_layers, tiny.num_q_heads, pairs)
+    inv_freq = tiny.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    save_stats(
+        QueryStats(
+            mean=mean,
+            abs_mean=mean.abs() + spread,
+            num_kv_heads=tiny.num_kv_heads,
+            head_dim=tiny.head_dim,
+            rope=Rope(inv_freq, 1.0, tiny.head_dim, "half"),
+            fingerprint=model_fingerprint(str(tiny.path)),
+            token_count=1,
+            source="random",
+        ),
+        tiny.stats,
+    )
+    return tiny
+
+
+def plain_args() -> list[str]:
+    """A server of the tiny model without compression. Requests are token ids, so that no tokenizer is needed."""
+    args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--sleep-on-idle"]
+    return [*args, "--random-seed", "1", *device_args()]
+
+
+def compressed_args(tiny: TinyModel, *more: str) -> list[str]:
+    args = ["--enable-triattention", "--triattention-stats", str(tiny.stats)]
+    for name, value in (("budget", BUDGET), ("interval", INTERVAL), ("recent", RECENT)):
+        args += [f"--triattention-{name}", str(value)]
+    return [*plain_args(), *args, "--enable-metrics", "--decode-log-interval", "20", *more]
+
+
+class Client:
+    """Requests to one server, by token ids."""
+
+    def __init__(self, server: Server) -> None:
+        self.url = server.url
+        self.server = server
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(self.url + path, json=body, timeout=600)
+
+    def generate(self, ids: list[int], tokens: int, *, logprobs: bool = False, **sampling: Any) -> dict[str, Any]:
+        """One greedy request that ignores the end-of-text token, unless `sampling` says otherwise."""
+        response = self.post(
+            "/generate",
+            input_ids=ids,
+            sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling},
+            return_logprob=logprobs,
+            top_logprobs_num=5 if logprobs else 0,
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def generate_all(self, prompts: list[list[int]], tokens: int, **options: Any) -> list[dict[str, Any]]:
+        """All at once, so that the server batches them."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda ids: self.generate(ids, tokens, **options), prompts))
+
+    def totals(self) -> dict[str, Any]:
+        """`triattention` of the scheduler's internal state."""
+        info = requests.get(self.url + "/server_info", timeout=60).json()
+        return info["internal_states"][0]["triattention"]
+
+    def flush(self) -> None:
+        assert requests.post(self.url + "/flush_cache", timeout=60).status_code == 200
+
+    def assert_alive(self) -> None:
+        """The strict checks end the scheduler, and with it the server, when the books do not balance."""
+        assert self.server.process.poll() is None, self.server.log_tail()
+        assert requests.get(self.url + "/health", timeout=60).status_code == 200, self.server.log_tail()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+
+def compression(response: dict[str, Any]) -> dict[str, int]:
+    return response["meta_info"]["triattention"]
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with `folders` in front."""
+    old = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, folders), *([old] if old else [])])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,72 @@
+"""Positions, kept sets and attention of a compressed request against an account that shares no code with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness import BUDGET, INTERVAL, RECENT, compression, prompt
+from oracle import Oracle
+
+TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny):
+    stats = load_file(tiny.stats)
+    pairs = tiny.head_dim // 2
+    return Oracle(
+        model=tiny.load(),
+        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
+        abs_mean=stats["abs_mean"],
+        inv_freq=tiny.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs),
+        num_kv_heads=tiny.num_kv_heads,
+        budget=BUDGET,
+        interval=INTERVAL,
+        recent=RECENT,
+    )
+
+
+def served_logprobs(response) -> torch.Tensor:
+    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
+    top = response["meta_info"]["output_top_logprobs"]
+    values = torch.tensor([[entry[0] for entry in step] for step in top])
+    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
+    return values, tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
+    """Prevents wrong positions after a round, a wrong kept set, and K/V lost or mixed up by compaction."""
+    ids = prompt(7, 50)
+    response = serve("--page-size", str(page_size)).generate(ids, 400, logprobs=True)
+    report = compression(response)
+    assert report["rounds"] >= 8
+    frozen = len(ids) - len(ids) % page_size
+    assert report["frozen_length"] == frozen
+
+    output = response["output_ids"]
+    expected, rounds = oracle.logprobs(ids + output[:-1], len(ids), frozen)
+    assert len(rounds) == report["rounds"]
+    values, tokens = served_logprobs(response)
+    error = (expected.gather(1, tokens) - values).abs().max()
+    assert error < TOLERANCE
+    # The same comparison must fail for a server that never evicts, or the test would prove nothing.
+    dense = Oracle(**{**vars(oracle), "budget": 10_000})
+    unmasked, _ = dense.logprobs(ids + output[:-1], len(ids), frozen)
+    assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+def test_logits_of_requests_compacted_together(serve, oracle):
+    """Prevents one request's scores, lengths or slots from leaking into another's within one batched round."""
+    stem = prompt(8, 40)
+    prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 17, 24))]
+    client = serve("--page-size", "16")
+    client.generate(stem, 1)
+    for ids, response in zip(prompts, client.generate_all(prompts, 200, logprobs=True), strict=True):
+        frozen = len(ids) - len(ids) % 16
+        expected, _ = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), frozen)
+        values, tokens = served_logprobs(response)
+        assert compression(response)["rounds"] >= 3
+        assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE

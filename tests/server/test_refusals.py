@@ -1,0 +1,153 @@
+"""What cannot work refuses to start, with one sentence that names the setting."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launches import launch, resolve, run_python
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from harness import compressed_args
+
+# (flags, environment, words that the sentence must hold)
+SETTINGS = [
+    (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
+    (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
+    (["--tp-size", "2"], {}, ["--tp-size", "2"]),
+    (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
+    (["--kv-cache-dtype", "fp8_e5m2"], {}, ["--kv-cache-dtype", "fp8_e5m2"]),
+    (["--enable-hierarchical-cache"], {}, ["--enable-hierarchical-cache"]),
+    (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
+    (["--kv-canary", "log"], {}, ["--kv-canary"]),
+    (["--enable-return-routed-experts"], {}, ["--enable-return-routed-experts"]),
+    (["--tokenizer-worker-num", "2"], {}, ["--tokenizer-worker-num", "2"]),
+    (["--use-ray"], {}, ["--use-ray"]),
+    ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER"]),
+    ([], {"SGLANG_USE_HND_KVCACHE": "1"}, ["SGLANG_USE_HND_KVCACHE"]),
+    (["--triattention-budget", "0"], {}, ["--triattention-budget", "at least 1"]),
+    (["--triattention-recent", "65"], {}, ["--triattention-recent (65)", "--triattention-budget (64)"]),
+    (["--triattention-interval", "-3"], {}, ["--triattention-interval", "at least 1"]),
+    (["--triattention-selection", "per-head"], {}, ["--triattention-selection", "per-head", "union"]),
+    (["--triattention-aggregation", "max"], {}, ["--triattention-aggregation", "max", "mean"]),
+    (["--triattention-stats", "missing.safetensors"], {}, ["missing.safetensors", "calibrate"]),
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny):
+    """How resolution ends for each of SETTINGS, then for a plain command line and a good one."""
+    command = ["--model-path", tiny.path, *compressed_args(tiny)]
+    cases = [([*command, *flags], env) for flags, env, _ in SETTINGS]
+    cases += [
+        (["--model-path", tiny.path, "--triattention-budget", "7"], {}),
+        (["--model-path", tiny.path, "--enable-triattention"], {}),
+        (command, {}),
+        (["--model-path", tiny.path, "--device", "cpu", "--enable-mixed-chunk"], {}),
+    ]
+    return resolve(cases)
+
+
+@pytest.mark.parametrize(
+    "index", range(len(SETTINGS)), ids=lambda i: "-".join(map(str, SETTINGS[i][0] or SETTINGS[i][1]))
+)
+def test_setting_is_refused(outcomes, index):
+    """Prevents a server from starting in a mode in which it would corrupt KV or run dense in silence."""
+    ended = outcomes[index]
+    assert ended.code == 2
+    assert "Traceback" not in ended.output
+    for word in SETTINGS[index][2]:
+        assert word in ended.error
+
+
+def test_flags_need_the_switch_and_the_stats(outcomes):
+    """Prevents settings without effect, and a start without statistics."""
+    without_switch, without_stats, good, plain = outcomes[len(SETTINGS) :]
+    assert without_switch.code == 2
+    assert "--enable-triattention" in without_switch.error
+    assert without_stats.code == 2
+    assert "--triattention-stats" in without_stats.error
+    assert good.code == plain.code == 0, (good.output, plain.output)
+
+
+@pytest.fixture(scope="module")
+def foreign_stats(tiny, tmp_path_factory):
+    """Statistics like the tiny model's, but measured with another rotary base."""
+    path = tmp_path_factory.mktemp("stats") / "foreign.safetensors"
+    with safe_open(tiny.stats, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tiny.stats)
+    tensors["inv_freq"][3] *= 1.01
+    save_file(tensors, path, metadata)
+    return path
+
+
+def test_foreign_stats_end_the_launch(tiny, foreign_stats):
+    """Prevents scoring with another model's frequencies; only the loaded model can tell, in another process."""
+    ended = launch("--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats))
+    assert ended.code == 2
+    assert "inv" in ended.error.lower() or "frequenc" in ended.error.lower()
+    assert "calibrate" in ended.error
+    assert "Traceback (most recent call last)" not in ended.output.split("TriAttention")[-1]
+
+
+ENGINE = """
+import json, os, sys
+import psutil, sglang
+
+def main():
+    settings = json.loads(sys.argv[1])
+    try:
+        sglang.Engine(**settings)
+    except ValueError as error:
+        left = [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+        left = [child for child in left if "sglang::" in " ".join(child.cmdline())]
+        print("REFUSED", error, len(left))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_engine_raises_and_leaves_no_process(tiny, foreign_stats, tmp_path):
+    """Prevents an Engine that refused from holding memory in schedulers that nobody can reach."""
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    settings = {
+        "model_path": str(tiny.path),
+        "enable_triattention": True,
+        "triattention_stats": str(foreign_stats),
+        "skip_tokenizer_init": True,
+        "max_total_tokens": 2048,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    ended = run_python(str(script), json.dumps(settings))
+    refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")
+    assert refused.endswith(" 0"), ended.output[-3000:]
+    assert "calibrate" in refused
+
+
+SABOTAGE = """
+import sys
+# Spawned children alone: there the plugin's scheduler part cannot be imported.
+if any("multiprocessing" in word for word in sys.argv) or "--multiprocessing-fork" in sys.argv:
+    sys.modules["sglang_triattn.patches.scheduler"] = None
+"""
+
+
+def test_scheduler_without_the_plugin_ends_the_launch(tiny, tmp_path):
+    """Prevents a server that runs dense because the plugin failed to load in the scheduler, which SGLang only logs."""
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    ended = launch("--model-path", tiny.path, *compressed_args(tiny), env={"PYTHONPATH": str(tmp_path)})
+    assert ended.code == 2
+    assert "did not confirm" in ended.error
+
+
+def test_shadowed_package_ends_the_launch(tiny, tmp_path):
+    """Prevents a dense server where a folder beside the user hides the package."""
+    (tmp_path / "sglang_triattn").mkdir()
+    ended = launch("--model-path", tiny.path, *compressed_args(tiny), cwd=str(tmp_path))
+    assert ended.code == 2
+    assert "--enable-triattention" in ended.output

@@ -1,0 +1,62 @@
+"""Settings: defaults, ranges, and the one sentence for each mistake."""
+
+import argparse
+
+import pytest
+
+from sglang_triattn.config import Config, add_flags, read_settings
+from sglang_triattn.errors import TriAttentionError
+
+GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
+
+
+def test_defaults():
+    """Prevents the documented defaults from drifting."""
+    assert read_settings(GOOD) == Config("s.safetensors", 2048, 128, 128, "union", "mean")
+    assert read_settings({}) is None
+    assert read_settings({"model_path": "m", "enable_triattention": False}) is None
+
+
+def test_recent_follows_a_small_budget():
+    """Prevents a small budget from being refused, or filled by the newest tokens alone, because of a default."""
+    assert read_settings({**GOOD, "triattention_budget": 100}).recent == 50
+    assert read_settings({**GOOD, "triattention_budget": 100, "triattention_recent": 100}).recent == 100
+
+
+def test_flags_and_keywords_agree():
+    """Prevents a flag that sets another field than the Engine keyword of the same name."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    words = "--enable-triattention --triattention-stats s --triattention-budget 300 --triattention-interval 9"
+    words += " --triattention-recent 7 --triattention-selection union --triattention-aggregation mean"
+    config = read_settings(vars(parser.parse_args(words.split())))
+    assert config == Config("s", 300, 9, 7, "union", "mean")
+    assert config.trigger == 309
+    assert read_settings(vars(parser.parse_args([]))) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"triattention_budget": 0}, "--triattention-budget is 0"),
+        ({"triattention_budget": True}, "--triattention-budget is True"),
+        ({"triattention_budget": "2048"}, "'2048'"),
+        ({"triattention_interval": 0}, "--triattention-interval is 0"),
+        ({"triattention_recent": -1}, "--triattention-recent is -1"),
+        ({"triattention_recent": 2049}, "--triattention-recent (2049)"),
+        ({"triattention_selection": "per-head"}, "'per-head'"),
+        ({"triattention_aggregation": "max"}, "'max'"),
+        ({"triattention_stats": ""}, "--triattention-stats"),
+        ({"triattention_bugdet": 3}, "triattention_bugdet"),
+        ({"enable_triattention": False}, "no effect"),
+        ({"enable_triattention": "yes"}, "'yes'"),
+    ],
+)
+def test_mistakes_get_one_sentence(change, words):
+    """Prevents bad settings from being taken, and messages that do not say which setting is meant."""
+    with pytest.raises(TriAttentionError) as caught:
+        read_settings({**GOOD, **change})
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message
+    assert message.endswith(".")

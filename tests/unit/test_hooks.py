@@ -1,0 +1,107 @@
+"""Hooks hold or stop the launch: SGLang itself would only log."""
+
+import sys
+import types
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches import handshake, hooks, positions, reporting, requests
+from sglang_triattn.patches import server_args as args_patch
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler import Compression
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """A module of its own to hook, and a registry that forgets afterwards."""
+    module = types.ModuleType("hook_target")
+    module.double = lambda value: 2 * value
+    monkeypatch.setitem(sys.modules, "hook_target", module)
+    monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    return module
+
+
+def add_one(result, value):
+    return result + 1
+
+
+def test_install_applies(target):
+    """Prevents a hook that is registered but never runs."""
+    hook = Hook("hook_target.double", "after", add_one, "value")
+    hooks.install([hook])
+    assert target.double(3) == 7
+    hooks.install([hook])
+    assert target.double(3) == 7
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (Hook("hook_target.triple", "after", add_one, "value"), "no usable hook_target.triple"),
+        (Hook("hook_target.double", "after", add_one, "value other"), "takes (value)"),
+    ],
+)
+def test_changed_targets_are_refused(target, hook, words):
+    """Prevents hooking a function that is not the one the hook was written for."""
+    with pytest.raises(TriAttentionError) as caught:
+        hooks.install([hook])
+    assert words in str(caught.value)
+
+
+def test_a_hook_that_cannot_be_applied_is_noticed(target, monkeypatch):
+    """Prevents going on dense after the registry logged a failure."""
+    monkeypatch.setattr(HookRegistry, "_apply_target", classmethod(lambda *_: 1 / 0))
+    with pytest.raises(TriAttentionError, match="did not apply"):
+        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+
+
+def test_a_target_taken_by_another_plugin_is_noticed(target):
+    """Prevents a hook that the registry skips because it patched the target before."""
+    HookRegistry.register("hook_target.double", lambda result, value: None)
+    HookRegistry.apply_hooks()
+    with pytest.raises(TriAttentionError, match="Another plugin"):
+        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+
+
+def test_other_versions_are_refused(monkeypatch):
+    """Prevents running on an SGLang that nobody tested."""
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    with pytest.raises(TriAttentionError, match=r"0\.5\.24 is installed"):
+        hooks.check_version()
+
+
+def test_every_hook_fits_the_installed_sglang():
+    """Prevents a release whose hooks only fail when a server starts."""
+    every = [
+        *args_patch.hooks(lambda _: None),
+        *handshake.main_hooks(),
+        *handshake.controller_hooks(),
+        *reporting.main_hooks(),
+        *positions.hooks(),
+        *requests.hooks(),
+        *Compression(None).hooks(),
+    ]
+    for hook in every:
+        hooks.check_target(hook)
+    assert len({hook.target for hook in every}) >= 14
+
+
+@pytest.mark.parametrize(
+    ("infos", "words"),
+    [
+        ([{"status": "ready"}], "did not confirm"),
+        ([{"triattention": handshake.answer(None)}, {"status": "ready"}], "did not confirm"),
+        ([{"triattention": {"version": "0.0.0", "refusal": None}}], "did not confirm"),
+        ([{"triattention": handshake.answer("the reason.")}], "the reason."),
+    ],
+)
+def test_silent_or_refusing_schedulers_are_noticed(infos, words):
+    """Prevents a launch in which one rank compresses and another does not."""
+    handshake.check_answers([{"triattention": handshake.answer(None)}])
+    with pytest.raises(TriAttentionError, match=words):
+        handshake.check_answers(infos)

@@ -1,0 +1,43 @@
+"""The plan of a round, which no device and no tensor may influence."""
+
+import pytest
+
+from sglang_triattn.config import Config
+from sglang_triattn.rounds import frozen_length, plan_round
+
+CONFIG = Config("s", budget=100, interval=30, recent=10)
+
+
+def plan(**changes):
+    arguments = {"frozen": 64, "length": 64 + 130, "evicted_before": 0, "page_size": 1, **changes}
+    return plan_round(CONFIG, **arguments)
+
+
+def test_due_exactly_at_budget_plus_interval():
+    """Prevents a round one token early, which would break exactness, or late, which would break the bound."""
+    assert plan(length=64 + 129) is None
+    due = plan()
+    assert (due.private_length, due.new_length, due.evicted_tokens, due.freed_slots) == (130, 164, 30, 30)
+
+
+def test_next_position_is_the_logical_length():
+    """Prevents scoring at the physical length after the first round."""
+    assert plan(evicted_before=900).next_position == 64 + 130 + 900
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("length", [194, 195, 700])
+def test_freed_slots_are_whole_pages(page_size, length):
+    """Prevents counting evicted tokens as memory: only whole pages behind the kept tokens come back."""
+    frozen = 128
+    due = plan(frozen=frozen, length=frozen + length, page_size=page_size)
+    held = {position // page_size for position in range(due.old_length)}
+    needed = {position // page_size for position in range(due.new_length)}
+    assert due.freed_slots == len(held - needed) * page_size
+
+
+def test_prompt_is_frozen_with_and_without_a_tree():
+    """Prevents eviction of prompt tokens where no tree protects them (radix cache off, retracted requests)."""
+    assert frozen_length(protected=0, prompt_length=37, page_size=1) == 37
+    assert frozen_length(protected=0, prompt_length=37, page_size=16) == 32
+    assert frozen_length(protected=48, prompt_length=37, page_size=16) == 48

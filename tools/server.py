@@ -1,0 +1,201 @@
+"""Start and stop an SGLang server as a child process, for `make demo`, `make serve` and the server tests.
+
+Imports nothing but the standard library. The server runs with the python that imports this module, from a new
+temporary folder (a folder of the checkout would shadow packages of the same name) and offline.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+START_TIMEOUT_S = 300
+# After SIGTERM SGLang first finishes what it runs; nobody who stops a server here waits for that.
+STOP_GRACE_S = 5
+
+
+class ServerError(RuntimeError):
+    """The server did not come up; the message is for the user."""
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    port: int
+    log_path: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log_tail(self, lines: int = 40) -> str:
+        if self.log_path is None:
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As the server itself does: connections of an earlier server that still linger do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def launch_command(model: str | Path, port: int, args: Sequence[str] = ()) -> list[str]:
+    """`args` come last: of an option given twice the server takes the last."""
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    return [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        *address,
+        *map(str, args),
+    ]
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session; zombies that nobody has reaped yet are not counted."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may hold spaces: what follows it is state, parent, group, session.
+            state, _, _, owner = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(owner) == session and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def stop_process(process: subprocess.Popen, grace_s: float = STOP_GRACE_S) -> None:
+    """Ends every process of the session that `process` leads, and returns when they are gone."""
+    for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 30)):
+        for pid in session_members(process.pid):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            process.poll()
+            if not session_members(process.pid):
+                process.wait()
+                return
+            time.sleep(0.05)
+    raise ServerError(f"processes {session_members(process.pid)} of the server do not end.")
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait_until_healthy(server: Server, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        code = server.process.poll()
+        if code is not None:
+            raise ServerError(_with_log(server, f"the server ended while starting, with exit code {code}"))
+        if is_healthy(server.url):
+            return
+        time.sleep(0.5)
+    raise ServerError(_with_log(server, f"the server was not healthy within {timeout_s:.0f} s"))
+
+
+def _with_log(server: Server, sentence: str) -> str:
+    if server.log_path is None:
+        return f"{sentence}."
+    return f"{server.log_tail()}\n{sentence}; its last lines are above, the whole log is {server.log_path}."
+
+
+@contextmanager
+def running_process(command: Sequence[str], port: int, env: dict | None = None, log_path: Path | None = None):
+    """Runs `command` as the leader of a session of its own and stops that whole session at the end."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
+    if log_path is not None:
+        log_path = Path(log_path)
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder:
+        with log_path.open("w") if log_path else nullcontext() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield Server(process, port, log_path)
+        finally:
+            stop_process(process)
+
+
+@contextmanager
+def running_server(
+    model: str | Path,
+    args: Sequence[str] = (),
+    env: dict | None = None,
+    log_path: str | Path | None = None,
+    port: int | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+):
+    """A healthy server of `model`; without `log_path` its output goes to this process's."""
+    port = port or free_port()
+    with running_process(launch_command(model, port, args), port, env, log_path) as server:
+        wait_until_healthy(server, timeout_s)
+        yield server
+
+
+def triattention_args(stats: str | Path) -> list[str]:
+    """What `make demo` and `make serve` run: a budget small enough to be outgrown within seconds on a CPU."""
+    args = ["--enable-triattention", "--triattention-stats", str(stats)]
+    args += ["--triattention-budget", "256", "--triattention-interval", "64", "--triattention-recent", "64"]
+    # The pool's size is given because SGLang would otherwise take most of the machine's memory for it.
+    return [*args, "--max-total-tokens", "8192", *device_args()]
+
+
+def device_args() -> list[str]:
+    """SGLang finds an accelerator by itself, but has to be told that there is none."""
+    import torch
+
+    return [] if torch.accelerator.is_available() else ["--device", "cpu"]
+
+
+def exit_on_signals() -> None:
+    """Lets SIGTERM and SIGHUP unwind this process like Ctrl-C does, so that no server is left behind."""
+
+    def leave(number, _frame):
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
