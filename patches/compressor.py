@@ -1,4 +1,4 @@
-"""Rounds on a running batch. SGLang parts: the scheduler's streams and batch, the row table, the KV pool, its allocator.
+"""Rounds on a running batch. SGLang parts: the scheduler's streams and batch, row table, KV pool, allocator.
 
 The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
 
