@@ -5,6 +5,7 @@ import textwrap
 import time
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from http.client import HTTPException
 
 import prepare_model
 from env import cache_root, fail
@@ -157,6 +158,7 @@ def talk(server: Server, model) -> None:
         print(f"\n{question}  ({len(answer['text']):,} characters)\n{shortened(answer['text'])}")
     rows = [row(str(number), answer["meta_info"]) for number, answer in enumerate(answers, 1)]
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    print("\n(A model this small repeats itself when it has to go on, without compression too.)")
     print(f"\n{table(rows)}\n\n{summary(rows, peak)}\n{tokens:,} tokens in {seconds:.0f} s.")
     if not all(line["rounds"] for line in rows):
         raise ServerError("a request outgrew the budget and was never compacted.")
@@ -170,10 +172,12 @@ def main() -> None:
         print(f"starting the server (about a minute on a CPU); its log: {log}", flush=True)
         with running_server(model, triattention_args(stats), log_path=log) as server:
             talk(server, model)
-    except (ServerError, OSError) as error:
-        fail(f"{error} (server log: {log})")
+    except ServerError as error:
+        fail(str(error))
+    except (OSError, HTTPException) as error:
+        fail(f"the server stopped answering ({error}); its log is {log}.")
     except KeyboardInterrupt:
-        fail("interrupted; the server is stopped.")
+        fail("interrupted; nothing is left running.")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ STRICT = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
     "SGLANG_DEBUG_MEMORY_POOL": "1",
+    # One thread for each server: two threads that spin for one another are many times slower on a busy machine.
+    "SGLANG_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))),
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144

@@ -1,0 +1,36 @@
+"""The plain-CPU platform serves where nothing else can, and nowhere else."""
+
+import pytest
+import torch
+from sglang.srt.platforms import _load_platform_class
+
+from sglang_triattn.patches import cpu_platform
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without accelerators, whatever this one has."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    return monkeypatch
+
+
+def test_active_without_an_accelerator(bare):
+    """Prevents CPU machines from failing in SGLang's own CPU engine, which needs a build of its own."""
+    platform = _load_platform_class(cpu_platform.activate())()
+    assert platform.get_default_attention_backend() == "torch_native"
+    assert platform.get_compile_backend() == "eager"
+    assert not platform.is_pin_memory_available()
+    assert platform.is_out_of_tree()
+
+
+def test_out_of_the_way_of_a_gpu(bare):
+    """Prevents a GPU server from being served by the CPU because this package is installed."""
+    bare.setattr(torch.cuda, "is_available", lambda: True)
+    assert cpu_platform.activate() is None
+
+
+def test_out_of_the_way_of_sglangs_cpu_engine(bare):
+    """Prevents overriding a user who chose SGLang's own CPU engine."""
+    bare.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert cpu_platform.activate() is None
