@@ -11,6 +11,7 @@ says why in its answer instead of raising: a raise there would reach the user as
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import psutil
@@ -21,6 +22,9 @@ from sglang_triattn.patches import server_args as args_patch
 from sglang_triattn.patches.hooks import Hook
 
 KEY = "triattention"
+
+# What a refused launch had built in the main process. See `stop_launch`.
+_abandoned: list[dict[str, Any]] = []
 
 
 def answer(refusal: str | None) -> dict[str, str | None]:
@@ -94,8 +98,11 @@ def _on_schedulers_ready(infos: list[dict[str, Any]], readers: list, processes: 
 def stop_launch(schedulers: list) -> None:
     """Ends the schedulers of a launch and the SGLang processes started beside them, and waits until they are gone.
 
-    `sglang.Engine` leaves them running when its launch fails, holding their memory.
+    `sglang.Engine` leaves them running when its launch fails, holding their memory. What the launch had built in this
+    process is kept: it has sockets to the schedulers, and when Python collected those, ZeroMQ would wait for ever for
+    their peers.
     """
+    _abandoned.append(_locals_of("_launch_subprocesses"))
     alive = [psutil.Process(process.pid) for process in schedulers if process.is_alive()]
     since = min((process.create_time() for process in alive), default=float("inf"))
     beside = [
@@ -107,6 +114,14 @@ def stop_launch(schedulers: list) -> None:
     for process in doomed:
         process.kill()
     psutil.wait_procs(doomed, timeout=30)
+
+
+def _locals_of(function: str) -> dict[str, Any]:
+    """The local variables of the nearest caller with that name."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
 
 
 def _title(process: psutil.Process) -> str:

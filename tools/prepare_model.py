@@ -147,4 +147,7 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not shutil.which("sglang-triattn", path=str(Path(sys.executable).parent)):
         fail("run this through `make model`, which prepares the environment first.")
-    print(*prepare(), sep="\n")
+    try:
+        print(*prepare(), sep="\n")
+    except KeyboardInterrupt:
+        fail("interrupted; run make again, it starts over.")

@@ -58,9 +58,11 @@ def test_sampling_settings_still_hold(serve):
     ids = prompt(10, 12)
     plain_text = client.generate(ids, 300)["output_ids"]
     assert len(plain_text) == 300
-    stop = plain_text[250]
-    stopped = client.generate(ids, 300, stop_token_ids=[stop])
-    assert stopped["output_ids"] == plain_text[: plain_text.index(stop) + 1]
+    late = max(set(plain_text), key=plain_text.index)
+    end = plain_text.index(late) + 1
+    assert end > BUDGET + INTERVAL
+    stopped = client.generate(ids, 300, stop_token_ids=[late], ignore_eos=False)
+    assert stopped["output_ids"] == plain_text[:end]
     penalised = client.generate(ids, 300, frequency_penalty=2.0)["output_ids"]
     assert max(map(penalised.count, penalised)) < max(map(plain_text.count, plain_text))
     seeded = [client.generate(ids, 200, temperature=1.0, sampling_seed=5)["output_ids"] for _ in range(2)]
@@ -68,9 +70,11 @@ def test_sampling_settings_still_hold(serve):
 
 
 def test_context_limit_counts_logical_tokens(serve):
-    """Prevents a compressed request from running past the model's context because its row is short."""
+    """Prevents a compressed request from running past the model's context, or short of it, because its row is short."""
     client = serve("--context-length", "512")
-    response = client.generate(prompt(11, 100), 2000)
-    assert response["meta_info"]["finish_reason"]["type"] == "length"
-    assert 100 + response["meta_info"]["completion_tokens"] <= 512
+    fitting, too_long = 512 - 100 - 1, 512 - 100 + 1
+    response = client.generate(prompt(11, 100), fitting)
+    assert response["meta_info"]["completion_tokens"] == fitting
     assert compression(response)["rounds"] > 5
+    sampling = {"max_new_tokens": too_long, "ignore_eos": True}
+    assert client.post("/generate", input_ids=prompt(11, 100), sampling_params=sampling).status_code == 400

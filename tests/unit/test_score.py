@@ -1,7 +1,5 @@
 """Scores against the published reference, the spec's vectors and the definition written out in float64."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,6 @@ import torch
 from sglang_triattn.kernels import score
 from sglang_triattn.kernels.score import OFFSETS, build_tables, phase_vectors, score_naive
 from sglang_triattn.stats import load_stats
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 # layer, head, aggregation, scores of six keys: spec 2.5.
 SPEC_VECTORS = [
@@ -233,8 +229,8 @@ def test_wrong_calls_are_refused():
 
 
 @pytest.fixture(scope="module")
-def qwen3_8b():
-    return load_stats(GOLDEN / "qwen3_8b.pt")
+def qwen3_8b(reference_files):
+    return load_stats(reference_files / "qwen3_8b.pt")
 
 
 # The reference's phases are float32: at T + delta near 10^5 they are off by up to 0.008 radians. The mean
@@ -243,9 +239,9 @@ def qwen3_8b():
     ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
-def test_golden_scores(qwen3_8b, name, aggregation, field, tolerance):
+def test_golden_scores(reference_files, qwen3_8b, name, aggregation, field, tolerance):
     """Prevents drifting from the published method on a real model's statistics."""
-    golden = np.load(GOLDEN / f"{name}.npz")
+    golden = np.load(reference_files / f"{name}.npz")
     layers = torch.tensor(golden["layers"])
     tables = build_tables(
         qwen3_8b.mean[layers], qwen3_8b.abs_mean[layers], torch.tensor(golden["inv_freq"]), 1.0, "half",

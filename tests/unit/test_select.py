@@ -1,7 +1,5 @@
 """Selection against the published kept sets and a plain numpy rendering of spec 2.3."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,6 @@ import torch
 from sglang_triattn.kernels.score import build_tables, score_naive
 from sglang_triattn.kernels.select import SELECTIONS, select_naive
 from sglang_triattn.stats import load_stats
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 
 
 def reference(scores: np.ndarray, keep: int, recent: int, selection: str, kv_heads: int) -> np.ndarray:
@@ -141,10 +137,10 @@ def test_impossible_requests_are_refused(keep, recent, options, message):
 
 @pytest.mark.parametrize("selection", ["union", "per-head", "per-layer-head"])
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
-def test_golden_kept_sets(name, selection):
+def test_golden_kept_sets(reference_files, name, selection):
     """Prevents keeping other tokens than the published method; at most one near-tie in 64 may swap."""
-    golden = np.load(GOLDEN / f"{name}.npz")
-    stats, layers = load_stats(GOLDEN / "qwen3_8b.pt"), torch.tensor(golden["layers"])
+    golden = np.load(reference_files / f"{name}.npz")
+    stats, layers = load_stats(reference_files / "qwen3_8b.pt"), torch.tensor(golden["layers"])
     kv_heads, keep = int(golden["num_kv_heads"]), int(golden["keep"])
     tables = build_tables(
         stats.mean[layers], stats.abs_mean[layers], torch.tensor(golden["inv_freq"]), 1.0, "half", kv_heads,

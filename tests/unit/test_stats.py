@@ -11,7 +11,6 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rope import Rope
 from sglang_triattn.stats import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, FREQUENCIES = 3, 6, 2, 16, 8
 
 
@@ -113,9 +112,9 @@ def test_unwritable_names_are_refused(tmp_path, name):
 @pytest.mark.parametrize(("name", "layers", "heads"), [
     ("qwen3_8b", 36, 32), ("ds_qwen7b", 28, 28), ("ds_llama8b", 32, 32),
 ])  # fmt: skip
-def test_published_files(name, layers, heads):
+def test_published_files(reference_files, name, layers, heads):
     """Prevents the paper's own files from being refused."""
-    loaded = load_stats(GOLDEN / f"{name}.pt")
+    loaded = load_stats(reference_files / f"{name}.pt")
     assert loaded.mean.shape == loaded.abs_mean.shape == (layers, heads, 64)
     assert (loaded.mean.dtype, loaded.abs_mean.dtype) == (torch.complex64, torch.float32)
     assert loaded.head_dim == 128
