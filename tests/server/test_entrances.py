@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,17 +27,15 @@ def test_server_entrances(tiny, tmp_path, entrance):
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
     if entrance == "config":
-        settings, words = {}, iter(arguments)
-        words = list(words)
-        for index, word in enumerate(words):
+        settings = {}
+        for word, following in pairwise([*arguments, "--"]):
             if word.startswith("--"):
-                value = words[index + 1] if index + 1 < len(words) else "--"
-                settings[word[2:]] = True if value.startswith("--") else value
+                settings[word[2:]] = True if following.startswith("--") else following
         file = tmp_path / "server.yaml"
         file.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "sglang.launch_server", "--config", str(file)]
     else:
-        command = [sys.executable, "-m", "sglang.cli.main", "serve", *arguments]
+        command = [str(Path(sys.executable).parent / "sglang"), "serve", *arguments]
     with running_process(command, port, env=STRICT, log_path=tmp_path / "server.log") as server:
         wait_until_healthy(server)
         assert_compresses(Client(server))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -45,6 +46,38 @@ def test_several_samples_of_one_prompt(serve):
     samples = response.json()
     assert [sample["output_ids"] for sample in samples] == [alone] * 3
     assert all(compression(sample)["rounds"] == 4 for sample in samples)
+    assert_pool_is_whole(client)
+
+
+def test_streaming(serve):
+    """Prevents a stream from losing tokens at a round, or from reporting anywhere but at its end."""
+    client = serve("--page-size", "1")
+    ids = prompt(3, 30)
+    whole = client.generate(ids, 200)
+    sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    with requests.post(
+        client.url + "/generate",
+        json={"input_ids": ids, "sampling_params": sampling, "stream": True},
+        stream=True,
+        timeout=600,
+    ) as response:
+        lines = [line.removeprefix(b"data: ") for line in response.iter_lines() if line.startswith(b"data: {")]
+    chunks = [json.loads(line) for line in lines]
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert compression(chunks[-1]) == compression(whole)
+    assert all("triattention" not in chunk["meta_info"] for chunk in chunks[:-1])
+
+
+def test_without_the_radix_cache(serve):
+    """Prevents the prompt from being evicted where no tree protects it."""
+    client = serve("--page-size", "1", "--disable-radix-cache")
+    ids = prompt(4, 70)
+    response = client.generate(ids, 300)
+    report = compression(response)
+    assert report["frozen_length"] == 70
+    assert report["rounds"] >= 7
+    assert report["physical_length"] <= 70 + 64 + 32
+    assert response["output_ids"] == serve("--page-size", "1").generate(ids, 300)["output_ids"]
     assert_pool_is_whole(client)
 
 
