@@ -16,6 +16,7 @@ from sglang_triattn import __version__
 from sglang_triattn.errors import TriAttentionError
 
 SGLANG_VERSION = "0.5.23"
+ONLY_THIS = "SGLANG_PLUGINS=triattention,triattention_cpu"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def install(hooks: Sequence[Hook]) -> None:
             # The registry patches a target once, with the hooks known at that time.
             raise TriAttentionError(
                 f"Another plugin already hooks {hook.target}, which sglang-triattn must hook too: start the server "
-                "without that plugin (SGLANG_PLUGINS=triattention)."
+                f"without that plugin ({ONLY_THIS})."
             )
     register(new)
     HookRegistry.apply_hooks()
@@ -82,8 +83,8 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         if not in_place(hook):
             raise TriAttentionError(
-                f"SGLang did not apply the hook on {hook.target}, without which compression would be wrong: see its "
-                "log for the reason, and start the server without other plugins (SGLANG_PLUGINS=triattention)."
+                f"SGLang did not apply the hook on {hook.target}, without which compression would be wrong: see its log "
+                f"for the reason, and start the server without other plugins ({ONLY_THIS})."
             )
 
 

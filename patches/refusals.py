@@ -78,6 +78,7 @@ SETTINGS = (
     Refusal("kv_canary", lambda value: value not in (None, "none"), _OWN_KV),
     Refusal("enable_return_routed_experts", _set, _OWN_KV),
     Refusal("enable_return_indexer_topk", _set, _OWN_KV),
+    Refusal("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
     Refusal("encoder_only", _set, "an encoder does not decode"),
     Refusal("use_ray", _set, _NO_PLUGIN),
     Refusal("smg_grpc_mode", _set, _NO_PLUGIN),
