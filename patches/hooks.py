@@ -83,8 +83,8 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         if not in_place(hook):
             raise TriAttentionError(
-                f"SGLang did not apply the hook on {hook.target}, without which compression would be wrong: see its log "
-                f"for the reason, and start the server without other plugins ({ONLY_THIS})."
+                f"SGLang did not apply the hook on {hook.target}, without which compression would be wrong: see its "
+                f"log for the reason, and start the server without other plugins ({ONLY_THIS})."
             )
 
 

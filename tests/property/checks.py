@@ -1,0 +1,81 @@
+"""What must hold after every step of the simulation."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+
+from simulation import BUDGET, INTERVAL, POOL, RECENT, Running, Simulation, stamped
+
+
+def check_books(sim: Simulation) -> None:
+    """Every slot is owned once: free, in the tree, or private to one request."""
+    page = sim.page_size
+    private = sum(kv_private_tokens(running.req.kv, page) for running in sim.running)
+    tree = sim.tree.evictable_size() + sim.tree.protected_size()
+    assert sim.allocator.available_size() + tree + private == POOL
+    free = sim.allocator.get_all_free_pages().tolist()
+    owned = dict.fromkeys(free, "free")
+    assert len(owned) == len(free), "a page is free twice"
+    if sim.radix:
+        claim(owned, pages(sim.tree.all_values_flatten(), page), "the tree")
+    for running in sim.running:
+        protected = running.req.kv.cache_protected_len
+        claim(owned, pages(sim.row(running)[protected:], page), running.req.rid)
+    assert len(owned) == POOL // page, "a page is owned by nobody"
+
+
+def pages(slots: torch.Tensor, page_size: int) -> set[int]:
+    return {slot // page_size for slot in slots.tolist()}
+
+
+def claim(owned: dict[int, str], claimed: set[int], owner: str) -> None:
+    for page in claimed:
+        assert page not in owned, f"page {page} belongs to {owned[page]} and to {owner}"
+        owned[page] = owner
+
+
+def check_row(sim: Simulation, running: Running) -> None:
+    """The row reads back exactly the positions that the account says, with the right tokens, exact where exact."""
+    held = sim.content(sim.row(running))
+    tokens = running.tokens
+    assert len(held) == len(running.positions)
+    for found, position in zip(held, running.positions, strict=True):
+        tainted = running.first_tainted is not None and position >= running.first_tainted
+        expected = stamped(tokens[position], position, running.req.serial if tainted else 0)
+        assert torch.equal(found, expected), f"{running.req.rid}: position {position} holds other content"
+    kv = running.req.kv
+    assert kv.kv_committed_len == kv.kv_allocated_len == len(running.positions)
+    assert kv.kv_allocated_len + running.evicted == len(tokens) - 1
+
+
+def check_rounds(sim: Simulation) -> None:
+    """Runs the due rounds and holds each against the plan: who was due, what stayed, what came back."""
+    before = {running: list(running.positions) for running in sim.running}
+    frozen = {r: max(r.req.kv.cache_protected_len, prompt_pages(sim, r)) for r in sim.running}
+    tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
+    tree_bytes = sim.content(tree_slots)
+    free = sim.allocator.available_size()
+    batch = sim.compress()
+    assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
+    freed = 0
+    for index, running in enumerate(sim.running):
+        old, first = before[running], frozen[running]
+        if len(old) - first >= BUDGET + INTERVAL:
+            running.positions = [int(value) for value in sim.content(sim.row(running))[:, 0, 0, 0, 1]]
+            if running.first_tainted is None:
+                running.first_tainted = old[-1] + 1
+            new = running.positions
+            assert new[:first] == old[:first], "a frozen token was evicted"
+            assert new[-RECENT:] == old[-RECENT:], "a recent token was evicted"
+            assert new == sorted(set(new) & set(old)), "the kept tokens are not in order"
+            assert len(new) == first + BUDGET
+            freed += (-(-len(old) // sim.page_size) - -(-len(new) // sim.page_size)) * sim.page_size
+        assert batch.seq_lens_cpu[index] == batch.seq_lens[index] == running.req.kv.kv_allocated_len
+        assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted
+    assert sim.allocator.available_size() - free == freed
+
+
+def prompt_pages(sim: Simulation, running: Running) -> int:
+    length = len(running.req.origin_input_ids)
+    return length - length % sim.page_size

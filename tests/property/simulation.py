@@ -1,0 +1,214 @@
+"""A scheduler in miniature over SGLang's real tree, allocator, row table, KV pool and requests.
+
+Every K/V row that a request computes is a content oracle: it says which token it is, at which logical position, and
+whether it was computed before its request's first eviction (exact) or by which request after it (tainted). Whatever
+moves, whoever reads a row back finds out whose content it holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.patches import requests as requests_patch
+from sglang_triattn.patches.compressor import Compressor
+
+LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
+POOL, ROWS, CONTEXT = 192, 6, 160
+BUDGET, INTERVAL, RECENT = 13, 7, 3
+
+
+@dataclass(eq=False)
+class Running:
+    """A request and the independent account of it: the logical position of every KV entry of its row."""
+
+    req: Req
+    positions: list[int] = field(default_factory=list)
+    first_tainted: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.req.origin_input_ids + self.req.output_ids)
+
+    @property
+    def evicted(self) -> int:
+        return requests_patch.state_of(self.req).evicted_tokens
+
+
+class Simulation:
+    """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
+
+    def __init__(self, page_size: int, radix: bool = True) -> None:
+        self.page_size = page_size
+        self.radix = radix
+        self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
+        self.pool = MHATokenToKVPool(
+            POOL, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
+        )
+        plain = {"dtype": torch.float32, "device": "cpu", "kvcache": self.pool, "need_sort": False}
+        if page_size == 1:
+            self.allocator = TokenToKVPoolAllocator(POOL, **plain)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(POOL, page_size, **plain)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=not radix,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self.running: list[Running] = []
+        self.waiting: list[Running] = []
+        self.finished: list[list[int]] = []
+        self.rounds = 0
+        self._serial = 0
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
+        inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
+        self.compressor = Compressor(
+            SimpleNamespace(
+                enable_overlap=False,
+                token_to_kv_pool_allocator=self.allocator,
+                req_to_token_pool=self.rows,
+                tree_cache=self.tree,
+            ),
+            Config("-", budget=BUDGET, interval=INTERVAL, recent=RECENT),
+            build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
+        )
+
+    def request(self, prompt: list[int]) -> Running:
+        self._serial += 1
+        req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
+        req.serial = self._serial
+        return Running(req)
+
+    def admit(self, running: Running, chunk: int) -> bool:
+        """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room."""
+        req = running.req
+        req.init_next_round_input(self.tree)
+        total = len(running.tokens)
+        req.lock = self.tree.lock(req.last_node)
+        if not self._make_room(total - req.prefix_len + self.page_size) or not self.rows.available_size():
+            self.tree.unlock(req.lock)
+            req.lock = None
+            return False
+        self.rows.alloc([req])
+        row = self.rows.req_to_token[req.kv.req_pool_idx]
+        start = req.prefix_len
+        if start:
+            row[:start] = self.tree.path_device_indices(req.last_node)[:start].to(row.dtype)
+        req.is_retracted = False
+        running.positions = list(range(total))
+        running.first_tainted = None
+        while start < total:
+            end = min(total, start + chunk)
+            row[start:end] = self._allocate(row, start, end).to(row.dtype)
+            self._write(running, row[start:end], range(start, end))
+            req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end = end
+            requests_patch._checkpoint_prompt_only(checkpoint_kv_cache, req, self.tree)
+            start = end
+        req.output_ids.append(self._next_token(running))
+        self.running.append(running)
+        return True
+
+    def decode(self, running: Running) -> bool:
+        req, kv = running.req, running.req.kv
+        length = kv.kv_allocated_len
+        position = length + running.evicted
+        if position + 1 >= CONTEXT or not self._make_room(self.page_size):
+            return False
+        row = self.rows.req_to_token[kv.req_pool_idx]
+        row[length : length + 1] = self._allocate(row, length, length + 1).to(row.dtype)
+        self._write(running, row[length : length + 1], [position])
+        running.positions.append(position)
+        kv.kv_allocated_len = kv.kv_committed_len = length + 1
+        req.output_ids.append(self._next_token(running))
+        return True
+
+    def compress(self) -> SimpleNamespace:
+        """Due rounds of the running batch; returns the batch as they left it."""
+        lengths = torch.tensor([r.req.kv.kv_allocated_len for r in self.running])
+        logical = torch.tensor([r.req.kv.kv_allocated_len + r.evicted for r in self.running], dtype=torch.int32)
+        batch = SimpleNamespace(
+            reqs=[r.req for r in self.running],
+            seq_lens=lengths.clone(),
+            seq_lens_cpu=lengths,
+            orig_seq_lens=logical,
+            seq_lens_sum=int(lengths.sum()),
+            batch_is_full=True,
+        )
+        if self.running:
+            self.compressor.run_due_rounds(batch)
+        self.rounds = self.compressor.totals.rounds
+        return batch
+
+    def release(self, running: Running, *, finish: bool) -> None:
+        self.running.remove(running)
+        if finish:
+            running.req.finished_reason = FINISH_LENGTH(length=len(running.req.output_ids))
+            self.finished.append(running.tokens[:-1])
+        requests_patch._release_with_state(release_kv_cache, running.req, self.tree, checkpoint=finish)
+
+    def retract(self, running: Running) -> None:
+        self.release(running, finish=False)
+        running.req.reset_for_retract()
+        self.waiting.append(running)
+
+    def content(self, slots: torch.Tensor) -> torch.Tensor:
+        """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V of `slots`, as they are in the pool."""
+        buffers = [
+            buffer[slots.long()] for pair in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True) for buffer in pair
+        ]
+        return torch.stack(buffers, 1).unflatten(1, (LAYERS, 2))
+
+    def row(self, running: Running) -> torch.Tensor:
+        kv = running.req.kv
+        return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+
+    def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
+        stamp = running.req.serial if running.evicted else 0
+        rows = [stamped(running.tokens[position], position, stamp) for position in positions]
+        content = torch.stack(rows)
+        for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
+            k[slots.long()] = content[:, layer, 0]
+            v[slots.long()] = content[:, layer, 1]
+
+    def _allocate(self, row: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        if self.page_size == 1:
+            return self.allocator.alloc(end - start)
+        before, after = torch.tensor([start]), torch.tensor([end])
+        last = row[start - 1 : start].long() if start else torch.tensor([-1])
+        return self.allocator.alloc_extend(before, before, after, after, last, end - start)
+
+    def _make_room(self, tokens: int) -> bool:
+        if self.allocator.available_size() < tokens and self.radix:
+            evict_from_tree_cache(self.tree, tokens)
+        return self.allocator.available_size() >= tokens
+
+    def _next_token(self, running: Running) -> int:
+        # A function of what came before, so that retracted and repeated requests go on alike.
+        return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5
+
+
+def stamped(token: int, position: int, stamp: int) -> torch.Tensor:
+    """[LAYERS, 2, KV_HEADS, HEAD_DIM]: content that names its token, position, stamp, layer, K or V, and head."""
+    seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1)
+    content = torch.sin(seed * 7 + torch.arange(HEAD_DIM) * (position + 1) * 0.37 + token)
+    content[..., 0], content[..., 1], content[..., 2] = token, position, stamp
+    return content

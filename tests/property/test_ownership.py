@@ -1,0 +1,162 @@
+"""Random histories of requests over SGLang's real memory management: no slot lost, shared by mistake, or poisoned."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from sglang_triattn.patches import requests as requests_patch
+from sglang_triattn.patches.compressor import Compressor
+
+from checks import check_books, check_rounds, check_row
+from simulation import Simulation
+
+# Few tokens and common stems, so that prefixes are shared often.
+STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
+TOKENS = st.integers(1, 4)
+CHUNKS = st.integers(5, 60)
+
+
+class Histories(RuleBasedStateMachine):
+    """Admit, decode, compress, retract, finish, abort, go on from an answer, flush."""
+
+    page_size = 1
+    radix = True
+    rounds = 0
+
+    @initialize()
+    def start(self):
+        self.sim = Simulation(self.page_size, self.radix)
+
+    def _admit(self, running, chunk):
+        # Chunks end on pages, as SGLang's do.
+        return self.sim.admit(running, max(chunk - chunk % self.page_size, self.page_size))
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(1, 40),
+        tail=st.lists(st.integers(1, 4), max_size=6),
+        chunk=st.integers(5, 60),
+    )
+    def admit(self, stem, cut, tail, chunk):
+        self._admit(self.sim.request([*stem[:cut], *tail, 8]), chunk)
+
+    @precondition(lambda self: self.sim.finished)
+    @rule(which=st.integers(0, 99), tail=st.lists(TOKENS, min_size=1, max_size=4))
+    def next_turn(self, which, tail):
+        """A multi-turn client: what a finished request said comes back as a prompt."""
+        history = self.sim.finished[which % len(self.sim.finished)]
+        self._admit(self.sim.request([*history[:90], *tail]), 1000)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(steps=st.integers(1, 25))
+    def decode(self, steps):
+        for _ in range(steps):
+            check_rounds(self.sim)
+            for running in list(self.sim.running):
+                if not self.sim.decode(running):
+                    self.sim.release(running, finish=True)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(which=st.integers(0, 99))
+    def finish(self, which):
+        self.sim.release(self.sim.running[which % len(self.sim.running)], finish=True)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(which=st.integers(0, 99))
+    def retract(self, which):
+        self.sim.retract(self.sim.running[which % len(self.sim.running)])
+
+    @precondition(lambda self: self.sim.waiting)
+    @rule(chunk=CHUNKS)
+    def resume(self, chunk):
+        running = self.sim.waiting.pop(0)
+        if not self._admit(running, chunk):
+            self.sim.waiting.append(running)
+
+    @precondition(lambda self: not self.sim.running and self.radix)
+    @rule()
+    def flush(self):
+        self.sim.tree.reset()
+        self.sim.allocator.clear()
+        self.sim.rows.clear()
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "sim"):
+            check_books(self.sim)
+
+    @invariant()
+    def rows_hold_their_own(self):
+        if hasattr(self, "sim"):
+            for running in self.sim.running:
+                check_row(self.sim, running)
+
+    def teardown(self):
+        for running in list(self.sim.running):
+            self.sim.release(running, finish=True)
+        check_books(self.sim)
+        type(self).rounds += self.sim.rounds
+
+
+@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_histories(page_size, radix):
+    """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
+    machine = type("Machine", (Histories,), {"page_size": page_size, "radix": radix})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            derandomize=True,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert machine.rounds > 200
+
+
+def poisoned_history(page_size: int) -> int:
+    """A request that evicts and finishes, then a turn that goes on from its answer; returns the rounds that ran."""
+    sim = Simulation(page_size)
+    first = sim.request([5] * 8)
+    assert sim.admit(first, 1000)
+    for _ in range(60):
+        check_rounds(sim)
+        sim.decode(first)
+    sim.release(first, finish=True)
+    second = sim.request([*sim.finished[0], 9])
+    assert sim.admit(second, 1000)
+    check_row(sim, second)
+    check_books(sim)
+    return sim.rounds
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_oracle_notices_a_poisoned_tree(page_size, monkeypatch):
+    """Prevents an oracle that cannot fail: without the bar from the tree, the next turn must read foreign content."""
+    assert poisoned_history(page_size) >= 5
+    record = Compressor._record
+
+    def record_and_forget_the_bar(self, request, plan):
+        record(self, request, plan)
+        request.skip_radix_cache_insert = False
+
+    def release_without_guard(original, req, tree_cache, *, checkpoint):
+        original(req, tree_cache, checkpoint=checkpoint)
+
+    monkeypatch.setattr(Compressor, "_record", record_and_forget_the_bar)
+    # The package's own guard would notice first.
+    monkeypatch.setattr(requests_patch, "_release_with_state", release_without_guard)
+    with pytest.raises(AssertionError, match="holds other content"):
+        poisoned_history(page_size)
