@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from sglang_triattn.errors import TriAttentionError
+
 # Functions of SGLang that load plugins in a child process, by the role of that process.
 _SCHEDULER = "run_scheduler_process"
 _CONTROLLER = "run_data_parallel_controller_process"
@@ -46,12 +48,16 @@ def _activate_main() -> None:
     from sglang_triattn.patches import hooks
     from sglang_triattn.patches import server_args as args_patch
 
-    hooks.register(args_patch.hooks(_enable_main))
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and then records
         # could not be pickled to the schedulers.
         engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
+    try:
+        hooks.register(args_patch.hooks(_enable_main))
+    except TriAttentionError as error:
+        args_patch.exit_if_asked_for(error)
+        raise
 
 
 def _enable_main(server_args: Any) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sglang_triattn.config import Config, add_flags, read_settings
+from sglang_triattn.config import SWITCH, Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 
@@ -28,6 +28,12 @@ def refuse(server_args: Any, error: TriAttentionError) -> None:
     if not getattr(server_args, _FROM_CLI, False):
         raise error
     _exit(error)
+
+
+def exit_if_asked_for(error: TriAttentionError) -> None:
+    """Ends a command line that asks for compression when its flags cannot even be defined, because of `error`."""
+    if any(word.split("=")[0] == SWITCH for word in sys.argv[1:]):
+        _exit(error)
 
 
 def hooks(enable: Callable[[Any], None]) -> list[Hook]:

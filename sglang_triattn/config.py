@@ -11,6 +11,7 @@ from typing import Any
 from sglang_triattn.errors import TriAttentionError
 
 ENABLE = "enable_triattention"
+SWITCH = "--" + ENABLE.replace("_", "-")
 PREFIX = "triattention_"
 
 SELECTIONS = ("union",)
@@ -105,7 +106,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds --enable-triattention and one flag for each field of Config to `parser`."""
     group = parser.add_argument_group("TriAttention KV-cache compression")
     group.add_argument(
-        "--" + ENABLE.replace("_", "-"),
+        SWITCH,
         action="store_true",
         help="Evict the least important private tokens of decoding requests and give their KV slots back.",
     )

@@ -138,6 +138,11 @@ class Client:
         info = requests.get(self.url + "/server_info", timeout=60).json()
         return info["internal_states"][0]["triattention"]
 
+    def slots_in_use(self) -> int:
+        """KV slots that are neither free nor evictable from the tree."""
+        loads = requests.get(self.url + "/v1/loads?include=core", timeout=60).json()["loads"]
+        return sum(load["num_used_tokens"] for load in loads)
+
     def flush(self) -> None:
         assert requests.post(self.url + "/flush_cache", timeout=60).status_code == 200
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -83,6 +84,16 @@ def test_offline_engine(tiny, tmp_path):
     results = json.loads(line.removeprefix("RESULTS"))
     assert results["compressed"]["rounds"] == 5
     assert results["plain"] is None
+
+
+def test_data_parallel_replicas(serve):
+    """Prevents a replica behind the data-parallel controller from running dense."""
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    client = serve("--page-size", "1", "--dp-size", "2", env=binding)
+    responses = [client.generate(prompt(2, 20), 200) for _ in range(4)]
+    assert {response["meta_info"]["dp_rank"] for response in responses} == {0, 1}
+    assert {compression(response)["rounds"] for response in responses} == {4}
 
 
 def test_help_names_every_flag():

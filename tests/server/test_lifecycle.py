@@ -15,9 +15,10 @@ from harness import Client, compression, prompt
 
 
 def assert_pool_is_whole(client: Client) -> None:
-    """An idle server with an empty tree must own every slot of its pool again; its strict idle check says so."""
+    """An idle server with an empty tree must have every slot of its pool free; its strict idle check says so too."""
     client.flush()
     client.assert_alive()
+    assert client.slots_in_use() == 0
 
 
 CHUNKED = ("--chunked-prefill-size", "64", "--max-total-tokens", "2048")

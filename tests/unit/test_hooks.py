@@ -6,6 +6,8 @@ import types
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
+from sglang_triattn import patches
+from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import handshake, hooks, positions, reporting, requests
 from sglang_triattn.patches import server_args as args_patch
@@ -89,6 +91,42 @@ def test_every_hook_fits_the_installed_sglang():
     for hook in every:
         hooks.check_target(hook)
     assert len({hook.target for hook in every}) >= 14
+
+
+def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
+    """Prevents the installed package from changing servers that did not ask for it."""
+
+    def run_scheduler_process(server_args):
+        patches.activate()
+        return set(HookRegistry._hooks)
+
+    def run_detokenizer_process(server_args):
+        patches.activate()
+        return set(HookRegistry._hooks)
+
+    plain = types.SimpleNamespace()
+    asked = types.SimpleNamespace(_triattention=Config("s"))
+    assert run_scheduler_process(plain) == set()
+    assert run_detokenizer_process(asked) == set()
+    assert "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run" in run_scheduler_process(asked)
+
+
+def test_main_hooks_only_the_command_line(target):
+    """Prevents the same in the main process: there, only the flags are defined and read."""
+    patches.activate()
+    assert {name.rsplit(".", 1)[1] for name in HookRegistry._hooks} == {"add_cli_args", "from_cli_args"}
+
+
+def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
+    """Prevents 'unrecognized arguments' as the answer to an SGLang of another version."""
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--enable-triattention"])
+    with pytest.raises(SystemExit) as ended:
+        patches.activate()
+    assert ended.value.code == 2
+    assert "0.5.24 is installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
