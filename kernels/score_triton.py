@@ -21,10 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_triattn.kernels.score import AGGREGATIONS, OFFSETS, ScoreTables
-
-CHUNK = 1024
-"""Tokens of one program: its columns are read once per chunk, about 1 % of the keys' bytes."""
+from sglang_triattn.kernels.score import AGGREGATIONS, CHUNK, OFFSETS, ScoreTables
 
 BLOCK = 64
 """Tokens in flight at once: the rows of one Hopper tensor-core instruction."""

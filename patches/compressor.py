@@ -23,10 +23,13 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact import remap_naive, slide_naive
-from sglang_triattn.kernels.score import ScoreTables, score_naive
-from sglang_triattn.kernels.select import select_naive
+from sglang_triattn.kernels.score import ScoreTables
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.requests import can_compact, frozen_of, state_of
 from sglang_triattn.rounds import Plan, Totals, plan_round
+
+REQUESTS_AT_ONCE = 8
+"""Requests at their trigger that one launch scores, at least; decides how much scratch is held on a GPU."""
 
 
 class Compressor:
@@ -42,7 +45,6 @@ class Compressor:
         self.config = config
         self.totals = Totals()
         self._scheduler = scheduler
-        self._tables = tables
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
@@ -50,6 +52,15 @@ class Compressor:
         layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
         self._k_buffers = [pool.get_key_buffer(layer) for layer in layers]
         self._v_buffers = [pool.get_value_buffer(layer) for layer in layers]
+        # Room for the longest request there can be, or for several that have just outgrown their budget.
+        longest = min(self._rows.shape[1], self._k_buffers[0].shape[0])
+        self._scorer = Scorer(
+            self._k_buffers,
+            tables,
+            columns=max(longest, REQUESTS_AT_ONCE * config.trigger),
+            selection=config.selection,
+            aggregation=config.aggregation,
+        )
 
     def run_due_rounds(self, batch: Any) -> None:
         """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
@@ -88,7 +99,7 @@ class Compressor:
         """A copy of the due rows' private parts, made on the schedule stream.
 
         Returns:
-            slots [R, N] int64, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
+            slots [R, N] int32, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
             first private position, private length, next position.
         """
         facts = self._to_device(
@@ -102,14 +113,13 @@ class Compressor:
         row, frozen, length, _ = facts.unsqueeze(-1)
         longest = max(plan.private_length for plan in plans)
         column = torch.arange(longest, device=self._rows.device)
-        slots = self._rows[row, frozen + column.minimum(length - 1)].long()
+        slots = self._rows[row, frozen + column.minimum(length - 1)]
         return slots, facts
 
     def _keep(self, slots: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
         """[R, budget] int64, ascending: the private tokens of each request that stay."""
         _, _, lengths, next_positions = facts
-        scores = score_naive(self._k_buffers, slots, next_positions, self._tables, aggregation=self.config.aggregation)
-        return select_naive(scores, lengths, self.config.budget, self.config.recent, selection=self.config.selection)
+        return self._scorer.keep(slots, lengths, next_positions, self.config.budget, self.config.recent)
 
     def _remap(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""
@@ -121,12 +131,12 @@ class Compressor:
         column = torch.arange(budget, device=self._rows.device)
         self._rows[row, frozen + column] = ordered[:, :budget].to(self._rows.dtype)
         evicted = [ordered[r, budget : plan.private_length] for r, plan in enumerate(plans)]
-        self._allocator.free(torch.cat(evicted))
+        self._allocator.free(torch.cat(evicted).long())
 
     def _slide(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
         """Moves the kept K/V forward within each request's slots and frees the pages that become empty."""
         with self._on_forward_stream(slots, facts):
-            slide_naive(self._k_buffers, self._v_buffers, slots, self._keep(slots, facts))
+            slide_naive(self._k_buffers, self._v_buffers, slots.long(), self._keep(slots, facts))
         for request, plan in zip(requests, plans, strict=True):
             first_empty = plan.new_length + -plan.new_length % self._page_size
             if first_empty < plan.old_length:

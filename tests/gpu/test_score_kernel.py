@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kernel_cases import KernelCase
 
-from sglang_triattn.kernels.score import build_tables
-from sglang_triattn.kernels.score_triton import CHUNK, key_pools, score_triton
+from sglang_triattn.kernels.score import CHUNK, build_tables
+from sglang_triattn.kernels.score_triton import key_pools, score_triton
 from sglang_triattn.stats import load_stats
+
+from kernel_cases import KernelCase
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 SENTINEL = -12345.0
