@@ -33,6 +33,9 @@ SCRATCH_BYTES = 256 << 20
 CPU_SCRATCH_BYTES = 2 << 20
 """The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
 
+CHUNK = 1024
+"""Tokens whose scores the kernel sums up together; part of the result's definition down to the last bit."""
+
 AGGREGATIONS = ("mean", "max", "norm")
 STYLES = ("half", "interleaved")
 

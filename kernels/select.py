@@ -22,6 +22,16 @@ MIN_STD = 1e-6
 """Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""
 
 
+def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
+    """Kept sets of one request.
+
+    Raises ValueError on an unknown selection.
+    """
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
+    return {"per-head": kv_heads, "per-layer-head": layers * kv_heads}.get(selection, 1)
+
+
 def select_naive(
     scores: torch.Tensor,
     lengths: torch.Tensor,
@@ -65,8 +75,7 @@ def importance_naive(
     Returns:
         float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".
     """
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
+    kept_sets(selection, scores.shape[1], num_kv_heads or 1)
     if selection.endswith("head") and num_kv_heads is None:
         raise ValueError(f"selection {selection!r} needs num_kv_heads")
     candidates = _candidates(scores.shape[-1], lengths, recent)  # [R, N]

@@ -1,0 +1,27 @@
+"""Kernel tests: natively on a CUDA device, or on any machine under Triton's interpreter (TRITON_INTERPRET=1).
+
+tests/unit/test_interpreted.py runs them the second way in a process of its own, because the interpreter is chosen when
+a kernel is defined. Without a device and without the interpreter nothing here can run, so nothing is collected.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+RUNNABLE = INTERPRETED or torch.cuda.is_available()
+
+collect_ignore_glob = [] if RUNNABLE else ["test_*.py"]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if not RUNNABLE:
+        terminalreporter.write_line(
+            "tests/gpu was left out: no CUDA device here; tests/unit/test_interpreted.py runs it interpreted"
+        )
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cpu" if INTERPRETED else "cuda"

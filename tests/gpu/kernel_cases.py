@@ -1,0 +1,64 @@
+"""Random models and requests for kernel tests, and scores written out in float64."""
+
+import torch
+
+from sglang_triattn.kernels.score import OFFSETS, build_tables
+
+POISON_SLOT = 1 << 40
+
+
+class KernelCase:
+    """Pools of post-RoPE keys, poisoned outside the requests' slots, and everything else a launch needs.
+
+    Padded columns of `slots` point far outside the pools: reading one ends the process or yields garbage.
+    """
+
+    def __init__(self, *, lengths, device="cpu", layers=2, kv_heads=2, group=3, head_dim=64, rotary_dim=None,
+                 style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0):  # fmt: skip
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=generator)
+
+        self.frequencies = half = (rotary_dim or head_dim) // 2
+        self.style, heads, count = style, kv_heads * group, sum(lengths)
+        inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.mean = torch.complex(randn(layers, heads, half), randn(layers, heads, half)) * scaling
+        abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
+        self.tables = build_tables(self.mean, abs_mean, inv_freq, 1.0, style, kv_heads, device)
+        self.spread, self.inv_freq = abs_mean.double() - self.mean.abs().double(), inv_freq
+        order = torch.randperm(count + 9, generator=generator)
+        slots = torch.full((len(lengths), max(lengths)), POISON_SLOT)
+        pool = torch.full((layers, count + 9, kv_heads, head_dim), float("nan"))
+        taken = 0
+        for row, length in zip(slots, lengths, strict=True):
+            row[:length] = order[taken : taken + length]
+            pool[:, row[:length]] = randn(layers, length, kv_heads, head_dim)
+            taken += length
+        self.scales = 0.5 + torch.rand(layers, generator=generator) if scales else None
+        self.pools = [keys.to(device) for keys in pool.to(dtype)]
+        self.slots, self.lengths = slots.to(device), torch.tensor(lengths, device=device)
+        self.next_positions = torch.tensor([1000 * r + 2 * n + 3 for r, n in enumerate(lengths)], device=device)
+
+    def expected(self, request: int, aggregation: str) -> torch.Tensor:
+        """[L, H_q, n] float64: spec 2.2 term by term, from the keys as the pool holds them."""
+        n = int(self.lengths[request])
+        slots = self.slots[request, :n].cpu()
+        keys = torch.stack([pool.cpu().float()[slots] for pool in self.pools]).double()  # [L, n, H_kv, d]
+        if self.scales is not None:
+            keys = keys * self.scales.double()[:, None, None, None]
+        keys = keys[..., : 2 * self.frequencies]
+        if self.style == "half":
+            z = torch.complex(*keys.chunk(2, -1))
+        else:
+            z = torch.view_as_complex(keys.unflatten(-1, (-1, 2)).contiguous())
+        z = z.repeat_interleave(self.mean.shape[1] // z.shape[2], dim=2)  # [L, n, H_q, F]
+        extra = torch.einsum("lnhf,lhf->lhn", z.abs(), self.spread)
+        if aggregation == "norm":
+            return extra
+        best = []
+        for offset in OFFSETS:
+            turn = torch.exp(1j * self.inv_freq * (int(self.next_positions[request]) + offset))
+            best.append(torch.einsum("lnhf,lhf->lhn", z.conj(), self.mean.to(torch.complex128) * turn).real)
+        stacked = torch.stack(best)
+        return (stacked.mean(0) if aggregation == "mean" else stacked.amax(0)) + extra

@@ -1,0 +1,175 @@
+"""The score kernel against its definition in float64, in every dtype and shape it is shipped for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_triattn.kernels.score import CHUNK, build_tables
+from sglang_triattn.kernels.score_triton import key_pools, score_triton
+from sglang_triattn.stats import load_stats
+
+from kernel_cases import KernelCase
+
+GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+SENTINEL = -12345.0
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+GROUPS = [*range(1, 17)]
+# Every dtype with every head_dim, and on the way every group size.
+CROSS = [
+    (dtype, head_dim, GROUPS[(5 * i + 3 * j) % 16])
+    for i, dtype in enumerate(DTYPES)
+    for j, head_dim in enumerate((64, 80, 96, 128, 256))
+] + [(torch.bfloat16, 64, group) for group in GROUPS]
+
+SHAPES = {
+    "one-token": {"lengths": [1]},
+    "ragged": {"lengths": [63, 1, 129, 64]},
+    "smollm2": {"lengths": [70, 65], "group": 3, "kv_heads": 3},
+    "qwen2.5": {"lengths": [70], "group": 7, "kv_heads": 4, "head_dim": 128},
+    "one-kv-head": {"lengths": [9], "group": 8, "kv_heads": 1},
+    "partial-rotary": {"lengths": [40, 7], "head_dim": 128, "rotary_dim": 64},
+    "odd-partial-rotary": {"lengths": [40, 7], "head_dim": 80, "rotary_dim": 20},
+    "tiny-head": {"lengths": [5], "head_dim": 6},
+    "interleaved": {"lengths": [70, 7], "style": "interleaved"},
+    "interleaved-odd-heads": {"lengths": [12], "style": "interleaved", "head_dim": 80, "group": 5},
+    "interleaved-partial": {"lengths": [12], "style": "interleaved", "head_dim": 96, "rotary_dim": 32},
+    "yarn-scaling": {"lengths": [30], "scaling": 1.3466},
+    "interleaved-fp8": {"lengths": [30], "style": "interleaved", "dtype": torch.float8_e4m3fn, "scales": True},
+}
+
+
+def launch(case: KernelCase, aggregation: str, recent: int = 0, slots=None, buffers=None):
+    """Scores and moments, in buffers that show what was not written."""
+    layers, heads, _ = case.mean.shape
+    slots = case.slots if slots is None else slots
+    requests, columns = slots.shape
+    scores = torch.full((requests, layers, heads, columns), SENTINEL, device=slots.device)
+    pools = key_pools(buffers or case.pools, case.scales)
+    arguments = (pools, slots, case.lengths, case.next_positions, case.tables, recent)
+    return score_triton(*arguments, aggregation=aggregation, scores=scores)
+
+
+def check(case: KernelCase, aggregation: str, recent: int = 0) -> None:
+    scores, moments = (x.cpu() for x in launch(case, aggregation, recent))
+    again, moments_again = (x.cpu() for x in launch(case, aggregation, recent))
+    assert torch.equal(scores, again)
+    assert torch.equal(moments, moments_again)
+    for r, length in enumerate(case.lengths.tolist()):
+        expected = case.expected(r, aggregation)
+        # float32 sums of 3F terms: their error grows with the size of the terms, not of the sum.
+        tolerance = 3e-6 * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(scores[r, ..., :length].double(), expected, rtol=0, atol=tolerance)
+        assert (scores[r, ..., length:] == SENTINEL).all()
+        for c in range(moments.shape[3]):
+            part = expected[..., : max(length - recent, 0)][..., c * CHUNK : (c + 1) * CHUNK]
+            if not part.shape[-1]:
+                continue
+            torch.testing.assert_close(moments[r, ..., c, 0].double(), part.mean(-1), rtol=0, atol=tolerance)
+            square = part.sub(part.mean(-1, keepdim=True)).square().sum(-1)
+            torch.testing.assert_close(moments[r, ..., c, 1].double(), square, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("cross", CROSS, ids=lambda c: f"{str(c[0])[6:]}-D{c[1]}-G{c[2]}")
+def test_every_dtype_and_shape(device, cross):
+    """Prevents a dtype, head size or group size from being decoded, padded or masked wrongly; poison from leaking."""
+    dtype, head_dim, group = cross
+    kv_heads = 1 if group > 4 else 2
+    scales = dtype.itemsize == 1
+    case = KernelCase(lengths=[67, 10], device=device, dtype=dtype, head_dim=head_dim, group=group, kv_heads=kv_heads,
+                      layers=2, scales=scales, seed=head_dim + group)  # fmt: skip
+    check(case, "mean", recent=7)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "max", "norm"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes_and_aggregations(device, shape, aggregation):
+    """Prevents a wrong phase, pairing or row of a ragged batch."""
+    check(KernelCase(device=device, **shape), aggregation)
+
+
+def test_more_than_one_chunk(device):
+    """Prevents seams between programs, and statistics that count the newest tokens."""
+    lengths = [2 * CHUNK + 1, CHUNK, CHUNK - 1, CHUNK + 3]
+    case = KernelCase(lengths=lengths, device=device, layers=1, kv_heads=1, group=2)
+    check(case, "mean", recent=5)
+
+
+def test_a_request_does_not_notice_its_batch(device):
+    """Prevents the width of a batch from changing a request's scores or sums by a single bit."""
+    case = KernelCase(lengths=[130, 1090, 70], device=device, layers=1, kv_heads=1)
+    scores, moments = launch(case, "mean", 3)
+    case.slots, case.lengths, case.next_positions = case.slots[:1, :130], case.lengths[:1], case.next_positions[:1]
+    alone, alone_moments = launch(case, "mean", 3)
+    assert torch.equal(scores[:1, ..., :130], alone)
+    assert torch.equal(moments[:1, ..., :1, :], alone_moments)
+
+
+def test_slots_of_either_integer_type(device):
+    """Prevents SGLang's int32 rows from being read as something else."""
+    case = KernelCase(lengths=[70], device=device)
+    wide, _ = launch(case, "mean")
+    narrow, _ = launch(case, "mean", slots=case.slots.int())
+    assert torch.equal(wide, narrow)
+
+
+def test_pools_with_gaps(device):
+    """Prevents assuming that tokens or heads follow one another without a gap, or that rows are dense."""
+    case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16)
+    expected, _ = launch(case, "mean")
+    wide = [torch.full((len(p), 4, 128), float("nan"), dtype=p.dtype, device=device) for p in case.pools]
+    for target, pool in zip(wide, case.pools, strict=True):
+        target[:, ::2, :64] = pool
+    rows = torch.nn.functional.pad(case.slots, (0, 5))[:, : case.slots.shape[1]]
+    views = [w[:, ::2, :64] for w in wide]
+    got, _ = launch(case, "mean", slots=rows, buffers=views)
+    assert torch.equal(got, expected)
+
+
+def test_slots_beyond_two_billion_elements(device):
+    """Prevents 32-bit offsets. The pool is never filled: only the pages of the slots used come into being."""
+    case = KernelCase(lengths=[6], device=device, dtype=torch.float8_e4m3fn, layers=1, kv_heads=1)
+    expected, _ = launch(case, "mean")
+    count = (1 << 31) // 64 + 100
+    pool = torch.empty(count, 1, 64, dtype=torch.uint8, device=device)
+    far = torch.arange(count - 6, count, device=device)[None]
+    pool[far[0]] = case.pools[0].view(torch.uint8)[case.slots[0]]
+    got, _ = launch(case, "mean", slots=far, buffers=[pool.view(torch.float8_e4m3fn)])
+    assert torch.equal(got, expected)
+
+
+def test_unusable_pools_are_refused(device):
+    """Prevents a pool that the kernel would misread from being scored."""
+    pool = torch.zeros(8, 2, 64, device=device)
+    for pools, message in (
+        ([pool.double()], "float64"),
+        ([pool, pool.bfloat16()], "one dtype"),
+        ([pool.transpose(1, 2)], "adjacent"),
+        ([torch.zeros(1025, device=device)[1:].view(8, 2, 64)], "16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            key_pools(pools)
+    case = KernelCase(lengths=[4], device=device, group=17, kv_heads=1)
+    with pytest.raises(ValueError, match="17"):
+        launch(case, "mean")
+
+
+# Tolerances as for the twin: the reference's phases are float32.
+@pytest.mark.parametrize(("aggregation", "field", "tolerance"), [
+    ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
+])  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
+def test_golden_scores(device, name, aggregation, field, tolerance):
+    """Prevents drifting from the published method on a real model's statistics."""
+    stats, golden = load_stats(GOLDEN / "qwen3_8b.pt"), np.load(GOLDEN / f"{name}.npz")
+    layers, kv_heads = torch.tensor(golden["layers"]), int(golden["num_kv_heads"])
+    inv_freq = torch.tensor(golden["inv_freq"])
+    tables = build_tables(stats.mean[layers], stats.abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
+    pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
+    count = pools[0].shape[0]
+    slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)
+    position = torch.tensor([int(golden["next_position"])], device=device)
+    scores, _ = score_triton(key_pools(pools), slots, lengths, position, tables, 0, aggregation=aggregation)
+    torch.testing.assert_close(scores[0].cpu(), torch.tensor(golden[field]), rtol=0, atol=tolerance)

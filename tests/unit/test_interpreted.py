@@ -1,0 +1,23 @@
+"""Runs tests/gpu under Triton's interpreter, so that the kernels are tested on machines without a GPU too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+ROOT = Path(__file__).parents[2]
+
+
+def test_kernels_under_the_interpreter():
+    """Prevents kernels from drifting from their twins where no GPU is at hand.
+
+    A process of its own: a kernel is bound to the interpreter or the compiler when its module is first imported.
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
