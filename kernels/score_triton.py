@@ -14,64 +14,21 @@ order: no atomics, equal bits in every run, and nothing of a request depends on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.key_pools import KINDS, KeyPools
 from sglang_triattn.kernels.score import AGGREGATIONS, CHUNK, OFFSETS, ScoreTables
 
 BLOCK = 64
 """Tokens in flight at once: the rows of one Hopper tensor-core instruction."""
 
-KINDS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
-"""Key dtypes; float8 is decoded from bytes, because older GPUs do not have the conversion."""
-
 MAX_GROUP = 16
 MAX_FREQUENCIES = 128
 
-
-@dataclass(frozen=True, eq=False)
-class KeyPools:
-    """The key pools of all layers as one kernel argument."""
-
-    buffers: Sequence[torch.Tensor]
-    """Per layer [num_slots, H_kv, head_dim]; held so that the addresses stay valid."""
-    addresses: torch.Tensor
-    """[L] int64: where each pool begins."""
-    scales: torch.Tensor
-    """[L] float32: what stored keys are multiplied with, 1 but for float8 pools that were divided by it."""
-
-
-def key_pools(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None = None) -> KeyPools:
-    """Describes `buffers` to the kernel, once per server: the addresses are copied to the device.
-
-    Args:
-        buffers: per layer [num_slots, H_kv, head_dim], equal in dtype and strides, dims of a head adjacent.
-        scales: [L] float32, SGLang's k_scale of each layer, None where keys are stored as they are.
-
-    Raises ValueError if the pools differ or cannot be read by the kernel.
-    """
-    first = buffers[0]
-    if first.dtype not in KINDS:
-        raise ValueError(f"keys must be one of {', '.join(map(str, KINDS))}, got {first.dtype}")
-    for buffer in buffers:
-        if (buffer.dtype, buffer.stride(), buffer.shape[1:]) != (first.dtype, first.stride(), first.shape[1:]):
-            raise ValueError("the key pools of all layers must have one dtype, shape of a token and strides")
-        if buffer.stride(-1) != 1 or buffer.data_ptr() % 16:
-            raise ValueError("the dims of a head must be adjacent in the key pool, and the pool begin at 16 bytes")
-    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=first.device)
-    if scales is None:
-        scales = torch.ones(len(buffers))
-    return KeyPools(buffers, addresses, scales.to(first.device, torch.float32))
+MAX_TILE = 64
+"""Most frequencies held in registers at once; larger heads are read in tiles half as wide."""
 
 
 def score_triton(
@@ -149,17 +106,22 @@ def score_triton(
 def launch_settings(dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str) -> dict:
     """Compile-time arguments of `score_kernel` and how it is launched, for one model and key dtype."""
     padded = max(16, triton.next_power_of_2(frequencies))
+    # Past these bounds the plain shape would spill registers, and fewer rows at a time on more warps do not. They also
+    # keep Triton 3.8 off Blackwell's tensor memory, where it cannot compile the loop over offsets.
+    small = aggregation == "max" or padded > MAX_TILE
+    tile = padded if padded <= MAX_TILE else MAX_TILE // 2
     return {
         "KIND": KINDS[dtype],
         "F": frequencies,
-        "FP": padded,
+        "FT": tile,
+        "TILES": padded // tile,
         "GP": max(4, triton.next_power_of_2(group)),
         "MAX": aggregation == "max",
         "INTERLEAVED": style == "interleaved",
-        "BLOCK": BLOCK,
+        "BLOCK": BLOCK // 2 if small else BLOCK,
         "CHUNK": CHUNK,
         "WIDEN": triton.knobs.runtime.interpret,
-        "num_warps": 8 if padded > 64 else 4,
+        "num_warps": 8 if small else 4,
         "num_stages": 2 if padded * dtype.itemsize > 128 else 3,
     }
 
@@ -197,7 +159,7 @@ def _dot(b_x, b_v, b_acc, PARTS: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _columns(b_x, b_part):
-    """The bfloat16 part of float32 b_x [FP, NC] that each column holds: high, middle, low, zero."""
+    """The bfloat16 part of float32 b_x [FT, NC] that each column holds: high, middle, low, zero."""
     b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
     b_rest = b_x - b_high
     b_middle = (b_rest.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -226,10 +188,39 @@ def _decode(b_x, KIND: tl.constexpr):
 
 @triton.jit
 def _turned(p_units, b_re, b_im, o_f, m_f, b_part, F: tl.constexpr):
-    """The columns [FP, NC] of Re v and Im v: coefficients times the unit of one position."""
+    """The columns [FT, NC] of Re v and Im v: coefficients times the unit of one position."""
     b_cos = tl.load(p_units + o_f, mask=m_f, other=0.0)[:, None]
     b_sin = tl.load(p_units + F + o_f, mask=m_f, other=0.0)[:, None]
     return _columns(b_re * b_cos - b_im * b_sin, b_part), _columns(b_re * b_sin + b_im * b_cos, b_part)
+
+
+@triton.jit
+def _coefficients(p_model, o_f, m_f, i_h, m_h, F: tl.constexpr):
+    """Re mu and Im mu [FT, NC] of the query head of each column."""
+    o_v = 2 * (i_h[None, :] * F + o_f[:, None])
+    m_v = m_f[:, None] & m_h[None, :]
+    return tl.load(p_model + o_v, mask=m_v, other=0.0), tl.load(p_model + o_v + 1, mask=m_v, other=0.0)
+
+
+@triton.jit
+def _spread(p_spread, o_f, m_f, i_h, m_h, b_part, F: tl.constexpr):
+    """The columns [FT, NC] of b."""
+    b_size = tl.load(p_spread + i_h[None, :] * F + o_f[:, None], mask=m_f[:, None] & m_h[None, :], other=0.0)
+    return _columns(b_size, b_part)
+
+
+@triton.jit
+def _keys(p_key, m_n, o_f, m_f, tile, F: tl.constexpr, FT: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Re K and Im K [BLOCK, FT] float32 of one tile of frequencies."""
+    if INTERLEAVED:
+        o_x = 2 * tile * FT + tl.arange(0, 2 * FT)
+        b_pair = tl.load(p_key + o_x[None, :], mask=m_n[:, None] & (o_x < 2 * F)[None, :], other=0)
+        b_re, b_im = tl.split(tl.reshape(b_pair, [b_pair.shape[0], FT, 2]))
+    else:
+        m_key = m_n[:, None] & m_f[None, :]
+        b_re = tl.load(p_key + o_f[None, :], mask=m_key, other=0)
+        b_im = tl.load(p_key + F + o_f[None, :], mask=m_key, other=0)
+    return _decode(b_re, KIND), _decode(b_im, KIND)
 
 
 @triton.jit
@@ -253,7 +244,8 @@ def score_kernel(
     offsets,
     KIND: tl.constexpr,
     F: tl.constexpr,
-    FP: tl.constexpr,
+    FT: tl.constexpr,
+    TILES: tl.constexpr,
     GP: tl.constexpr,
     MAX: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -269,20 +261,20 @@ def score_kernel(
     length = tl.load(lengths + i_r).to(tl.int32)
     candidates = length - recent
 
-    o_f = tl.arange(0, FP)
-    m_f = o_f < F
+    # Columns 4 g .. 4 g + 3 belong to the group's query head g.
     o_c = tl.arange(0, NC)
     b_part = (o_c % 4)[None, :]
-    # Columns 4 g .. 4 g + 3 belong to the group's query head g.
     i_h = (i_l * kv_heads + i_j) * group + o_c // 4
-    m_v = m_f[:, None] & (o_c // 4 < group)[None, :]
-    o_v = i_h[None, :] * F + o_f[:, None]  # [FP, NC]
-    b_re = tl.load(coefficients + 2 * o_v, mask=m_v, other=0.0)
-    b_im = tl.load(coefficients + 2 * o_v + 1, mask=m_v, other=0.0)
-    b_size = _columns(tl.load(spread + o_v, mask=m_v, other=0.0), b_part)
+    m_h = o_c // 4 < group
     p_units = units + i_r * offsets * 2 * F
-    if not MAX:
-        b_vre, b_vim = _turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+    if TILES == 1:
+        # One tile holds all frequencies: what does not change with the keys stays in registers.
+        o_f = tl.arange(0, FT)
+        m_f = o_f < F
+        b_re, b_im = _coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+        b_size = _spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+        if not MAX:
+            b_vre, b_vim = _turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
 
     if KIND == "bf16":
         p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
@@ -307,32 +299,50 @@ def score_kernel(
         m_n = o_n < length
         b_slot = tl.load(slots + i_r * stride_row + o_n, mask=m_n, other=0).to(tl.int64)
         p_key = p_pool + b_slot[:, None] * stride_slot
-        m_key = m_n[:, None] & m_f[None, :]
-        if INTERLEAVED:
-            o_x = tl.arange(0, 2 * FP)
-            b_pair = tl.load(p_key + o_x[None, :], mask=m_n[:, None] & (o_x < 2 * F)[None, :], other=0)
-            b_kre, b_kim = tl.split(tl.reshape(b_pair, [BLOCK, FP, 2]))
-        else:
-            b_kre = tl.load(p_key + o_f[None, :], mask=m_key, other=0)
-            b_kim = tl.load(p_key + F + o_f[None, :], mask=m_key, other=0)
-        b_kre = _decode(b_kre, KIND)  # [BLOCK, FP]
-        b_kim = _decode(b_kim, KIND)
 
         b_acc = tl.zeros([BLOCK, NC], tl.float32)
-        b_acc = _dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
-        if MAX:
-            b_best = tl.full([BLOCK, GP], float("-inf"), tl.float32)
-            for i_o in range(offsets):
-                b_vre, b_vim = _turned(p_units + i_o * 2 * F, b_re, b_im, o_f, m_f, b_part, F)
-                b_trig = _dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
-                b_trig = _dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
-                b_trig = tl.sum(tl.reshape(b_trig, [BLOCK, GP, 4]), axis=2)
-                b_best = tl.maximum(b_best, b_trig, propagate_nan=tl.PropagateNan.ALL)
-            b_score = b_best * scale
+        if TILES == 1:
+            b_kre, b_kim = _keys(p_key, m_n, o_f, m_f, 0, F, FT, KIND, INTERLEAVED)
+            b_acc = _dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+            if not MAX:
+                b_acc = _dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
+                b_acc = _dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
         else:
-            b_acc = _dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
-            b_acc = _dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
-            b_score = tl.sum(tl.reshape(b_acc, [BLOCK, GP, 4]), axis=2) * scale  # [BLOCK, GP]
+            for tile in range(TILES):
+                o_f = tile * FT + tl.arange(0, FT)
+                m_f = o_f < F
+                b_kre, b_kim = _keys(p_key, m_n, o_f, m_f, tile, F, FT, KIND, INTERLEAVED)
+                b_size = _spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+                b_acc = _dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+                if not MAX:
+                    b_re, b_im = _coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+                    b_vre, b_vim = _turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+                    b_acc = _dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
+                    b_acc = _dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
+        if MAX:
+            b_score = tl.full([BLOCK, GP], float("-inf"), tl.float32)
+            for i_o in range(offsets):
+                p_unit = p_units + i_o * 2 * F
+                b_trig = b_acc
+                if TILES == 1:
+                    b_vre, b_vim = _turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
+                    b_trig = _dot(b_kre, b_vre, b_trig, PARTS, WIDEN)
+                    b_trig = _dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
+                else:
+                    # The block's keys do not fit in registers beside this; they come from the cache again.
+                    for tile in range(TILES):
+                        o_f = tile * FT + tl.arange(0, FT)
+                        m_f = o_f < F
+                        b_re, b_im = _coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+                        b_vre, b_vim = _turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
+                        b_kre, b_kim = _keys(p_key, m_n, o_f, m_f, tile, F, FT, KIND, INTERLEAVED)
+                        b_trig = _dot(b_kre, b_vre, b_trig, PARTS, WIDEN)
+                        b_trig = _dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
+                b_trig = tl.sum(tl.reshape(b_trig, [BLOCK, GP, 4]), axis=2)
+                b_score = tl.maximum(b_score, b_trig, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            b_score = tl.sum(tl.reshape(b_acc, [BLOCK, GP, 4]), axis=2)  # [BLOCK, GP]
+        b_score *= scale
         p_score = scores + i_row[None, :] * columns + o_n[:, None]
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 

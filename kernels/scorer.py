@@ -92,7 +92,7 @@ class Scorer:
         self._selection, self._aggregation = selection, aggregation
         self._pools = self._memory = None
         if k_buffers[0].is_cuda if kernels is None else kernels:
-            from sglang_triattn.kernels.score_triton import key_pools
+            from sglang_triattn.kernels.key_pools import key_pools
 
             self._pools = key_pools(k_buffers)
             layers, q_heads, frequencies = tables.spread.shape
@@ -177,7 +177,8 @@ def score(
     """
     if not k_buffers[0].is_cuda:
         return score_naive(k_buffers, slots, next_positions, tables, aggregation=aggregation), None
-    from sglang_triattn.kernels.score_triton import key_pools, score_triton
+    from sglang_triattn.kernels.key_pools import key_pools
+    from sglang_triattn.kernels.score_triton import score_triton
 
     pools = key_pools(k_buffers)
     return score_triton(pools, slots, lengths, next_positions, tables, recent, aggregation=aggregation)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_triattn.kernels.key_pools import key_pools
 from sglang_triattn.kernels.score import CHUNK, build_tables
-from sglang_triattn.kernels.score_triton import key_pools, score_triton
+from sglang_triattn.kernels.score_triton import score_triton
 from sglang_triattn.stats import load_stats
 
 from kernel_cases import KernelCase

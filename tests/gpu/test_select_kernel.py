@@ -8,8 +8,9 @@ import torch
 
 from sglang_triattn.kernels.importance_triton import importance_triton
 from sglang_triattn.kernels.keep_triton import BLOCK, keep_triton
+from sglang_triattn.kernels.key_pools import key_pools
 from sglang_triattn.kernels.score import CHUNK, build_tables
-from sglang_triattn.kernels.score_triton import key_pools, score_triton
+from sglang_triattn.kernels.score_triton import score_triton
 from sglang_triattn.kernels.select import SELECTIONS, importance_naive, keep_naive, select_naive
 from sglang_triattn.kernels.select_triton import select_triton
 from sglang_triattn.stats import load_stats

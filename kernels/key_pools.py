@@ -1,0 +1,52 @@
+"""SGLang's key pools of all layers as one kernel argument: a tensor of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+KINDS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+"""Key dtypes; float8 is decoded from bytes, because older GPUs do not have the conversion."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyPools:
+    """The key pools of all layers as one kernel argument."""
+
+    buffers: Sequence[torch.Tensor]
+    """Per layer [num_slots, H_kv, head_dim]; held so that the addresses stay valid."""
+    addresses: torch.Tensor
+    """[L] int64: where each pool begins."""
+    scales: torch.Tensor
+    """[L] float32: what stored keys are multiplied with, 1 but for float8 pools that were divided by it."""
+
+
+def key_pools(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None = None) -> KeyPools:
+    """Describes `buffers` to the kernel, once per server: the addresses are copied to the device.
+
+    Args:
+        buffers: per layer [num_slots, H_kv, head_dim], equal in dtype and strides, dims of a head adjacent.
+        scales: [L] float32, SGLang's k_scale of each layer, None where keys are stored as they are.
+
+    Raises ValueError if the pools differ or cannot be read by the kernel.
+    """
+    first = buffers[0]
+    if first.dtype not in KINDS:
+        raise ValueError(f"keys must be one of {', '.join(map(str, KINDS))}, got {first.dtype}")
+    for buffer in buffers:
+        if (buffer.dtype, buffer.stride(), buffer.shape[1:]) != (first.dtype, first.stride(), first.shape[1:]):
+            raise ValueError("the key pools of all layers must have one dtype, shape of a token and strides")
+        if buffer.stride(-1) != 1 or buffer.data_ptr() % 16:
+            raise ValueError("the dims of a head must be adjacent in the key pool, and the pool begin at 16 bytes")
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=first.device)
+    if scales is None:
+        scales = torch.ones(len(buffers))
+    return KeyPools(buffers, addresses, scales.to(first.device, torch.float32))
