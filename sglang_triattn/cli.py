@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     _add_calibrate(subcommands)
+    _add_score_case(subcommands)
     return parser
 
 
@@ -86,3 +87,38 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         ) from error
     layers, heads, _ = stats.mean.shape
     print(f"wrote {out}: {layers} layers of {heads} query heads, {stats.token_count} tokens")
+
+
+def _add_score_case(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "score-case",
+        help="score keys from a file, to compare with another implementation",
+        description="Scores the cached keys of an .npz case and writes scores and kept sets. The case needs layers, "
+        "num_q_heads, num_kv_heads, keys_cached, next_position, inv_freq and keep.",
+    )
+    parser.add_argument("case", metavar="CASE.npz", help="keys and positions to score")
+    parser.add_argument("--stats", required=True, help="statistics file (.safetensors, or a published .pt)")
+    parser.add_argument("--out", required=True, help="file to write (.npz)")
+    parser.add_argument("--device", help="torch device (cuda if there is one, else cpu)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        help="what the keys are stored in (%(default)s)",
+    )
+    parser.set_defaults(run=_score_case)
+
+
+def _score_case(arguments: argparse.Namespace) -> None:
+    out = Path(arguments.out)
+    if out.suffix != ".npz":
+        raise TriAttentionError(f"--out is {out}, but its name must end in .npz.")
+    if not out.parent.is_dir():
+        raise TriAttentionError(f"--out is {out}, but its folder does not exist: create it first.")
+
+    from sglang_triattn.score_case import save_answers, score_case
+
+    answers = score_case(arguments.case, arguments.stats, device=arguments.device, dtype=arguments.dtype)
+    save_answers(answers, out)
+    layers, heads, count = answers["score_mean"].shape
+    print(f"wrote {out}: {layers} layers of {heads} query heads, {count} keys")
