@@ -28,7 +28,7 @@ MAX_GROUP = 16
 MAX_FREQUENCIES = 128
 
 MAX_TILE = 64
-"""Most frequencies held in registers at once; larger heads are read in tiles half as wide."""
+"""Most frequencies held in registers at once; larger heads are read in tiles."""
 
 
 def score_triton(
@@ -106,22 +106,27 @@ def score_triton(
 def launch_settings(dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str) -> dict:
     """Compile-time arguments of `score_kernel` and how it is launched, for one model and key dtype."""
     padded = max(16, triton.next_power_of_2(frequencies))
-    # Past these bounds the plain shape would spill registers, and fewer rows at a time on more warps do not. They also
-    # keep Triton 3.8 off Blackwell's tensor memory, where it cannot compile the loop over offsets.
-    small = aggregation == "max" or padded > MAX_TILE
-    tile = padded if padded <= MAX_TILE else MAX_TILE // 2
+    columns = max(4, triton.next_power_of_2(group))
+    # With 64 rows these would spill registers. Fewer rows also keep Triton 3.8 off Blackwell's tensor memory, where it
+    # cannot compile the loop over offsets.
+    large, offsets, wide = padded > MAX_TILE, aggregation == "max", dtype.itemsize == 4
+    if large or (columns == 16 and (offsets or dtype.itemsize != 2)):
+        rows = 16
+    else:
+        rows = 32 if offsets or dtype.itemsize == 1 else BLOCK
+    tile = (16 if offsets and dtype.itemsize == 2 else 32) if large else padded
     return {
         "KIND": KINDS[dtype],
         "F": frequencies,
         "FT": tile,
         "TILES": padded // tile,
-        "GP": max(4, triton.next_power_of_2(group)),
-        "MAX": aggregation == "max",
+        "GP": columns,
+        "MAX": offsets,
         "INTERLEAVED": style == "interleaved",
-        "BLOCK": BLOCK // 2 if small else BLOCK,
+        "BLOCK": rows,
         "CHUNK": CHUNK,
         "WIDEN": triton.knobs.runtime.interpret,
-        "num_warps": 8 if small else 4,
+        "num_warps": 8 if not large and (offsets or (wide and rows == 16)) else 4,
         "num_stages": 2 if padded * dtype.itemsize > 128 else 3,
     }
 

@@ -1,0 +1,84 @@
+"""How many bytes does a round move, against the fewest it could?
+
+Counted from the kernels' launch parameters, not measured: what each program loads and stores, a program's own repeats
+of a line counted once. The minimum is every key read once and every score written once and read once: whether a token
+stays depends on the mean and deviation of whole rows, so no score can be used before all are there.
+`ratio_to_keys_and_writes` leaves that second visit out of the minimum.
+
+    python benchmarks/score_traffic.py --json traffic.json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from common import MODELS, Model, report
+
+from sglang_triattn.kernels.importance_triton import SCALE_ROWS, TOKENS
+from sglang_triattn.kernels.keep_triton import keep_settings
+from sglang_triattn.kernels.score import CHUNK
+from sglang_triattn.kernels.select import SELECTIONS, kept_sets
+
+KEY_BYTES = {"bf16": 2, "fp8": 1}
+BUDGET = 2048
+
+
+def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, selection: str) -> dict[str, int]:
+    """Bytes of each part of one round of `requests` rows of `tokens` private tokens, "mean" aggregation."""
+    rows = requests * model.layers * model.q_heads
+    chunks, frequencies = -(-tokens // CHUNK), model.head_dim // 2
+    group = model.q_heads // model.kv_heads
+    programs = requests * model.layers * model.kv_heads * chunks
+    sets = requests * kept_sets(selection, model.layers, model.kv_heads)
+    keys = requests * tokens * model.layers * model.kv_heads
+    blocks = -(-tokens // TOKENS)
+    # One read from registers or, for long rows, once for each of four histograms and for the writing pass.
+    visits = 1 if keep_settings(tokens)["SINGLE"] else 5
+    # A program of grouped selections needs its group's sums only, over one layer or over all.
+    scale_reads = blocks * rows * 8
+    return {
+        "keys": keys * model.head_dim * key_bytes,
+        "scores written": rows * tokens * 4,
+        "scores read": rows * tokens * 4,
+        "slots": keys * 4,
+        "query columns": programs * group * 3 * frequencies * 4,
+        "phases": programs * 2 * frequencies * 4,
+        "sums written": rows * chunks * 8,
+        "sums read": rows * chunks * 8 + -(-rows // SCALE_ROWS) * 8,
+        "scales": rows * 8 + scale_reads,
+        "importance": sets * tokens * 4 * (1 + visits),
+        "kept": sets * min(BUDGET, tokens) * 8,
+    }
+
+
+def rows_of(requests: int, lengths: tuple[int, ...]) -> list[dict]:
+    rows = []
+    for model in MODELS:
+        for tokens in lengths:
+            for name, key_bytes in KEY_BYTES.items():
+                for selection in SELECTIONS:
+                    parts = round_bytes(model, requests, tokens, key_bytes, selection)
+                    total, least = sum(parts.values()), parts["keys"] + parts["scores written"]
+                    rows.append(
+                        {
+                            "shape": f"{model.name} {requests}x{tokens} {name}",
+                            "selection": selection,
+                            "bytes": total,
+                            "ratio_to_minimum": total / (least + parts["scores read"]),
+                            "ratio_to_keys_and_writes": total / least,
+                        }
+                    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bytes moved by a round, against the fewest possible.")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--requests", type=int, default=8, help="requests due at once (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="the same: nothing here takes time")
+    arguments = parser.parse_args()
+    report(rows_of(arguments.requests, (2176, 16384)), arguments.json, arguments.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The benchmarks of the scorer run, check what they time, and the traffic stays within its bound."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script: str, out: Path, *options: str) -> dict:
+    # Not -P: a benchmark imports what stands beside it.
+    command = [sys.executable, str(FOLDER / script), "--quick", "--json", str(out), *options]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert set(content) == {"command", "date", "quick", "machine", "versions", "rows"}
+    assert all(str(row["shape"]) in done.stdout for row in content["rows"])
+    return content
+
+
+def test_traffic_is_near_the_minimum(tmp_path):
+    """Prevents a launch that reads keys, slots or columns more often than it must."""
+    rows = run("score_traffic.py", tmp_path / "traffic.json")["rows"]
+    shapes = {row["shape"] for row in rows}
+    for model in ("Qwen3-8B", "Llama-3-8B", "SmolLM2-135M"):
+        for tokens in (2176, 16384):
+            assert f"{model} 8x{tokens} bf16" in shapes
+    for row in rows:
+        assert row["ratio_to_minimum"] > 1
+        # Kept sets for each head of each layer need an importance for each, which is no small part of so few bytes.
+        if row["selection"] != "per-layer-head":
+            assert row["ratio_to_minimum"] <= 1.10, row
+
+
+def test_speed_is_measured_on_equal_answers(tmp_path):
+    """Prevents a speed-up over a rival that computes something else; how large it is belongs to the machine."""
+    content = run("score_speed.py", tmp_path / "speed.json", "--device", "cpu")
+    assert len(content["rows"]) == 6
+    for row in content["rows"]:
+        assert row["relative_error"] < 2e-3
+        assert row["speedup_over_rival"] > 1
+        assert row["share_of_copy_bandwidth"] > 0
