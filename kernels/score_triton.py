@@ -128,6 +128,8 @@ def launch_settings(dtype: torch.dtype, frequencies: int, group: int, style: str
         "WIDEN": triton.knobs.runtime.interpret,
         "num_warps": 8 if not large and (offsets or (wide and rows == 16)) else 4,
         "num_stages": 2 if padded * dtype.itemsize > 128 else 3,
+        # Left alone, ptxas trades a few spills for more resident programs here.
+        "maxnreg": 255 if large else None,
     }
 
 

@@ -27,9 +27,9 @@ CROSS = [
 
 SHAPES = {
     "one-token": {"lengths": [1]},
-    "ragged": {"lengths": [63, 1, 129, 64]},
-    "smollm2": {"lengths": [70, 65], "group": 3, "kv_heads": 3},
-    "qwen2.5": {"lengths": [70], "group": 7, "kv_heads": 4, "head_dim": 128},
+    "ragged": {"lengths": [63, 1, 70, 64], "kv_heads": 1},
+    "smollm2": {"lengths": [33, 20], "layers": 1, "group": 3, "kv_heads": 3},
+    "qwen2.5": {"lengths": [33], "layers": 1, "group": 7, "kv_heads": 4, "head_dim": 128},
     "one-kv-head": {"lengths": [9], "group": 8, "kv_heads": 1},
     "partial-rotary": {"lengths": [40, 7], "head_dim": 128, "rotary_dim": 64},
     "odd-partial-rotary": {"lengths": [40, 7], "head_dim": 80, "rotary_dim": 20},
