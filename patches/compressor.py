@@ -16,6 +16,7 @@ are known on the host, so nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,8 +24,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact import remap_naive, slide_naive
-from sglang_triattn.kernels.score import ScoreTables, score_naive
-from sglang_triattn.kernels.select import select_naive
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.requests import can_compact, frozen_of, state_of
 from sglang_triattn.rounds import Plan, Totals, plan_round
 
@@ -35,37 +35,39 @@ class Compressor:
     Args:
         scheduler: SGLang's Scheduler, fully built.
         config: the server's settings.
-        tables: the scorer's constants, on the pool's device.
+        scorer: reads the keys of the scheduler's KV pool.
     """
 
-    def __init__(self, scheduler: Any, config: Config, tables: ScoreTables) -> None:
+    def __init__(self, scheduler: Any, config: Config, scorer: Scorer) -> None:
         self.config = config
         self.totals = Totals()
         self._scheduler = scheduler
-        self._tables = tables
+        self._scorer = scorer
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
-        pool = self._allocator.get_kvcache()
-        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self._k_buffers = [pool.get_key_buffer(layer) for layer in layers]
-        self._v_buffers = [pool.get_value_buffer(layer) for layer in layers]
+        self._k_buffers, self._v_buffers = kv_buffers(self._allocator.get_kvcache())
 
     def run_due_rounds(self, batch: Any) -> None:
         """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
         due = self._plan(batch)
         if not due:
             return
-        requests = [batch.reqs[index] for index, _ in due]
-        plans = [plan for _, plan in due]
+        # One group unless the frozen prefixes count in the budget.
+        for kept_private in sorted({plan.kept_private for _, plan in due}):
+            group = [(batch.reqs[index], plan) for index, plan in due if plan.kept_private == kept_private]
+            self._compact(*zip(*group, strict=True), kept_private)
+        self._shorten(batch, due)
+
+    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan], keep: int) -> None:
+        """One round of requests that keep equally many private tokens each."""
         slots, facts = self._snapshot(requests, plans)
         if self._page_size == 1:
-            self._remap(requests, plans, slots, facts)
+            self._remap(plans, slots, facts, keep)
         else:
-            self._slide(requests, plans, slots, facts)
+            self._slide(requests, plans, slots, facts, keep)
         for request, plan in zip(requests, plans, strict=True):
             self._record(request, plan)
-        self._shorten(batch, due)
 
     def _plan(self, batch: Any) -> list[tuple[int, Plan]]:
         """(index in batch.reqs, plan) of each due request."""
@@ -84,7 +86,7 @@ class Compressor:
                 due.append((index, plan))
         return due
 
-    def _snapshot(self, requests: list, plans: list[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _snapshot(self, requests: Sequence[Any], plans: Sequence[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of the due rows' private parts, made on the schedule stream.
 
         Returns:
@@ -105,28 +107,28 @@ class Compressor:
         slots = self._rows[row, frozen + column.minimum(length - 1)].long()
         return slots, facts
 
-    def _keep(self, slots: torch.Tensor, facts: torch.Tensor) -> torch.Tensor:
-        """[R, budget] int64, ascending: the private tokens of each request that stay."""
+    def _keep(self, slots: torch.Tensor, facts: torch.Tensor, keep: int) -> torch.Tensor:
+        """[R, keep] int64, ascending: the private tokens of each request that stay."""
         _, _, lengths, next_positions = facts
-        scores = score_naive(self._k_buffers, slots, next_positions, self._tables, aggregation=self.config.aggregation)
-        return select_naive(scores, lengths, self.config.budget, self.config.recent, selection=self.config.selection)
+        return self._scorer.keep(slots, lengths, next_positions, keep, self.config.recent)
 
-    def _remap(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
+    def _remap(self, plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""
-        budget = self.config.budget
         with self._on_forward_stream(slots, facts):
-            ordered = remap_naive(slots, self._keep(slots, facts), facts[2])
+            ordered = remap_naive(slots, self._keep(slots, facts, keep), facts[2])
         self._await_forward_stream(ordered)
         row, frozen, _, _ = facts.unsqueeze(-1)
-        column = torch.arange(budget, device=self._rows.device)
-        self._rows[row, frozen + column] = ordered[:, :budget].to(self._rows.dtype)
-        evicted = [ordered[r, budget : plan.private_length] for r, plan in enumerate(plans)]
+        column = torch.arange(keep, device=self._rows.device)
+        self._rows[row, frozen + column] = ordered[:, :keep].to(self._rows.dtype)
+        evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
         self._allocator.free(torch.cat(evicted))
 
-    def _slide(self, requests: list, plans: list[Plan], slots: torch.Tensor, facts: torch.Tensor) -> None:
+    def _slide(
+        self, requests: Sequence[Any], plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int
+    ) -> None:
         """Moves the kept K/V forward within each request's slots and frees the pages that become empty."""
         with self._on_forward_stream(slots, facts):
-            slide_naive(self._k_buffers, self._v_buffers, slots, self._keep(slots, facts))
+            slide_naive(self._k_buffers, self._v_buffers, slots, self._keep(slots, facts, keep))
         for request, plan in zip(requests, plans, strict=True):
             first_empty = plan.new_length + -plan.new_length % self._page_size
             if first_empty < plan.old_length:
@@ -183,3 +185,9 @@ class Compressor:
         for tensor in borrowed:
             if tensor.is_cuda:
                 tensor.record_stream(scheduler.schedule_stream)
+
+
+def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]

@@ -8,10 +8,12 @@ from typing import Any
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import handshake, positions, reporting, requests
-from sglang_triattn.patches.compressor import Compressor
+from sglang_triattn.patches.compressor import Compressor, kv_buffers
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
+from sglang_triattn.patches.scratch import Scratch
 from sglang_triattn.patches.served_model import check_pool, read_shape
 from sglang_triattn.rounds import Totals
 from sglang_triattn.stats import check_stats, load_stats
@@ -27,6 +29,7 @@ class Compression:
         self.compressor: Compressor | None = None
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
         self.metrics: RoundMetrics | None = None
+        self._scratch = Scratch(config)
         self._hooks = self._all_hooks()
 
     def hooks(self) -> list[Hook]:
@@ -43,6 +46,7 @@ class Compression:
                 "self running_batch last_batch",
             ),
             Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            *self._scratch.hooks(),
             *positions.hooks(),
             *requests.hooks(),
             *reporting.scheduler_hooks(self._read),
@@ -92,4 +96,12 @@ def build_compressor(scheduler: Any, config: Config) -> Compressor:
         stats.num_kv_heads,
         runner.device,
     )
-    return Compressor(scheduler, config, tables)
+    k_buffers, _ = kv_buffers(runner.token_to_kv_pool)
+    scorer = Scorer(
+        k_buffers,
+        tables,
+        columns=config.budget + config.interval,
+        selection=config.selection,
+        aggregation=config.aggregation,
+    )
+    return Compressor(scheduler, config, scorer)

@@ -27,7 +27,7 @@ def read_shape(model_runner: Any) -> ModelShape:
         TriAttentionError: an attention layer has a sliding window, a bias by position, no rotary embedding, or
             one that differs from the other layers' or is of a kind that cannot be scored.
     """
-    layers = _attention_layers(model_runner.model)
+    layers = attention_layers(model_runner.model)
     pool = model_runner.token_to_kv_pool
     first, rotary = layers[0]
     rope = read_rope(rotary)
@@ -103,7 +103,7 @@ def check_pool(model_runner: Any) -> None:
         raise _refuse(f"its KV pool holds {key.dtype}")
 
 
-def _attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     """(attention, rotary embedding) of every layer, by layer number."""
     from sglang.srt.layers.radix_attention import RadixAttention
 

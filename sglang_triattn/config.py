@@ -14,8 +14,9 @@ ENABLE = "enable_triattention"
 SWITCH = "--" + ENABLE.replace("_", "-")
 PREFIX = "triattention_"
 
-SELECTIONS = ("union",)
-AGGREGATIONS = ("mean",)
+SELECTIONS = ("shared-mean", "union")
+AGGREGATIONS = ("mean", "max")
+BUDGET_SCOPES = ("private", "total")
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Config:
     budget: int = 2048
     interval: int = 128
     recent: int = 128
-    selection: str = "union"
+    selection: str = "shared-mean"
     aggregation: str = "mean"
+    budget_scope: str = "private"
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -51,11 +53,17 @@ class Config:
             )
         _check_choice("selection", self.selection, SELECTIONS)
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
 
-    @property
-    def trigger(self) -> int:
-        """Private tokens at which a round of a request is due."""
-        return self.budget + self.interval
+    def kept_private(self, frozen: int) -> int:
+        """Private tokens that a round keeps of a request with `frozen` frozen ones, at least one and `recent`."""
+        if self.budget_scope == "private":
+            return self.budget
+        return max(self.budget - frozen, self.recent, 1)
+
+    def trigger(self, frozen: int) -> int:
+        """Private tokens at which a round of a request with `frozen` frozen ones is due."""
+        return self.kept_private(frozen) + self.interval
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ OPTIONS = (
         "budget",
         int,
         "TOKENS",
-        "private tokens of a request that a round keeps; its frozen prefix comes on top",
+        "tokens of a request that a round keeps",
     ),
     Option("interval", int, "TOKENS", "tokens that a request may grow past the budget before a round"),
     Option(
@@ -89,9 +97,17 @@ OPTIONS = (
         "selection",
         str,
         "MODE",
-        "how scores become kept tokens: union (one kept set, by the maximum over heads and layers)",
+        "how scores become kept tokens, one set for all heads: shared-mean (by the mean over layers and heads) or "
+        "union (by the maximum, as in the paper)",
     ),
-    Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean"),
+    Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
+    Option(
+        "budget_scope",
+        str,
+        "SCOPE",
+        "what the budget counts: private (the frozen prefix comes on top) or total (the prefix counts too, as in the "
+        "paper; at least the recent tokens stay)",
+    ),
 )
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}

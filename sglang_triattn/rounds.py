@@ -55,6 +55,10 @@ class Plan:
         return self.old_length - self.frozen
 
     @property
+    def kept_private(self) -> int:
+        return self.new_length - self.frozen
+
+    @property
     def evicted_tokens(self) -> int:
         return self.old_length - self.new_length
 
@@ -96,9 +100,9 @@ def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int,
         evicted_before: tokens evicted by earlier rounds of this row.
         page_size: slots of a page.
     """
-    if length - frozen < config.trigger:
+    if length - frozen < config.trigger(frozen):
         return None
-    new_length = frozen + config.budget
+    new_length = frozen + config.kept_private(frozen)
     return Plan(
         frozen=frozen,
         old_length=length,

@@ -61,7 +61,8 @@ def check_rounds(sim: Simulation) -> None:
     freed = 0
     for index, running in enumerate(sim.running):
         old, first = before[running], frozen[running]
-        if len(old) - first >= BUDGET + INTERVAL:
+        keep = kept_private(sim, first)
+        if len(old) - first >= keep + INTERVAL:
             running.positions = [int(value) for value in sim.content(sim.row(running))[:, 0, 0, 0, 1]]
             if running.first_tainted is None:
                 running.first_tainted = old[-1] + 1
@@ -69,11 +70,18 @@ def check_rounds(sim: Simulation) -> None:
             assert new[:first] == old[:first], "a frozen token was evicted"
             assert new[-RECENT:] == old[-RECENT:], "a recent token was evicted"
             assert new == sorted(set(new) & set(old)), "the kept tokens are not in order"
-            assert len(new) == first + BUDGET
+            assert len(new) == first + keep
             freed += (-(-len(old) // sim.page_size) - -(-len(new) // sim.page_size)) * sim.page_size
         assert batch.seq_lens_cpu[index] == batch.seq_lens[index] == running.req.kv.kv_allocated_len
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted
     assert sim.allocator.available_size() - free == freed
+
+
+def kept_private(sim: Simulation, frozen: int) -> int:
+    """Private tokens that the settings promise to a request with `frozen` frozen ones."""
+    if sim.config.budget_scope == "private":
+        return BUDGET
+    return max(BUDGET - frozen, RECENT)
 
 
 def prompt_pages(sim: Simulation, running: Running) -> int:

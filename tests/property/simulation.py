@@ -24,6 +24,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.compressor import Compressor
 
@@ -52,8 +53,13 @@ class Running:
 class Simulation:
     """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
 
-    def __init__(self, page_size: int, radix: bool = True) -> None:
+    def __init__(
+        self, page_size: int, radix: bool = True, selection: str = "shared-mean", scope: str = "private"
+    ) -> None:
         self.page_size = page_size
+        self.config = Config(
+            "-", budget=BUDGET, interval=INTERVAL, recent=RECENT, selection=selection, budget_scope=scope
+        )
         self.radix = radix
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
@@ -88,8 +94,13 @@ class Simulation:
                 req_to_token_pool=self.rows,
                 tree_cache=self.tree,
             ),
-            Config("-", budget=BUDGET, interval=INTERVAL, recent=RECENT),
-            build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
+            self.config,
+            Scorer(
+                self.pool.k_buffer,
+                build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
+                columns=CONTEXT,
+                selection=selection,
+            ),
         )
 
     def request(self, prompt: list[int]) -> Running:

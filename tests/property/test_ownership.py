@@ -31,11 +31,13 @@ class Histories(RuleBasedStateMachine):
 
     page_size = 1
     radix = True
+    selection = "shared-mean"
+    scope = "private"
     rounds = 0
 
     @initialize()
     def start(self):
-        self.sim = Simulation(self.page_size, self.radix)
+        self.sim = Simulation(self.page_size, self.radix, self.selection, self.scope)
 
     def _admit(self, running, chunk):
         # Chunks end on pages, as SGLang's do.
@@ -108,11 +110,8 @@ class Histories(RuleBasedStateMachine):
         type(self).rounds += self.sim.rounds
 
 
-@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_random_histories(page_size, radix):
-    """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
-    machine = type("Machine", (Histories,), {"page_size": page_size, "radix": radix})
+def run_histories(**options) -> None:
+    machine = type("Machine", (Histories,), options)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -124,6 +123,19 @@ def test_random_histories(page_size, radix):
         ),
     )
     assert machine.rounds > 200
+
+
+@pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_histories(page_size, radix):
+    """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
+    run_histories(page_size=page_size, radix=radix)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories_of_other_settings(page_size):
+    """Prevents the same where requests of one batch keep different numbers of tokens."""
+    run_histories(page_size=page_size, selection="union", scope="total")
 
 
 def poisoned_history(page_size: int) -> int:

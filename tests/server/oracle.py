@@ -26,6 +26,9 @@ class Oracle:
         inv_freq: [F] float64.
         num_kv_heads: KV heads.
         budget, interval, recent: the server's settings, in tokens.
+        selection: "shared-mean" or "union".
+        aggregation: "mean" or "max".
+        total: whether the frozen tokens count in the budget.
     """
 
     model: torch.nn.Module
@@ -36,6 +39,9 @@ class Oracle:
     budget: int
     interval: int
     recent: int
+    selection: str = "shared-mean"
+    aggregation: str = "mean"
+    total: bool = False
 
     @torch.no_grad()
     def logprobs(self, ids: list[int], prompt_length: int, frozen: int) -> tuple[torch.Tensor, list[list[int]]]:
@@ -49,6 +55,7 @@ class Oracle:
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32, and per round the visible positions after it.
         """
+        keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
         cache = DynamicCache()
         visible = torch.zeros(len(ids), dtype=torch.bool)
         rounds, outputs = [], []
@@ -62,13 +69,13 @@ class Oracle:
                 return torch.cat(outputs).log_softmax(-1), rounds
             private = visible[:done].nonzero().flatten()
             private = private[private >= frozen]
-            if len(private) >= self.budget + self.interval:
-                dropped = private[~self._kept(cache, private, done)]
+            if len(private) >= keep + self.interval:
+                dropped = private[~self._kept(cache, private, done, keep)]
                 visible[dropped] = False
                 rounds.append(visible[:done].nonzero().flatten().tolist())
                 private = private[visible[private]]
             # Up to the next round every query sees what it sees now, and the tokens since.
-            size = min(self.budget + self.interval - len(private), len(ids) - done)
+            size = min(keep + self.interval - len(private), len(ids) - done)
 
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)
@@ -84,20 +91,20 @@ class Oracle:
         )
         return output.logits[0].float()
 
-    def _kept(self, cache: DynamicCache, private: torch.Tensor, next_position: int) -> torch.Tensor:
-        """Which of the private positions stay: the newest, and the best others by the maximum of z-scores."""
+    def _kept(self, cache: DynamicCache, private: torch.Tensor, next_position: int, keep: int) -> torch.Tensor:
+        """Which of the private positions stay: the newest, and the best others by their merged z-scores."""
         candidates = private[: len(private) - self.recent] if self.recent else private
-        best = None
+        rows = []
         for layer in range(self.mean.shape[0]):
             keys = cache.layers[layer].keys[0].double()[:, candidates]
             for head in range(self.mean.shape[1]):
                 group = head // (self.mean.shape[1] // self.num_kv_heads)
                 score = self._score(keys[group], candidates, layer, head, next_position)
-                z = (score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6)
-                best = z if best is None else torch.maximum(best, z)
+                rows.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
+        best = torch.stack(rows).mean(0) if self.selection == "shared-mean" else torch.stack(rows).amax(0)
         order = sorted(range(len(candidates)), key=lambda index: (-best[index].item(), index))
         kept = torch.zeros(len(private), dtype=torch.bool)
-        kept[order[: self.budget - self.recent]] = True
+        kept[order[: keep - self.recent]] = True
         kept[len(candidates) :] = True
         return kept
 
@@ -113,4 +120,5 @@ class Oracle:
         spread = ((self.abs_mean[layer, head].double() - mean.abs()) * plain.abs()).sum(-1)
         distance = next_position - positions[:, None]
         terms = [(size * torch.cos(self.inv_freq * (distance + offset) + phase)).sum(-1) for offset in OFFSETS]
-        return torch.stack(terms).mean(0) + spread
+        future = torch.stack(terms)
+        return (future.mean(0) if self.aggregation == "mean" else future.amax(0)) + spread

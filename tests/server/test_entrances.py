@@ -108,8 +108,10 @@ def test_help_names_every_flag():
         "--triattention-recent TOKENS",
         "(default: 128",
         "--triattention-selection",
-        "(default: union)",
+        "(default: shared-mean)",
         "--triattention-aggregation",
         "(default: mean)",
+        "--triattention-budget-scope",
+        "(default: private)",
     ):
         assert words in text

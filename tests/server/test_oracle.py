@@ -58,6 +58,29 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        (["--triattention-selection", "union"], {"selection": "union"}),
+        (["--triattention-aggregation", "max", "--triattention-budget-scope", "total"],
+         {"aggregation": "max", "total": True}),
+    ],
+    ids=["union", "max-total"],
+)  # fmt: skip
+def test_logits_with_other_settings(serve, oracle, flags, settings):
+    """Prevents a setting that is accepted and ignored, or that changes more than it says."""
+    ids = prompt(9, 40)
+    response = serve(*flags).generate(ids, 300, logprobs=True)
+    expected, rounds = Oracle(**{**vars(oracle), **settings}).logprobs(
+        ids + response["output_ids"][:-1], len(ids), len(ids)
+    )
+    assert compression(response)["rounds"] == len(rounds) >= 6
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    default, _ = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+    assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
 def test_logits_of_requests_compacted_together(serve, oracle):
     """Prevents one request's scores, lengths or slots from leaking into another's within one batched round."""
     stem = prompt(8, 40)

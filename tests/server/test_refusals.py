@@ -30,7 +30,8 @@ SETTINGS = [
     (["--triattention-recent", "65"], {}, ["--triattention-recent (65)", "--triattention-budget (64)"]),
     (["--triattention-interval", "-3"], {}, ["--triattention-interval", "at least 1"]),
     (["--triattention-selection", "per-head"], {}, ["--triattention-selection", "per-head", "union"]),
-    (["--triattention-aggregation", "max"], {}, ["--triattention-aggregation", "max", "mean"]),
+    (["--triattention-aggregation", "median"], {}, ["--triattention-aggregation", "median", "mean, max"]),
+    (["--triattention-budget-scope", "all"], {}, ["--triattention-budget-scope", "all", "private, total"]),
     (["--triattention-stats", "missing.safetensors"], {}, ["missing.safetensors", "calibrate"]),
 ]
 

@@ -12,7 +12,7 @@ GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
 def test_defaults():
     """Prevents the documented defaults from drifting."""
-    assert read_settings(GOOD) == Config("s.safetensors", 2048, 128, 128, "union", "mean")
+    assert read_settings(GOOD) == Config("s.safetensors", 2048, 128, 128, "shared-mean", "mean", "private")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
 
@@ -28,10 +28,10 @@ def test_flags_and_keywords_agree():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     words = "--enable-triattention --triattention-stats s --triattention-budget 300 --triattention-interval 9"
-    words += " --triattention-recent 7 --triattention-selection union --triattention-aggregation mean"
+    words += " --triattention-recent 7 --triattention-selection union --triattention-aggregation max"
+    words += " --triattention-budget-scope total"
     config = read_settings(vars(parser.parse_args(words.split())))
-    assert config == Config("s", 300, 9, 7, "union", "mean")
-    assert config.trigger == 309
+    assert config == Config("s", 300, 9, 7, "union", "max", "total")
     assert read_settings(vars(parser.parse_args([]))) is None
 
 
@@ -45,7 +45,8 @@ def test_flags_and_keywords_agree():
         ({"triattention_recent": -1}, "--triattention-recent is -1"),
         ({"triattention_recent": 2049}, "--triattention-recent (2049)"),
         ({"triattention_selection": "per-head"}, "'per-head'"),
-        ({"triattention_aggregation": "max"}, "'max'"),
+        ({"triattention_aggregation": "median"}, "'median'"),
+        ({"triattention_budget_scope": "all"}, "'all'"),
         ({"triattention_stats": ""}, "--triattention-stats"),
         ({"triattention_bugdet": 3}, "triattention_bugdet"),
         ({"enable_triattention": False}, "no effect"),

@@ -1,5 +1,8 @@
 """The plan of a round, which no device and no tensor may influence."""
 
+import dataclasses
+import functools
+
 import pytest
 
 from sglang_triattn.config import Config
@@ -18,6 +21,17 @@ def test_due_exactly_at_budget_plus_interval():
     assert plan(length=64 + 129) is None
     due = plan()
     assert (due.private_length, due.new_length, due.evicted_tokens, due.freed_slots) == (130, 164, 30, 30)
+
+
+@pytest.mark.parametrize(("frozen", "kept"), [(0, 100), (64, 36), (89, 11), (90, 10), (91, 10), (500, 10)])
+def test_total_scope_counts_the_frozen_prefix(frozen, kept):
+    """Prevents a budget that ignores the prefix, or a long prefix that leaves no recent tokens."""
+    config = dataclasses.replace(CONFIG, budget_scope="total")
+    plan = functools.partial(plan_round, config, frozen=frozen, evicted_before=0, page_size=1)
+    assert plan(length=frozen + kept + 29) is None
+    due = plan(length=frozen + kept + 30)
+    assert (due.kept_private, due.new_length) == (kept, frozen + kept)
+    assert dataclasses.replace(config, recent=0).kept_private(500) == 1
 
 
 def test_next_position_is_the_logical_length():

@@ -1,0 +1,42 @@
+"""Device memory for scoring is there before SGLang sizes its KV pool, and is as large as the plan says."""
+
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+from sglang_triattn.config import Config
+from sglang_triattn.patches.scratch import Scratch
+
+
+def configurator(device: str, rotary: bool = True) -> SimpleNamespace:
+    """The little of a KVCacheConfigurator that is read; the meta device has sizes and no memory."""
+    model = torch.nn.ModuleList()
+    for number in range(3):
+        layer = torch.nn.Module()
+        layer.attn = RadixAttention(num_heads=8, head_dim=32, scaling=1.0, num_kv_heads=2, layer_id=number)
+        if rotary:
+            layer.rotary_emb = get_rope(32, 32, 4096, 10000)
+        model.append(layer)
+    return SimpleNamespace(device=device, model=model, model_config=SimpleNamespace(context_len=4096))
+
+
+def test_reserved_once_and_as_planned():
+    """Prevents scratch that comes on top of the pool's share, or grows when SGLang measures again."""
+    scratch = Scratch(Config("s", budget=500, interval=12))
+    (hook,) = scratch.hooks()
+    hook.function(configurator("meta"), 1.0)
+    memory, plan = scratch.memory, scratch.plan
+    assert (plan.layers, plan.q_heads, plan.kv_heads, plan.columns, plan.longest) == (3, 8, 2, 512, 4096)
+    assert memory.numel() * memory.element_size() == plan.bytes()
+    hook.function(configurator("meta"), 1.0)
+    assert scratch.memory is memory
+
+
+def test_nothing_where_no_kernel_runs():
+    """Prevents memory held for nothing on a CPU, and a crash in place of the refusal of an unsupported model."""
+    for other in (configurator("cpu"), configurator("meta", rotary=False)):
+        scratch = Scratch(Config("s"))
+        scratch.hooks()[0].function(other, 1.0)
+        assert scratch.memory is None
