@@ -24,24 +24,31 @@ class Servers:
         self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
         self._started = 0
 
-    def __call__(self, *args: str, env: dict[str, str] | None = None, compressed: bool = True) -> harness.Client:
+    def __call__(
+        self,
+        *args: str,
+        env: dict[str, str] | None = None,
+        compressed: bool = True,
+        model: harness.TinyModel | None = None,
+    ) -> harness.Client:
         """The Client of a server with every memory check on; `args` are added to the usual ones."""
-        key = (args, tuple(sorted((env or {}).items())), compressed)
+        model = model or self._tiny
+        key = (args, tuple(sorted((env or {}).items())), compressed, model)
         if key not in self._running:
             while len(self._running) >= KEPT_RUNNING:
                 self._stop(next(iter(self._running)))
-            self._running[key] = self._start(args, env or {}, compressed)
+            self._running[key] = self._start(args, env or {}, compressed, model)
         self._running.move_to_end(key)
         client, _ = self._running[key]
         client.assert_alive()
         return client
 
-    def _start(self, args, env, compressed) -> tuple[harness.Client, ExitStack]:
-        full = harness.compressed_args(self._tiny, *args) if compressed else [*harness.plain_args(), *args]
+    def _start(self, args, env, compressed, model) -> tuple[harness.Client, ExitStack]:
+        full = harness.compressed_args(model, *args) if compressed else [*harness.plain_args(), *args]
         self._started += 1
         log = self._folder / f"server-{self._started}.log"
         stack = ExitStack()
-        running = running_server(self._tiny.path, full, env={**harness.STRICT, **env}, log_path=log)
+        running = running_server(model.path, full, env={**harness.STRICT, **env}, log_path=log)
         return harness.Client(stack.enter_context(running)), stack
 
     def _stop(self, key: tuple) -> None:
@@ -63,7 +70,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def serve(tiny, tmp_path_factory):
-    """`serve(*args, env={}, compressed=True)` gives the Client of a server with these arguments."""
+    """`serve(*args, env={}, compressed=True, model=tiny)` gives the Client of a server with these arguments."""
     servers = Servers(tiny, tmp_path_factory.mktemp("logs"))
     yield servers
     servers.stop_all()

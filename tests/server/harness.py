@@ -39,25 +39,37 @@ class TinyModel:
     num_q_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    theta: float = 10000.0
+    interleaved: bool = False
 
     def load(self) -> Any:
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        return LlamaForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def build_tiny_model(folder: Path) -> TinyModel:
-    """Writes the model and random statistics of it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+ROPE_KINDS = {
+    "plain": {"rope_type": "default", "rope_theta": 10000.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+    },
+    "partial-interleaved": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def build_tiny_model(folder: Path, rope: str = "plain") -> TinyModel:
+    """Writes the model, with one of ROPE_KINDS, and random statistics of it."""
+    from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
 
     from sglang_triattn.fingerprint import model_fingerprint
-    from sglang_triattn.rope import Rope
+    from sglang_triattn.rope import rope_of_transformers
     from sglang_triattn.stats import QueryStats, save_stats
 
-    tiny = TinyModel(folder / "tiny", folder / "tiny.safetensors")
+    tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = (Glm4Config if tiny.interleaved else LlamaConfig)(
         vocab_size=VOCABULARY,
         hidden_size=128,
         intermediate_size=256,
@@ -66,24 +78,26 @@ def build_tiny_model(folder: Path) -> TinyModel:
         num_key_value_heads=tiny.num_kv_heads,
         head_dim=tiny.head_dim,
         max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": tiny.theta},
+        rope_parameters=ROPE_KINDS[rope],
         tie_word_embeddings=False,
         initializer_range=0.12,
         bos_token_id=1,
         eos_token_id=2,
+        pad_token_id=0,
     )
-    LlamaForCausalLM(config).float().save_pretrained(tiny.path)
-    pairs = tiny.head_dim // 2
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tiny.path)
+    turns = rope_of_transformers(model.model, config)
+    pairs = turns.inv_freq.numel()
     mean = torch.randn(tiny.num_layers, tiny.num_q_heads, pairs, dtype=torch.complex64)
     spread = torch.rand(tiny.num_layers, tiny.num_q_heads, pairs)
-    inv_freq = tiny.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
     save_stats(
         QueryStats(
             mean=mean,
             abs_mean=mean.abs() + spread,
             num_kv_heads=tiny.num_kv_heads,
             head_dim=tiny.head_dim,
-            rope=Rope(inv_freq, 1.0, tiny.head_dim, "half"),
+            rope=turns,
             fingerprint=model_fingerprint(str(tiny.path)),
             token_count=1,
             source="random",

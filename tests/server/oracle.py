@@ -11,23 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from safetensors.torch import load_file
 from transformers import DynamicCache
+
+from harness import BUDGET, INTERVAL, RECENT, TinyModel
 
 OFFSETS = [2**power for power in range(17)]
 
 
 @dataclass
 class Oracle:
-    """Runs one request of a half-rotation Llama.
+    """Runs one request.
 
     Args:
         model: transformers model in float32.
         mean, abs_mean: the statistics, [L, H_q, F].
-        inv_freq: [F] float64.
+        inv_freq: [F] float64, of the first 2F dims of each head.
         num_kv_heads: KV heads.
         budget, interval, recent: the server's settings, in tokens.
         selection: "shared-mean" or "union".
         aggregation: "mean" or "max".
+        interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
         total: whether the frozen tokens count in the budget.
     """
 
@@ -41,6 +45,7 @@ class Oracle:
     recent: int
     selection: str = "shared-mean"
     aggregation: str = "mean"
+    interleaved: bool = False
     total: bool = False
 
     @torch.no_grad()
@@ -112,7 +117,9 @@ class Oracle:
         self, keys: torch.Tensor, positions: torch.Tensor, layer: int, head: int, next_position: int
     ) -> torch.Tensor:
         pairs = len(self.inv_freq)
-        turned = torch.complex(keys[:, :pairs], keys[:, pairs:])
+        turning = keys[:, : 2 * pairs]
+        parts = (turning[:, 0::2], turning[:, 1::2]) if self.interleaved else turning.chunk(2, dim=1)
+        turned = torch.complex(*parts)
         plain = turned * torch.polar(torch.ones(()).double(), -positions[:, None] * self.inv_freq)
         mean = self.mean[layer, head].to(torch.complex128)
         phase = (mean * plain.conj()).angle()
@@ -122,3 +129,19 @@ class Oracle:
         terms = [(size * torch.cos(self.inv_freq * (distance + offset) + phase)).sum(-1) for offset in OFFSETS]
         future = torch.stack(terms)
         return (future.mean(0) if self.aggregation == "mean" else future.amax(0)) + spread
+
+
+def oracle_of(tiny: TinyModel) -> Oracle:
+    """The oracle of a test model under the settings that the tests' servers run with."""
+    stats, model = load_file(tiny.stats), tiny.load()
+    return Oracle(
+        model=model,
+        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
+        abs_mean=stats["abs_mean"],
+        inv_freq=model.model.rotary_emb.inv_freq.double(),
+        num_kv_heads=tiny.num_kv_heads,
+        budget=BUDGET,
+        interval=INTERVAL,
+        recent=RECENT,
+        interleaved=tiny.interleaved,
+    )

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from harness import BUDGET, INTERVAL, RECENT, compression, prompt
-from oracle import Oracle
+from harness import build_tiny_model, compression, prompt
+from oracle import Oracle, oracle_of
 
 TOLERANCE = 2e-3
 
 
 @pytest.fixture(scope="module")
 def oracle(tiny):
-    stats = load_file(tiny.stats)
-    pairs = tiny.head_dim // 2
-    return Oracle(
-        model=tiny.load(),
-        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
-        abs_mean=stats["abs_mean"],
-        inv_freq=tiny.theta ** (-torch.arange(pairs, dtype=torch.float64) / pairs),
-        num_kv_heads=tiny.num_kv_heads,
-        budget=BUDGET,
-        interval=INTERVAL,
-        recent=RECENT,
-    )
+    return oracle_of(tiny)
 
 
 def served_logprobs(response) -> torch.Tensor:
@@ -93,3 +81,18 @@ def test_logits_of_requests_compacted_together(serve, oracle):
         values, tokens = served_logprobs(response)
         assert compression(response)["rounds"] >= 3
         assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("rope", ["yarn", "partial-interleaved"])
+def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
+    """Prevents scores by other frequencies, dims or pairs than the model turns its keys with."""
+    model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
+    ids = prompt(10, 45)
+    response = serve(model=model).generate(ids, 300, logprobs=True)
+    expected, rounds = oracle_of(model).logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+    assert compression(response)["rounds"] == len(rounds) >= 6
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    wrong = Oracle(**{**vars(oracle_of(model)), "inv_freq": oracle_of(model).inv_freq * 1.5})
+    changed, _ = wrong.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+    assert (changed.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE

@@ -20,8 +20,8 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
-def rotary(scaling=None, neox=True, base=10000, dtype=torch.float32):
-    return get_rope(32, 32, 4096, base, is_neox_style=neox, rope_scaling=scaling, dtype=dtype)
+def rotary(scaling=None, neox=True, base=10000, dtype=torch.float32, turning=32):
+    return get_rope(32, turning, 4096, base, is_neox_style=neox, rope_scaling=scaling, dtype=dtype)
 
 
 def served(rotaries, **attention):
@@ -56,6 +56,15 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
     assert torch.allclose(found, exact, atol=2e-3)
     if scaling is YARN:
         assert rope.attention_scaling > 1.1
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_partial_rotary(neox):
+    """Prevents scoring dims that carry no position as if they turned."""
+    shape = read_shape(served([rotary(neox=neox, turning=12)]))
+    assert (shape.head_dim, shape.rope.rotary_dim, shape.rope.inv_freq.numel()) == (32, 12, 6)
+    expected = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
+    assert torch.allclose(shape.rope.inv_freq, expected, rtol=1e-6)
 
 
 def test_unknown_rotary_embeddings_are_refused():
