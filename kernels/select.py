@@ -16,7 +16,10 @@ with it how many kept sets there are:
 
 import torch
 
-SELECTIONS = ("union", "shared-mean", "per-head", "per-layer-head")
+SHARED = ("union", "shared-mean")
+"""Selections with one kept set for all heads."""
+
+SELECTIONS = (*SHARED, "per-head", "per-layer-head")
 
 MIN_STD = 1e-6
 """Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""

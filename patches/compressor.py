@@ -23,8 +23,10 @@ from typing import Any
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import remap_naive, slide_naive
+from sglang_triattn.kernels.compact import needs_order, remap_naive
+from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.requests import can_compact, frozen_of, state_of
 from sglang_triattn.rounds import Plan, Totals, plan_round
 
@@ -46,7 +48,10 @@ class Compressor:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
-        self._k_buffers, self._v_buffers = kv_buffers(self._allocator.get_kvcache())
+        self._mover = None
+        if self._page_size > 1 or config.selection not in SHARED:
+            strategy = "slide" if needs_order(config.recent, config.interval) else "fill"
+            self._mover = Mover(*kv_buffers(self._allocator.get_kvcache()), strategy)
 
     def run_due_rounds(self, batch: Any) -> None:
         """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
@@ -62,10 +67,10 @@ class Compressor:
     def _compact(self, requests: Sequence[Any], plans: Sequence[Plan], keep: int) -> None:
         """One round of requests that keep equally many private tokens each."""
         slots, facts = self._snapshot(requests, plans)
-        if self._page_size == 1:
+        if self._mover is None:
             self._remap(plans, slots, facts, keep)
         else:
-            self._slide(requests, plans, slots, facts, keep)
+            self._move(requests, plans, slots, facts, keep)
         for request, plan in zip(requests, plans, strict=True):
             self._record(request, plan)
 
@@ -123,12 +128,12 @@ class Compressor:
         evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
         self._allocator.free(torch.cat(evicted))
 
-    def _slide(
+    def _move(
         self, requests: Sequence[Any], plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int
     ) -> None:
         """Moves the kept K/V forward within each request's slots and frees the pages that become empty."""
         with self._on_forward_stream(slots, facts):
-            slide_naive(self._k_buffers, self._v_buffers, slots, self._keep(slots, facts, keep))
+            self._mover.move(slots, self._keep(slots, facts, keep))
         for request, plan in zip(requests, plans, strict=True):
             first_empty = plan.new_length + -plan.new_length % self._page_size
             if first_empty < plan.old_length:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import server_args as args_patch
 from sglang_triattn.patches.refusals import check_model, check_settings
@@ -36,6 +37,7 @@ def _check(server_args: Any, previous: Callable[[Any], None]) -> None:
     try:
         check_settings(resolving_view(server_args))
         check_model(model_config_of(server_args))
-        load_stats(config.stats)
+        if config.stats != AUTO:
+            load_stats(config.stats)
     except TriAttentionError as error:
         args_patch.refuse(server_args, error)

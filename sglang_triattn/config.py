@@ -14,9 +14,11 @@ ENABLE = "enable_triattention"
 SWITCH = "--" + ENABLE.replace("_", "-")
 PREFIX = "triattention_"
 
-SELECTIONS = ("shared-mean", "union")
+SELECTIONS = ("shared-mean", "union", "per-head", "per-layer-head")
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
+AUTO = "auto"
+"""Statistics from the per-user cache, or else measured at launch."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Config:
     Raises TriAttentionError when a value has the wrong type or range, or the values contradict one another.
     """
 
-    stats: str
+    stats: str = AUTO
     budget: int = 2048
     interval: int = 128
     recent: int = 128
@@ -37,8 +39,8 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
             raise TriAttentionError(
-                "--enable-triattention needs --triattention-stats PATH, the file of query statistics of the served "
-                "model: make one with `sglang-triattn calibrate`."
+                f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
+                "`sglang-triattn calibrate`."
             )
         for name, least in (("budget", 1), ("interval", 1), ("recent", 0)):
             value = getattr(self, name)
@@ -78,7 +80,13 @@ class Option:
 
 
 OPTIONS = (
-    Option("stats", str, "PATH", "file of query statistics made by `sglang-triattn calibrate` (required)"),
+    Option(
+        "stats",
+        str,
+        "auto|PATH",
+        "query statistics of the model: a file made by `sglang-triattn calibrate`, or auto, which takes them from the "
+        "user's cache or measures them at launch",
+    ),
     Option(
         "budget",
         int,
@@ -97,8 +105,8 @@ OPTIONS = (
         "selection",
         str,
         "MODE",
-        "how scores become kept tokens, one set for all heads: shared-mean (by the mean over layers and heads) or "
-        "union (by the maximum, as in the paper)",
+        "how scores become kept tokens: one set for all heads, by the mean (shared-mean) or the maximum (union) over "
+        "layers and heads, or one set for each KV head (per-head), or for each layer and KV head (per-layer-head)",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(
@@ -128,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for option in OPTIONS:
         default = _DEFAULTS[option.name]
-        shown = "" if default is dataclasses.MISSING else f" (default: {default}{option.default_note})"
+        shown = f" (default: {default}{option.default_note})"
         # The default is None so that a flag given without --enable-triattention is noticed.
         group.add_argument(
             flag(option.name),
@@ -166,7 +174,7 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
                 f"{flag(min(given))} has no effect without --enable-triattention: add that flag, or leave this out."
             )
         return None
-    config = Config(**{"stats": "", "recent": 0, **given})
+    config = Config(**{"recent": 0, **given})
     if "recent" not in given:
         config = dataclasses.replace(config, recent=min(_DEFAULTS["recent"], config.budget // 2))
     return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from simulation import BUDGET, INTERVAL, POOL, RECENT, Running, Simulation, stamped
+from simulation import POOL, Running, Simulation, contents
 
 
 def check_books(sim: Simulation) -> None:
@@ -38,20 +38,20 @@ def claim(owned: dict[int, str], claimed: set[int], owner: str) -> None:
 def check_row(sim: Simulation, running: Running) -> None:
     """The row reads back exactly the positions that the account says, with the right tokens, exact where exact."""
     held = sim.content(sim.row(running))
-    tokens = running.tokens
-    assert len(held) == len(running.positions)
-    for found, position in zip(held, running.positions, strict=True):
-        tainted = running.first_tainted is not None and position >= running.first_tainted
-        expected = stamped(tokens[position], position, running.req.serial if tainted else 0)
-        assert torch.equal(found, expected), f"{running.req.rid}: position {position} holds other content"
+    tokens, positions = running.tokens, running.positions
+    assert len(held) == positions.shape[-1]
+    tainted = positions >= (running.first_tainted if running.first_tainted is not None else len(tokens))
+    expected = contents(tokens, positions, torch.where(tainted, running.req.serial, 0))
+    wrong = (held != expected).flatten(1).any(1).nonzero().flatten().tolist()
+    assert not wrong, f"{running.req.rid}: entries {wrong} hold other content"
     kv = running.req.kv
-    assert kv.kv_committed_len == kv.kv_allocated_len == len(running.positions)
+    assert kv.kv_committed_len == kv.kv_allocated_len == positions.shape[-1]
     assert kv.kv_allocated_len + running.evicted == len(tokens) - 1
 
 
 def check_rounds(sim: Simulation) -> None:
     """Runs the due rounds and holds each against the plan: who was due, what stayed, what came back."""
-    before = {running: list(running.positions) for running in sim.running}
+    before = {running: running.positions for running in sim.running}
     frozen = {r: max(r.req.kv.cache_protected_len, prompt_pages(sim, r)) for r in sim.running}
     tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
     tree_bytes = sim.content(tree_slots)
@@ -61,27 +61,39 @@ def check_rounds(sim: Simulation) -> None:
     freed = 0
     for index, running in enumerate(sim.running):
         old, first = before[running], frozen[running]
-        keep = kept_private(sim, first)
-        if len(old) - first >= keep + INTERVAL:
-            running.positions = [int(value) for value in sim.content(sim.row(running))[:, 0, 0, 0, 1]]
+        keep, length = kept_private(sim, first), old.shape[-1]
+        if length - first >= keep + sim.config.interval:
+            running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
             if running.first_tainted is None:
-                running.first_tainted = old[-1] + 1
-            new = running.positions
-            assert new[:first] == old[:first], "a frozen token was evicted"
-            assert new[-RECENT:] == old[-RECENT:], "a recent token was evicted"
-            assert new == sorted(set(new) & set(old)), "the kept tokens are not in order"
-            assert len(new) == first + keep
-            freed += (-(-len(old) // sim.page_size) - -(-len(new) // sim.page_size)) * sim.page_size
+                running.first_tainted = length
+            check_kept(sim, running, old, first, keep)
+            freed += (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
         assert batch.seq_lens_cpu[index] == batch.seq_lens[index] == running.req.kv.kv_allocated_len
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted
     assert sim.allocator.available_size() - free == freed
 
 
+def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:
+    """What a round left of each head's entries: the frozen ones, the newest, and others that were there."""
+    config, new = sim.config, running.positions
+    assert new.shape[-1] == first + keep
+    assert torch.equal(new[..., :first], old[..., :first]), "a frozen token was evicted"
+    for layer in range(len(new)):
+        for head in range(new.shape[1]):
+            kept, was = new[layer, head, first:].tolist(), old[layer, head, first:].tolist()
+            assert len(set(kept)) == keep, "a token is held twice"
+            assert set(kept) <= set(was), "a token came from elsewhere"
+            assert set(sorted(was)[-config.recent :]) <= set(kept), "a recent token was evicted"
+            if config.recent > config.interval:
+                assert kept == sorted(kept), "the kept tokens are not in order"
+    if config.selection in ("union", "shared-mean"):
+        assert (new == new[:1, :1]).all(), "heads hold different tokens"
+
+
 def kept_private(sim: Simulation, frozen: int) -> int:
     """Private tokens that the settings promise to a request with `frozen` frozen ones."""
-    if sim.config.budget_scope == "private":
-        return BUDGET
-    return max(BUDGET - frozen, RECENT)
+    budget, recent = sim.config.budget, sim.config.recent
+    return budget if sim.config.budget_scope == "private" else max(budget - frozen, recent)
 
 
 def prompt_pages(sim: Simulation, running: Running) -> int:

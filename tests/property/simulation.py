@@ -1,8 +1,8 @@
 """A scheduler in miniature over SGLang's real tree, allocator, row table, KV pool and requests.
 
-Every K/V row that a request computes is a content oracle: it says which token it is, at which logical position, and
-whether it was computed before its request's first eviction (exact) or by which request after it (tainted). Whatever
-moves, whoever reads a row back finds out whose content it holds.
+Every K/V row that a request computes is a content oracle: it says which layer and head it is of, which token it is, at
+which logical position, and whether it was computed before its request's first eviction (exact) or by which request
+after it (tainted). Whatever moves, whoever reads a row back finds out whose content it holds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ BUDGET, INTERVAL, RECENT = 13, 7, 3
 
 @dataclass(eq=False)
 class Running:
-    """A request and the independent account of it: the logical position of every KV entry of its row."""
+    """A request and the independent account of it: the logical position of every KV entry of its row.
+
+    positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
+    """
 
     req: Req
-    positions: list[int] = field(default_factory=list)
+    positions: torch.Tensor = field(default_factory=lambda: same_for_all([]))
     first_tainted: int | None = None
 
     @property
@@ -53,13 +56,9 @@ class Running:
 class Simulation:
     """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
 
-    def __init__(
-        self, page_size: int, radix: bool = True, selection: str = "shared-mean", scope: str = "private"
-    ) -> None:
+    def __init__(self, page_size: int, radix: bool = True, **settings) -> None:
         self.page_size = page_size
-        self.config = Config(
-            "-", budget=BUDGET, interval=INTERVAL, recent=RECENT, selection=selection, budget_scope=scope
-        )
+        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, **settings})
         self.radix = radix
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
@@ -99,7 +98,7 @@ class Simulation:
                 self.pool.k_buffer,
                 build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
                 columns=CONTEXT,
-                selection=selection,
+                selection=self.config.selection,
             ),
         )
 
@@ -125,7 +124,7 @@ class Simulation:
         if start:
             row[:start] = self.tree.path_device_indices(req.last_node)[:start].to(row.dtype)
         req.is_retracted = False
-        running.positions = list(range(total))
+        running.positions = same_for_all(range(total))
         running.first_tainted = None
         while start < total:
             end = min(total, start + chunk)
@@ -147,7 +146,7 @@ class Simulation:
         row = self.rows.req_to_token[kv.req_pool_idx]
         row[length : length + 1] = self._allocate(row, length, length + 1).to(row.dtype)
         self._write(running, row[length : length + 1], [position])
-        running.positions.append(position)
+        running.positions = torch.cat([running.positions, same_for_all([position])], -1)
         kv.kv_allocated_len = kv.kv_committed_len = length + 1
         req.output_ids.append(self._next_token(running))
         return True
@@ -193,9 +192,7 @@ class Simulation:
         return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
 
     def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
-        stamp = running.req.serial if running.evicted else 0
-        rows = [stamped(running.tokens[position], position, stamp) for position in positions]
-        content = torch.stack(rows)
+        content = contents(running.tokens, same_for_all(positions), running.req.serial if running.evicted else 0)
         for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
             k[slots.long()] = content[:, layer, 0]
             v[slots.long()] = content[:, layer, 1]
@@ -217,9 +214,20 @@ class Simulation:
         return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5
 
 
-def stamped(token: int, position: int, stamp: int) -> torch.Tensor:
-    """[LAYERS, 2, KV_HEADS, HEAD_DIM]: content that names its token, position, stamp, layer, K or V, and head."""
-    seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1)
-    content = torch.sin(seed * 7 + torch.arange(HEAD_DIM) * (position + 1) * 0.37 + token)
-    content[..., 0], content[..., 1], content[..., 2] = token, position, stamp
-    return content
+def same_for_all(positions) -> torch.Tensor:
+    """[LAYERS, KV_HEADS, n] int64 of n positions that all heads share."""
+    return torch.tensor(list(positions), dtype=torch.int64).expand(LAYERS, KV_HEADS, -1)
+
+
+def contents(tokens: list[int], positions: torch.Tensor, stamps: torch.Tensor | int) -> torch.Tensor:
+    """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V that name their token, position, stamp, layer, K or V, and head.
+
+    positions: [LAYERS, KV_HEADS, n]; stamps: one for all, or as positions.
+    """
+    token = torch.tensor(tokens)[positions]
+    seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1, 1)
+    place = (torch.arange(HEAD_DIM) * (positions[..., None] + 1) * 0.37 + token[..., None])[:, None]
+    content = torch.sin(seed * 7 + place)  # [LAYERS, 2, KV_HEADS, n, HEAD_DIM]
+    for column, named in enumerate((token, positions, torch.as_tensor(stamps).expand_as(positions))):
+        content[..., column] = named[:, None]
+    return content.permute(3, 0, 1, 2, 4)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -31,13 +34,12 @@ class Histories(RuleBasedStateMachine):
 
     page_size = 1
     radix = True
-    selection = "shared-mean"
-    scope = "private"
+    settings: ClassVar[dict] = {}
     rounds = 0
 
     @initialize()
     def start(self):
-        self.sim = Simulation(self.page_size, self.radix, self.selection, self.scope)
+        self.sim = Simulation(self.page_size, self.radix, **self.settings)
 
     def _admit(self, running, chunk):
         # Chunks end on pages, as SGLang's do.
@@ -110,32 +112,44 @@ class Histories(RuleBasedStateMachine):
         type(self).rounds += self.sim.rounds
 
 
-def run_histories(**options) -> None:
+def run_histories(examples: int, **options) -> None:
     machine = type("Machine", (Histories,), options)
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=60,
+        settings=hypothesis_settings(
+            max_examples=examples,
             stateful_step_count=40,
             derandomize=True,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert machine.rounds > 200
+    assert machine.rounds > 3 * examples
 
 
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_histories(page_size, radix):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
-    run_histories(page_size=page_size, radix=radix)
+    run_histories(50, page_size=page_size, radix=radix)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_random_histories_of_other_settings(page_size):
-    """Prevents the same where requests of one batch keep different numbers of tokens."""
-    run_histories(page_size=page_size, selection="union", scope="total")
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selection": "union", "budget_scope": "total"},
+        {"selection": "per-head"},
+        {"selection": "per-layer-head", "budget_scope": "total"},
+        # More recent tokens than come between rounds: order matters, so that K/V slides.
+        {"selection": "shared-mean", "recent": 10},
+        {"selection": "per-head", "recent": 9, "budget": 12, "interval": 5},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_random_histories_of_other_settings(page_size, settings):
+    """Prevents the same in every mode, and where requests of one batch keep different numbers of tokens."""
+    run_histories(25, page_size=page_size, settings=settings)
 
 
 def poisoned_history(page_size: int) -> int:
@@ -170,5 +184,5 @@ def test_the_oracle_notices_a_poisoned_tree(page_size, monkeypatch):
     monkeypatch.setattr(Compressor, "_record", record_and_forget_the_bar)
     # The package's own guard would notice first.
     monkeypatch.setattr(requests_patch, "_release_with_state", release_without_guard)
-    with pytest.raises(AssertionError, match="holds other content"):
+    with pytest.raises(AssertionError, match="hold other content"):
         poisoned_history(page_size)

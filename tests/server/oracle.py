@@ -29,7 +29,7 @@ class Oracle:
         inv_freq: [F] float64, of the first 2F dims of each head.
         num_kv_heads: KV heads.
         budget, interval, recent: the server's settings, in tokens.
-        selection: "shared-mean" or "union".
+        selection: "shared-mean", "union", "per-head" or "per-layer-head".
         aggregation: "mean" or "max".
         interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
         total: whether the frozen tokens count in the budget.
@@ -49,8 +49,8 @@ class Oracle:
     total: bool = False
 
     @torch.no_grad()
-    def logprobs(self, ids: list[int], prompt_length: int, frozen: int) -> tuple[torch.Tensor, list[list[int]]]:
-        """Log-probabilities after each token from the last prompt token on, and the kept positions of each round.
+    def logprobs(self, ids: list[int], prompt_length: int, frozen: int) -> tuple[torch.Tensor, int]:
+        """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
         Args:
             ids: prompt and output.
@@ -58,59 +58,84 @@ class Oracle:
             frozen: first position that may be evicted.
 
         Returns:
-            [len(ids) - prompt_length + 1, vocabulary] float32, and per round the visible positions after it.
+            [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
         """
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
         cache = DynamicCache()
-        visible = torch.zeros(len(ids), dtype=torch.bool)
-        rounds, outputs = [], []
+        # What each layer's KV heads may see.
+        visible = torch.zeros(self.mean.shape[0], self.num_kv_heads, len(ids), dtype=torch.bool)
+        rounds, outputs = 0, []
         done, size = 0, prompt_length
         while True:
-            visible[done : done + size] = True
+            visible[..., done : done + size] = True
             logits = self._forward(ids[done : done + size], done, visible, cache)
             outputs.append(logits[-1:] if done == 0 else logits)
             done += size
             if done == len(ids):
                 return torch.cat(outputs).log_softmax(-1), rounds
-            private = visible[:done].nonzero().flatten()
-            private = private[private >= frozen]
-            if len(private) >= keep + self.interval:
-                dropped = private[~self._kept(cache, private, done, keep)]
-                visible[dropped] = False
-                rounds.append(visible[:done].nonzero().flatten().tolist())
-                private = private[visible[private]]
+            private = int(visible[0, 0, frozen:done].sum())
+            if private >= keep + self.interval:
+                visible[..., frozen:done] = self._kept(cache, visible[..., frozen:done], frozen, done, keep)
+                private, rounds = keep, rounds + 1
             # Up to the next round every query sees what it sees now, and the tokens since.
-            size = min(keep + self.interval - len(private), len(ids) - done)
+            size = min(keep + self.interval - private, len(ids) - done)
 
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)
         query = torch.arange(start, total)[:, None]
-        seen = (torch.arange(total)[None] <= query) & visible[None, :total]
-        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
-        output = self.model(
-            input_ids=torch.tensor([ids]),
-            attention_mask=mask,
-            position_ids=torch.arange(start, total)[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        causal = torch.arange(total)[None] <= query
+        group = self.mean.shape[1] // self.num_kv_heads
+
+        def mask_of(layer: int):
+            seen = causal & visible[layer, :, None, :total].repeat_interleave(group, 0)  # [H_q, S, total]
+            mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
+            return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask})
+
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(mask_of(number), with_kwargs=True)
+            for number, layer in enumerate(self.model.model.layers)
+        ]
+        try:
+            output = self.model(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.arange(start, total)[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
         return output.logits[0].float()
 
-    def _kept(self, cache: DynamicCache, private: torch.Tensor, next_position: int, keep: int) -> torch.Tensor:
-        """Which of the private positions stay: the newest, and the best others by their merged z-scores."""
-        candidates = private[: len(private) - self.recent] if self.recent else private
-        rows = []
-        for layer in range(self.mean.shape[0]):
-            keys = cache.layers[layer].keys[0].double()[:, candidates]
-            for head in range(self.mean.shape[1]):
-                group = head // (self.mean.shape[1] // self.num_kv_heads)
-                score = self._score(keys[group], candidates, layer, head, next_position)
-                rows.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
-        best = torch.stack(rows).mean(0) if self.selection == "shared-mean" else torch.stack(rows).amax(0)
-        order = sorted(range(len(candidates)), key=lambda index: (-best[index].item(), index))
-        kept = torch.zeros(len(private), dtype=torch.bool)
-        kept[order[: keep - self.recent]] = True
-        kept[len(candidates) :] = True
+    def _kept(
+        self, cache: DynamicCache, visible: torch.Tensor, frozen: int, next_position: int, keep: int
+    ) -> torch.Tensor:
+        """Which private positions stay, [L, H_kv, n]: the newest, and the best others by their merged z-scores."""
+        layers, heads = self.mean.shape[:2]
+        group = heads // self.num_kv_heads
+        places = [[visible[layer, j].nonzero().flatten() for j in range(self.num_kv_heads)] for layer in range(layers)]
+        z = []  # [L, H_q, candidates]
+        for layer in range(layers):
+            for head in range(heads):
+                place = places[layer][head // group]
+                candidates = frozen + place[: len(place) - self.recent]
+                keys = cache.layers[layer].keys[0, head // group, candidates].double()
+                score = self._score(keys, candidates, layer, head, next_position)
+                z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
+        z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
+        importance = {
+            "shared-mean": lambda: z.mean((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
+            "union": lambda: z.amax((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
+            "per-head": lambda: z.amax(2).mean(0).expand(layers, -1, -1),
+            "per-layer-head": lambda: z.amax(2),
+        }[self.selection]()
+        kept = torch.zeros_like(visible)
+        for layer in range(layers):
+            for j in range(self.num_kv_heads):
+                place, best = places[layer][j], importance[layer, j].tolist()
+                order = sorted(range(len(best)), key=lambda index: (-best[index], index))
+                kept[layer, j, place[order[: keep - self.recent]]] = True
+                kept[layer, j, place[len(best) :]] = True
         return kept
 
     def _score(

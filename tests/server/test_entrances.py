@@ -101,7 +101,8 @@ def test_help_names_every_flag():
     text = " ".join(launch("--help").output.split())
     for words in (
         "--enable-triattention",
-        "--triattention-stats PATH",
+        "--triattention-stats auto|PATH",
+        "(default: auto)",
         "--triattention-budget TOKENS",
         "(default: 2048)",
         "--triattention-interval TOKENS",

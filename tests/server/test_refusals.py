@@ -9,7 +9,7 @@ from launches import launch, resolve, run_python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from harness import compressed_args
+from harness import compressed_args, plain_args
 
 # (flags, environment, words that the sentence must hold)
 SETTINGS = [
@@ -29,7 +29,7 @@ SETTINGS = [
     (["--triattention-budget", "0"], {}, ["--triattention-budget", "at least 1"]),
     (["--triattention-recent", "65"], {}, ["--triattention-recent (65)", "--triattention-budget (64)"]),
     (["--triattention-interval", "-3"], {}, ["--triattention-interval", "at least 1"]),
-    (["--triattention-selection", "per-head"], {}, ["--triattention-selection", "per-head", "union"]),
+    (["--triattention-selection", "best"], {}, ["--triattention-selection", "best", "shared-mean, union"]),
     (["--triattention-aggregation", "median"], {}, ["--triattention-aggregation", "median", "mean, max"]),
     (["--triattention-budget-scope", "all"], {}, ["--triattention-budget-scope", "all", "private, total"]),
     (["--triattention-stats", "missing.safetensors"], {}, ["missing.safetensors", "calibrate"]),
@@ -43,7 +43,7 @@ def outcomes(tiny):
     cases = [([*command, *flags], env) for flags, env, _ in SETTINGS]
     cases += [
         (["--model-path", tiny.path, "--triattention-budget", "7"], {}),
-        (["--model-path", tiny.path, "--enable-triattention"], {}),
+        (["--model-path", tiny.path, *plain_args(), "--enable-triattention"], {}),
         (command, {}),
         (["--model-path", tiny.path, "--device", "cpu", "--enable-mixed-chunk"], {}),
     ]
@@ -62,14 +62,12 @@ def test_setting_is_refused(outcomes, index):
         assert word in ended.error
 
 
-def test_flags_need_the_switch_and_the_stats(outcomes):
-    """Prevents settings without effect, and a start without statistics."""
-    without_switch, without_stats, good, plain = outcomes[len(SETTINGS) :]
+def test_flags_need_the_switch_and_nothing_else(outcomes):
+    """Prevents settings without effect, and a switch that is not enough."""
+    without_switch, alone, good, plain = outcomes[len(SETTINGS) :]
     assert without_switch.code == 2
     assert "--enable-triattention" in without_switch.error
-    assert without_stats.code == 2
-    assert "--triattention-stats" in without_stats.error
-    assert good.code == plain.code == 0, (good.output, plain.output)
+    assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 def test_defaults():
     """Prevents the documented defaults from drifting."""
     assert read_settings(GOOD) == Config("s.safetensors", 2048, 128, 128, "shared-mean", "mean", "private")
+    assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
 
@@ -44,7 +45,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_interval": 0}, "--triattention-interval is 0"),
         ({"triattention_recent": -1}, "--triattention-recent is -1"),
         ({"triattention_recent": 2049}, "--triattention-recent (2049)"),
-        ({"triattention_selection": "per-head"}, "'per-head'"),
+        ({"triattention_selection": "best"}, "'best'"),
         ({"triattention_aggregation": "median"}, "'median'"),
         ({"triattention_budget_scope": "all"}, "'all'"),
         ({"triattention_stats": ""}, "--triattention-stats"),

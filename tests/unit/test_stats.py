@@ -1,6 +1,5 @@
 """Statistics files: written whole, read strictly, compared with the served model field by field."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,26 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.rope import Rope
-from sglang_triattn.stats import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
+from sglang_triattn.stats import StatsError, check_stats, load_stats, save_stats
 
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, FREQUENCIES = 3, 6, 2, 16, 8
-
-
-def rope(theta: float = 1e4, **changes) -> Rope:
-    inv_freq = theta ** (-torch.arange(FREQUENCIES, dtype=torch.float64) / FREQUENCIES)
-    return dataclasses.replace(Rope(inv_freq, 1.0, 2 * FREQUENCIES, "half"), **changes)
-
-
-def stats(**changes) -> QueryStats:
-    generator = torch.Generator().manual_seed(0)
-    mean = torch.view_as_complex(torch.randn(LAYERS, HEADS, FREQUENCIES, 2, generator=generator))
-    values = QueryStats(mean, mean.abs() * 1.5, KV_HEADS, HEAD_DIM, rope(), "f" * 32, 4096, "a test")
-    return dataclasses.replace(values, **changes)
-
-
-def shape(**changes) -> ModelShape:
-    return dataclasses.replace(ModelShape(LAYERS, HEADS, KV_HEADS, HEAD_DIM, rope(), "f" * 32), **changes)
+from sample_stats import FREQUENCIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, rope, shape, stats
 
 
 def published(path: Path, *, style="half", drop=(), entry=None, head_dim=HEAD_DIM) -> Path:

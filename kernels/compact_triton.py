@@ -1,0 +1,106 @@
+"""Triton `move`: the K/V copies of a round, all layers, heads and requests in one launch; twin: `compact.move_naive`.
+
+Bytes are copied as 32-bit words, whatever the pool's dtype. One program owns one KV head of one layer's K or V of one
+request, or a part of its moves: nobody else touches those bytes.
+
+Why nothing is overwritten before it is read, although the copies are in place:
+
+- fill: sources lie behind the request's new length and targets before it. They never meet, so the order of the copies
+  does not matter and they are spread over programs.
+- slide: token m moves from kept[m] to m, and kept[m] >= m grows with m. A target can be the source of the same or an
+  earlier move only. One program makes all moves of its head, block by block in rising order; within a block all rows
+  are in registers, and the barrier is passed, before the first one is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_triattn.kernels.key_pools import KeyPools
+
+WORD = 4
+"""Bytes of a word."""
+
+WORDS_IN_FLIGHT = 4096
+
+
+def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *, layers: int, ordered: bool) -> None:
+    """Copies K/V rows in place.
+
+    Args:
+        pools: K of all layers, V of all layers, or one after the other.
+        layers: L.
+        sources, targets: from `list_moves`.
+        ordered: True for "slide".
+
+    Raises ValueError if a head's bytes are no whole number of words.
+    """
+    requests, moves = sources.shape[0], sources.shape[-1]
+    if not moves:
+        return
+    first = pools.buffers[0]
+    width = first.element_size()
+    if first.shape[2] * width % WORD or any(stride * width % WORD for stride in first.stride()[:2]):
+        raise ValueError(f"a head of {first.shape[2]} {first.dtype} is no whole number of {WORD}-byte words")
+    heads, words = first.shape[1], first.shape[2] * width // WORD
+    set_layers = sources.shape[1] if sources.ndim == 4 else 1
+    set_heads = sources.shape[-2] if sources.ndim > 2 else 1
+    settings = move_settings(words, ordered)
+    parts = 1 if ordered else triton.cdiv(moves, settings["BLOCK"])
+    move_kernel[(len(pools.buffers) * heads, parts, requests)](
+        pools.addresses,
+        sources.contiguous(),
+        targets.contiguous(),
+        layers,
+        heads,
+        moves,
+        set_layers,
+        set_heads,
+        first.stride(0) * width // WORD,
+        first.stride(1) * width // WORD,
+        words,
+        **settings,
+    )
+
+
+def move_settings(words: int, ordered: bool) -> dict:
+    """Compile-time arguments of `move_kernel` for heads of so many words."""
+    padded = triton.next_power_of_2(words)
+    return {"WORDS": padded, "BLOCK": max(1, WORDS_IN_FLIGHT // padded), "ORDERED": ordered, "num_warps": 4}
+
+
+@triton.jit
+def move_kernel(
+    addresses,  # [P], a multiple of L
+    sources,  # [R, set_layers, set_heads, M]
+    targets,  # [R, set_layers, set_heads, M]
+    layers,
+    heads,
+    moves,
+    set_layers,
+    set_heads,
+    stride_slot,
+    stride_head,
+    words,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Grid (P * H_kv, parts, R); strides in words."""
+    i_b, i_p, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_pool, i_h = i_b // heads, i_b % heads
+    # One set may serve all layers, or all heads.
+    i_set = (i_r * set_layers + (i_pool % layers) % set_layers) * set_heads + i_h % set_heads
+    p_pool = tl.load(addresses + i_pool).to(tl.pointer_type(tl.int32)) + i_h * stride_head
+    o_w = tl.arange(0, WORDS)
+    for start in range(i_p * BLOCK, moves, BLOCK * tl.num_programs(1)):
+        o_m = start + tl.arange(0, BLOCK)
+        b_source = tl.load(sources + i_set * moves + o_m, mask=o_m < moves, other=0)
+        b_target = tl.load(targets + i_set * moves + o_m, mask=o_m < moves, other=0)
+        m_row = (b_source != b_target)[:, None] & (o_w < words)[None, :]
+        b_row = tl.load(p_pool + b_source[:, None] * stride_slot + o_w[None, :], mask=m_row)
+        if ORDERED:
+            tl.debug_barrier()
+        tl.store(p_pool + b_target[:, None] * stride_slot + o_w[None, :], b_row, mask=m_row)
