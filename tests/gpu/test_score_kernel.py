@@ -169,8 +169,9 @@ def test_golden_scores(device, name, aggregation, field, tolerance):
     inv_freq = torch.tensor(golden["inv_freq"])
     tables = build_tables(stats.mean[layers], stats.abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
     pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
-    count = pools[0].shape[0]
+    # Seventeen offsets take the interpreter long; a key's score knows of no other key.
+    count = 40 if aggregation == "max" else pools[0].shape[0]
     slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)
     position = torch.tensor([int(golden["next_position"])], device=device)
     scores, _ = score_triton(key_pools(pools), slots, lengths, position, tables, 0, aggregation=aggregation)
-    torch.testing.assert_close(scores[0].cpu(), torch.tensor(golden[field]), rtol=0, atol=tolerance)
+    torch.testing.assert_close(scores[0].cpu(), torch.tensor(golden[field])[..., :count], rtol=0, atol=tolerance)
