@@ -37,6 +37,16 @@ SHAPES = {
     "interleaved": {"lengths": [70, 7], "style": "interleaved"},
     "interleaved-odd-heads": {"lengths": [12], "style": "interleaved", "head_dim": 80, "group": 5},
     "interleaved-partial": {"lengths": [12], "style": "interleaved", "head_dim": 96, "rotary_dim": 32},
+    "three-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 192, "dtype": torch.float16},
+    "interleaved-wide": {
+        "lengths": [20],
+        "layers": 1,
+        "style": "interleaved",
+        "kv_heads": 1,
+        "group": 9,
+        "head_dim": 256,
+        "dtype": torch.bfloat16,
+    },
     "yarn-scaling": {"lengths": [30], "scaling": 1.3466},
     "interleaved-fp8": {"lengths": [30], "style": "interleaved", "dtype": torch.float8_e4m3fn, "scales": True},
 }
@@ -127,6 +137,21 @@ def test_pools_with_gaps(device):
     views = [w[:, ::2, :64] for w in wide]
     got, _ = launch(case, "mean", slots=rows, buffers=views)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_byte_of_float8(device, dtype):
+    """Prevents subnormal, infinite or missing numbers from being decoded as others, or a sign from being lost."""
+    case = KernelCase(lengths=[256], device=device, layers=1, kv_heads=1, group=1, head_dim=16, dtype=dtype)
+    bytes_ = torch.arange(256, dtype=torch.uint8, device=device)
+    # One number a key, so that an infinite one spoils no other.
+    pool = torch.zeros(len(case.pools[0]), 1, 16, dtype=torch.uint8, device=device)
+    pool[case.slots[0], 0, 3] = bytes_
+    stored = pool.view(dtype)
+    got, _ = launch(case, "mean", buffers=[stored])
+    expected, _ = launch(case, "mean", buffers=[stored.float()])
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(got[0, 0, 0].isfinite(), bytes_.view(dtype).float().isfinite())
 
 
 def test_slots_beyond_two_billion_elements(device):
