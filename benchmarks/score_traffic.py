@@ -1,9 +1,11 @@
 """How many bytes does a round move, against the fewest it could?
 
 Counted from the kernels' launch parameters, not measured: what each program loads and stores, a program's own repeats
-of a line counted once. The minimum is every key read once and every score written once and read once: whether a token
-stays depends on the mean and deviation of whole rows, so no score can be used before all are there.
-`ratio_to_keys_and_writes` leaves that second visit out of the minimum.
+of a line counted once, because its row of importance (64 KiB for 16,384 tokens) stays in the cache.
+
+The scorer's own minimum is every key read once and every score written once. A whole round must also read every score
+once more: whether a token stays depends on the mean and deviation of whole rows, so no score can be used before all are
+there. `ratio_to_minimum` compares with these; `ratio_to_keys_and_writes` leaves the second visit out.
 
     python benchmarks/score_traffic.py --json traffic.json
 """
@@ -11,11 +13,12 @@ stays depends on the mean and deviation of whole rows, so no score can be used b
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Sequence
 
 from common import MODELS, Model, report
 
 from sglang_triattn.kernels.importance_triton import SCALE_ROWS, TOKENS
-from sglang_triattn.kernels.keep_triton import keep_settings
 from sglang_triattn.kernels.score import CHUNK
 from sglang_triattn.kernels.select import SELECTIONS, kept_sets
 
@@ -32,8 +35,6 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
     sets = requests * kept_sets(selection, model.layers, model.kv_heads)
     keys = requests * tokens * model.layers * model.kv_heads
     blocks = -(-tokens // TOKENS)
-    # One read from registers or, for long rows, once for each of four histograms and for the writing pass.
-    visits = 1 if keep_settings(tokens)["SINGLE"] else 5
     # A program of grouped selections needs its group's sums only, over one layer or over all.
     scale_reads = blocks * rows * 8
     return {
@@ -46,38 +47,46 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
         "sums written": rows * chunks * 8,
         "sums read": rows * chunks * 8 + -(-rows // SCALE_ROWS) * 8,
         "scales": rows * 8 + scale_reads,
-        "importance": sets * tokens * 4 * (1 + visits),
+        "importance": sets * tokens * 4 * 2,
         "kept": sets * min(BUDGET, tokens) * 8,
     }
 
 
-def rows_of(requests: int, lengths: tuple[int, ...]) -> list[dict]:
+SCORER = ("keys", "scores written", "slots", "query columns", "phases", "sums written")
+
+
+def rows_of(requests: int, lengths: tuple[int, ...], selections: Sequence[str]) -> list[dict]:
     rows = []
-    for model in MODELS:
-        for tokens in lengths:
-            for name, key_bytes in KEY_BYTES.items():
-                for selection in SELECTIONS:
-                    parts = round_bytes(model, requests, tokens, key_bytes, selection)
-                    total, least = sum(parts.values()), parts["keys"] + parts["scores written"]
-                    rows.append(
-                        {
-                            "shape": f"{model.name} {requests}x{tokens} {name}",
-                            "selection": selection,
-                            "bytes": total,
-                            "ratio_to_minimum": total / (least + parts["scores read"]),
-                            "ratio_to_keys_and_writes": total / least,
-                        }
-                    )
+    for model, tokens, (name, key_bytes) in itertools.product(MODELS, lengths, KEY_BYTES.items()):
+        shape = f"{model.name} {requests}x{tokens} {name}"
+        parts = round_bytes(model, requests, tokens, key_bytes, "union")
+        least = parts["keys"] + parts["scores written"]
+        rows.append(row_of(shape, "scores only", sum(parts[part] for part in SCORER), least, least))
+        for selection in selections:
+            total = sum(round_bytes(model, requests, tokens, key_bytes, selection).values())
+            rows.append(row_of(shape, selection, total, least + parts["scores read"], least))
     return rows
+
+
+def row_of(shape: str, selection: str, total: int, least: int, least_without_reading: int) -> dict:
+    return {
+        "shape": shape,
+        "selection": selection,
+        "bytes": total,
+        "ratio_to_minimum": total / least,
+        "ratio_to_keys_and_writes": total / least_without_reading,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes moved by a round, against the fewest possible.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--requests", type=int, default=8, help="requests due at once (%(default)s)")
+    # Not per-layer-head: an importance for each head of each layer is no small part of so few bytes.
+    parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=SELECTIONS[:3])
     parser.add_argument("--quick", action="store_true", help="the same: nothing here takes time")
     arguments = parser.parse_args()
-    report(rows_of(arguments.requests, (2176, 16384)), arguments.json, arguments.quick)
+    report(rows_of(arguments.requests, (2176, 16384), arguments.selections), arguments.json, arguments.quick)
 
 
 if __name__ == "__main__":

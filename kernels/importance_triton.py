@@ -3,6 +3,9 @@
 Two kernels. `scale_kernel` joins each row's partial sums from `score_triton` into its mean and 1 / deviation, in the
 order of the chunks. `importance_kernel` standardises and merges: one program owns a block of tokens of one kept set,
 walks all rows that decide about it and reads each score once.
+
+Layers may come in several calls, when all of them are too much for memory. A maximum does not care, and means add up
+one layer after the other, so the result has the same bits however the layers are cut.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from sglang_triattn.kernels.score import CHUNK
 from sglang_triattn.kernels.select import MIN_STD, kept_sets
 
 ROWS = 16
-"""Rows read at once where all of a request's rows decide together."""
+"""Rows read at once; 4 where a group of query heads has no more."""
 
 TOKENS = 128
 """Tokens of one program."""
@@ -33,6 +36,8 @@ def importance_triton(
     num_kv_heads: int,
     scales: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
+    before: int = 0,
+    after: int = 0,
 ) -> torch.Tensor:
     """Importance of each candidate, as `importance_naive` defines it.
 
@@ -40,11 +45,18 @@ def importance_triton(
         scores, moments: from `score_triton`, with the same `recent`.
         lengths: [R] int64, private tokens of each request.
         scales: [R, L, H_q, 2] float32 scratch, allocated where None.
-        importance: [R, S, N] float32 to fill, allocated where None; S is `kept_sets(...)`.
+        importance: [R, S, N] float32 to fill, allocated where None; S is `kept_sets(...)`. Where `before` is not 0, it
+            holds what the calls before this one made of it.
+        before, after: layers that earlier calls have merged into `importance`, and that later calls will. Sums become
+            means in the call with none after it. "per-layer-head" has nothing to merge and takes no notice.
 
     Returns:
         [R, S, N] float32; only the candidates' columns are written.
+
+    Raises ValueError if there are layers before these, but no `importance`.
     """
+    if before and importance is None:
+        raise ValueError(f"{before} layers are said to be merged, but into no importance")
     requests, layers, q_heads, columns = scores.shape
     sets = kept_sets(selection, layers, num_kv_heads)
     chunks, rows = moments.shape[3], layers * q_heads
@@ -55,16 +67,20 @@ def importance_triton(
     grid = (triton.cdiv(rows, SCALE_ROWS), requests)
     scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)
     group = q_heads // num_kv_heads
+    alone = selection == "per-layer-head"
+    terms = {"shared-mean": q_heads, "per-head": 1}.get(selection, 0) * (before + layers + after)
     importance_kernel[(triton.cdiv(columns, TOKENS), sets, requests)](
         scores,
         scales,
         lengths,
         importance,
         rows,
-        q_heads if selection == "per-head" else rows,
-        group,
+        rows if alone else q_heads,
+        q_heads if selection == "shared-mean" else group,
         columns,
         recent,
+        0 if alone else before,
+        terms if terms and not after else 1,
         **importance_settings(selection, group),
     )
     return importance
@@ -75,13 +91,14 @@ def importance_settings(selection: str, group: int) -> dict:
     grouped = selection in ("per-head", "per-layer-head")
     return {
         "MODE": "grouped" if grouped else {"union": "max", "shared-mean": "mean"}[selection],
-        "ROWS": triton.next_power_of_2(group) if grouped else ROWS,
+        "ROWS": 4 if grouped and group <= 4 else ROWS,
         "TOKENS": TOKENS,
         "num_warps": 4,
     }
 
 
-@triton.jit
+# As in `score_triton`, nothing is specialised on a run-time value.
+@triton.jit(do_not_specialize=list(range(7)))
 def scale_kernel(
     moments,  # [R, rows, C, 2]
     lengths,  # [R]
@@ -123,24 +140,40 @@ def _larger(a, b):
 
 
 @triton.jit
+def _standard(scores, scales, i_first, count, o_n, m_n, columns, other, ROWS: tl.constexpr):
+    """z-scores [ROWS, TOKENS] of at most `count` rows from `i_first` on, `other` in rows beyond."""
+    o_row = tl.arange(0, ROWS)
+    m_row = o_row < count
+    i_row = i_first + o_row
+    b_mean = tl.load(scales + i_row * 2, mask=m_row, other=0.0)
+    b_factor = tl.load(scales + i_row * 2 + 1, mask=m_row, other=0.0)
+    p_score = scores + i_row[:, None] * columns + o_n[None, :]
+    b_score = tl.load(p_score, mask=m_row[:, None] & m_n[None, :], other=0.0)
+    return tl.where(m_row[:, None], (b_score - b_mean[:, None]) * b_factor[:, None], other)
+
+
+@triton.jit(do_not_specialize=list(range(11)))
 def importance_kernel(
     scores,  # [R, rows, N]
     scales,  # [R, rows, 2]
     lengths,  # [R]
     importance,  # [R, S, N]
     rows,
-    stride_outer,
-    group,
+    step,
+    width,
     columns,
     recent,
+    before,
+    divisor,
     MODE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Grid (ceil(N / TOKENS), S, R).
 
-    MODE "max" and "mean" merge all rows. "grouped" takes the maximum over `group` adjacent rows, from row S * group on,
-    and the mean over those at every `stride_outer` rows.
+    MODE "max" merges all rows. "mean" adds up all rows, `step` rows of a layer at a time. "grouped" takes the maximum
+    over `width` adjacent rows, from row S * width on, and adds up those at every `step` rows. Sums are divided by
+    `divisor`.
     """
     i_n, i_s, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     candidates = tl.load(lengths + i_r).to(tl.int32) - recent
@@ -148,33 +181,24 @@ def importance_kernel(
     m_n = o_n < candidates
     if i_n * TOKENS >= candidates:
         return
-    o_row = tl.arange(0, ROWS)
-    if MODE == "grouped":
-        first, width, step = i_s * group, group, stride_outer
-        b_sum = tl.zeros([TOKENS], tl.float32)
+    p_result = importance + (i_r * tl.num_programs(1) + i_s) * columns + o_n
+    b_result = tl.load(p_result, mask=m_n & (before > 0), other=float("-inf") if MODE == "max" else 0.0)
+    if MODE == "max":
+        b_all = tl.full([ROWS, TOKENS], float("-inf"), tl.float32)
+        for start in range(0, rows, ROWS):
+            b_z = _standard(scores, scales, i_r * rows + start, rows - start, o_n, m_n, columns, float("-inf"), ROWS)
+            b_all = _larger(b_all, b_z)
+        b_result = _larger(b_result, tl.reduce(b_all, 0, _larger))
+    elif MODE == "mean":
+        for start in range(0, rows, step):
+            b_all = tl.zeros([ROWS, TOKENS], tl.float32)
+            for row in range(0, width, ROWS):
+                b_all += _standard(scores, scales, i_r * rows + start + row, width - row, o_n, m_n, columns, 0.0, ROWS)
+            b_result += tl.sum(b_all, axis=0)
     else:
-        first, width, step = 0, rows, ROWS
-        b_all = tl.full([ROWS, TOKENS], 0.0 if MODE == "mean" else float("-inf"), tl.float32)
-    for start in range(first, rows, step):
-        m_row = o_row < width if MODE == "grouped" else start + o_row < width
-        i_row = i_r * rows + start + o_row
-        b_mean = tl.load(scales + i_row * 2, mask=m_row, other=0.0)
-        b_factor = tl.load(scales + i_row * 2 + 1, mask=m_row, other=0.0)
-        p_score = scores + i_row[:, None] * columns + o_n[None, :]
-        m_score = m_row[:, None] & m_n[None, :]
-        b_z = (tl.load(p_score, mask=m_score, other=0.0) - b_mean[:, None]) * b_factor[:, None]  # [ROWS, TOKENS]
-        if MODE == "mean":
-            b_all += b_z
-        else:
-            b_z = tl.where(m_row[:, None], b_z, float("-inf"))
-            if MODE == "max":
-                b_all = _larger(b_all, b_z)
-            else:
-                b_sum += tl.reduce(b_z, 0, _larger)
-    if MODE == "mean":
-        b_result = tl.sum(b_all, axis=0) / rows
-    elif MODE == "max":
-        b_result = tl.reduce(b_all, 0, _larger)
-    else:
-        b_result = b_sum / tl.cdiv(rows - first, step)
-    tl.store(importance + (i_r * tl.num_programs(1) + i_s) * columns + o_n, b_result, mask=m_n)
+        for start in range(i_s * width, rows, step):
+            b_z = _standard(scores, scales, i_r * rows + start, width, o_n, m_n, columns, float("-inf"), ROWS)
+            b_result += tl.reduce(b_z, 0, _larger)
+    if MODE != "max":
+        b_result = b_result / divisor
+    tl.store(p_result, b_result, mask=m_n)

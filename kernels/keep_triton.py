@@ -61,7 +61,8 @@ def _ordered(p_row, o_n, candidates):
     return tl.where(m_n, b_order, 0)
 
 
-@triton.jit
+# As in `score_triton`, nothing is specialised on a run-time value.
+@triton.jit(do_not_specialize=list(range(6)))
 def keep_kernel(
     importance,  # [R, S, N]
     lengths,  # [R]

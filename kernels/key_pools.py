@@ -11,10 +11,20 @@ KINDS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
 }
-"""Key dtypes; float8 is decoded from bytes, because older GPUs do not have the conversion."""
+"""Key dtypes, as kernels tell them apart; float8 is decoded from bytes: older GPUs do not have the conversion."""
+
+FLOAT8 = {
+    torch.float8_e4m3fn: (20, 0x7F, 2.0**120, float("nan")),
+    torch.float8_e5m2: (21, 0x7C, 2.0**112, float("inf")),
+}
+"""How bytes of a float8 dtype become float32.
+
+Places by which exponent and mantissa move up; the first byte (without its sign) that is no finite number; the factor
+that mends the exponent's bias; what that first byte stands for.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +37,10 @@ class KeyPools:
     """[L] int64: where each pool begins."""
     scales: torch.Tensor
     """[L] float32: what stored keys are multiplied with, 1 but for float8 pools that were divided by it."""
+
+    def __getitem__(self, layers: slice) -> KeyPools:
+        """The pools of some layers."""
+        return KeyPools(self.buffers[layers], self.addresses[layers], self.scales[layers])
 
 
 def key_pools(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None = None) -> KeyPools:

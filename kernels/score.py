@@ -20,7 +20,7 @@ dims), N keys.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,10 @@ class ScoreTables:
     rotary_dim: int
     """2F, the leading dims of a head that RoPE turns; the others are not scored."""
     num_kv_heads: int
+
+    def __getitem__(self, layers: slice) -> "ScoreTables":
+        """The constants of some layers."""
+        return replace(self, mean=self.mean[layers], center=self.center[layers], spread=self.spread[layers])
 
 
 def build_tables(

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.score import CHUNK, ScoreTables, score_naive
+from sglang_triattn.kernels.score import CHUNK, OFFSETS, ScoreTables, score_naive
 from sglang_triattn.kernels.select import kept_sets, select_naive
 
 _ALIGNMENT = 256
+
+
+LIMIT_BYTES = 64 << 20
+"""Device memory that a `Scorer` holds, unless a single request needs more."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,10 @@ class ScratchPlan:
 
     Args:
         layers, q_heads, kv_heads, frequencies: of the model.
-        columns: private tokens that are scored in one launch, rows padded to the longest: R * N at most.
+        columns: private tokens of one request that all layers are scored for in one launch.
+        longest: most private tokens that any request can have. One that has more than `columns` may take several
+            launches, some layers each.
+        limit: bytes to hold; more only where one of those two needs more.
         selection, aggregation: as for `select_naive` and `score_naive`.
     """
 
@@ -31,35 +38,55 @@ class ScratchPlan:
     kv_heads: int
     frequencies: int
     columns: int
+    longest: int
+    limit: int = LIMIT_BYTES
     selection: str = "union"
     aggregation: str = "mean"
 
-    def parts(self, requests: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the float32 tensors for `requests` rows of `columns` tokens each."""
-        sets = kept_sets(self.selection, self.layers, self.kv_heads)
-        rows = (requests, self.layers, self.q_heads)
+    def parts(self, requests: int, columns: int, layers: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 tensors for `layers` layers of `requests` rows of `columns` tokens each.
+
+        Importance comes first: it stays where it is while groups of layers, not all equal in size, add to it.
+        """
+        sets = kept_sets(self.selection, layers, self.kv_heads)
+        rows = (requests, layers, self.q_heads)
         return {
+            "importance": (requests, sets, columns),
+            "units": (requests, len(OFFSETS) if self.aggregation == "max" else 1, 2, self.frequencies),
             "scores": (*rows, columns),
             "moments": (*rows, -(-columns // CHUNK), 2),
             "scales": (*rows, 2),
-            "importance": (requests, sets, columns),
         }
 
+    def needs(self, requests: int, columns: int, layers: int) -> int:
+        """Bytes that `parts` take."""
+        return sum(_padded(shape) for shape in self.parts(requests, columns, layers).values())
+
     def bytes(self) -> int:
-        """Bytes held from start to end, whatever requests come.
+        """Bytes held from start to end, whatever requests come."""
+        least = max(self.needs(1, self.columns, self.layers), self.needs(1, self.longest, 1))
+        return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
 
-        Many short rows need the most: each has its own sums.
+    def launch(self, columns: int) -> tuple[int, int]:
+        """(requests, layers) to score at once where rows have `columns` tokens.
+
+        Depends on nothing but the row's width, which is the widest request's. That does not matter to a narrower
+        one: its result has the same bits however the layers are cut.
+
+        Raises ValueError if one layer of one request does not fit.
         """
-        requests = -(-self.columns // CHUNK)
-        return sum(_padded(shape) for shape in self.parts(requests, CHUNK).values()) + 4 * _ALIGNMENT
-
-    def most_requests(self, columns: int) -> int:
-        """How many rows of `columns` tokens fit, at least one."""
         total = self.bytes()
-        requests = max(1, total // sum(_padded(shape) for shape in self.parts(1, columns).values()))
-        while requests > 1 and sum(_padded(shape) for shape in self.parts(requests, columns).values()) > total:
-            requests -= 1
-        return requests
+        layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, columns, n) <= total), 0)
+        if not layers:
+            raise ValueError(f"a row of {columns} tokens exceeds the {max(self.columns, self.longest)} planned for")
+        if layers < self.layers:
+            # Launches of about equal size.
+            return 1, -(-self.layers // -(-self.layers // layers))
+        requests = total // self.needs(1, columns, layers)
+        # Parts of several requests lie closer together than those of one do.
+        while self.needs(requests + 1, columns, layers) <= total:
+            requests += 1
+        return requests, layers
 
 
 class Scorer:
@@ -68,8 +95,8 @@ class Scorer:
     Args:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys; must stay where they are.
         tables: the model's constants, on the pool's device.
-        columns: private tokens that are scored in one launch on a CUDA device, at least those of one request; more
-            of them take further launches. Decides how much scratch is held, see `ScratchPlan`.
+        columns, longest, limit: see `ScratchPlan`; they decide how much device memory is held and how much is scored
+            in one launch. The twin holds nothing and takes no notice of them.
         selection, aggregation: as for `select_naive` and `score_naive`.
         kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
 
@@ -84,6 +111,8 @@ class Scorer:
         tables: ScoreTables,
         *,
         columns: int,
+        longest: int,
+        limit: int = LIMIT_BYTES,
         selection: str = "union",
         aggregation: str = "mean",
         kernels: bool | None = None,
@@ -96,7 +125,10 @@ class Scorer:
 
             self._pools = key_pools(k_buffers)
             layers, q_heads, frequencies = tables.spread.shape
-            self.plan = ScratchPlan(layers, q_heads, tables.num_kv_heads, frequencies, columns, selection, aggregation)
+            self.plan = ScratchPlan(
+                layers, q_heads, tables.num_kv_heads, frequencies, columns, longest, limit,
+                selection=selection, aggregation=aggregation,
+            )  # fmt: skip
             self._memory = torch.empty(self.plan.bytes() // 4, dtype=torch.float32, device=k_buffers[0].device)
 
     def keep(
@@ -118,40 +150,55 @@ class Scorer:
             return select_naive(
                 scores, lengths, keep, recent, selection=self._selection, num_kv_heads=self._tables.num_kv_heads
             )
-        step = self.plan.most_requests(slots.shape[1])
+        step, layers = self.plan.launch(slots.shape[1])
         parts = [
-            self._keep_on_device(slots[r : r + step], lengths[r : r + step], next_positions[r : r + step], keep, recent)
+            self._keep_on_device(
+                slots[r : r + step], lengths[r : r + step], next_positions[r : r + step], keep, recent, layers
+            )
             for r in range(0, len(slots), step)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _keep_on_device(self, slots, lengths, next_positions, keep: int, recent: int) -> torch.Tensor:
-        from sglang_triattn.kernels.score_triton import score_triton
-        from sglang_triattn.kernels.select_triton import select_triton
+    def _keep_on_device(self, slots, lengths, next_positions, keep: int, recent: int, step: int) -> torch.Tensor:
+        """`keep` of rows that fit together, `step` layers at a time."""
+        from sglang_triattn.kernels.keep_triton import keep_triton
 
-        held = self._scratch(*slots.shape)
+        layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
+        alone = self._selection == "per-layer-head"
+        kept = []
+        for first in range(0, layers, step):
+            group = slice(first, min(first + step, layers))
+            importance = self._importance(slots, lengths, next_positions, recent, group)
+            if alone:
+                kept.append(keep_triton(importance, lengths, keep, recent).unflatten(1, (-1, kv_heads)))
+        if alone:
+            return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        kept = keep_triton(importance, lengths, keep, recent)
+        return kept if self._selection == "per-head" else kept[:, 0]
+
+    def _importance(self, slots, lengths, next_positions, recent: int, group: slice) -> torch.Tensor:
+        """Importance [R, S, N] after the layers of `group`, merged with that of the layers before them."""
+        from sglang_triattn.kernels.importance_triton import importance_triton
+        from sglang_triattn.kernels.score_triton import score_triton
+
+        held = self._scratch(*slots.shape, group.stop - group.start)
         scores, moments = score_triton(
-            self._pools, slots, lengths, next_positions, self._tables, recent,
-            aggregation=self._aggregation, scores=held["scores"], moments=held["moments"],
+            self._pools[group], slots, lengths, next_positions, self._tables[group], recent,
+            aggregation=self._aggregation, scores=held["scores"], moments=held["moments"], units=held["units"],
         )  # fmt: skip
-        return select_triton(
-            scores, moments, lengths, keep, recent,
+        return importance_triton(
+            scores, moments, lengths, recent,
             selection=self._selection, num_kv_heads=self._tables.num_kv_heads,
             scales=held["scales"], importance=held["importance"],
+            before=group.start, after=len(self._k_buffers) - group.stop,
         )  # fmt: skip
 
-    def _scratch(self, requests: int, columns: int) -> dict[str, torch.Tensor]:
-        """Views into the memory held.
-
-        Raises ValueError if one request alone is longer than the plan allows.
-        """
+    def _scratch(self, requests: int, columns: int, layers: int) -> dict[str, torch.Tensor]:
+        """Views into the memory held."""
         views, start = {}, 0
-        for name, shape in self.plan.parts(requests, columns).items():
-            count = _padded(shape) // 4
-            if start + count > self._memory.numel():
-                raise ValueError(f"{requests} rows of {columns} tokens exceed the {self.plan.columns} planned for")
-            views[name] = self._memory[start : start + count][: torch.Size(shape).numel()].view(shape)
-            start += count
+        for name, shape in self.plan.parts(requests, columns, layers).items():
+            views[name] = self._memory[start : start + torch.Size(shape).numel()].view(shape)
+            start += _padded(shape) // 4
         return views
 
 

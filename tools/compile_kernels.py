@@ -1,59 +1,97 @@
 """Compile every Triton kernel for sm_80, sm_90 and sm_100 without a GPU; print registers, spills and shared memory.
 
-    python tools/compile_kernels.py           all kernels, the ordinary settings in full and the rare ones at their ends
-    python tools/compile_kernels.py --all     every combination, which takes several times as long
+    python tools/compile_kernels.py
 
+Every combination of compile-time arguments that a launch can ask for is compiled; kernels are specialised on nothing
+else. Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again.
 Exits with 1 if a combination does not compile, spills a register, or copies keys in pieces of less than 16 bytes where
-a head's halves are that wide.
+a head's halves are held in one tile and that wide.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import inspect
+import io
 import itertools
+import json
+import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from pathlib import Path
 
+# Before Triton is imported: the interpreter has no compiled kernels.
+os.environ["TRITON_INTERPRET"] = "0"
+
+from env import cache_root
+
 ARCHITECTURES = (80, 90, 100)
-# Half of head_dim 64, 80, 96, 128 and 256.
-FREQUENCIES = (32, 40, 48, 64, 128)
-GROUPS = (4, 8, 16)
 POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "units": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "scores": "*fp32", "moments": "*fp32", "importance": "*fp32",
     "kept": "*i64",
 }  # fmt: skip
-FLOATS = ("min_std",)
-# Strides of pools whose heads are multiples of 16 elements; Triton notices that of its own accord at a launch.
-ALIGNED = ("stride_slot", "stride_head")
+FLOATS = ("min_std", "factor", "beyond")
 
 
-def combinations(everything: bool) -> Iterator[tuple[str, dict]]:
-    """(name of a kernel, its compile-time arguments), each once."""
+def combinations() -> Iterator[tuple[str, dict]]:
+    """(name of a kernel, its compile-time arguments) for everything that the launching code can ask for, each once."""
+    found = {json.dumps([name, settings], sort_keys=True) for name, settings in _launches()}
+    yield from sorted(map(json.loads, found), key=repr)
+
+
+def _launches() -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.importance_triton import SCALE_ROWS, importance_settings
     from sglang_triattn.kernels.keep_triton import BLOCK, keep_settings
     from sglang_triattn.kernels.key_pools import KINDS
-    from sglang_triattn.kernels.score import CHUNK
-    from sglang_triattn.kernels.score_triton import launch_settings
+    from sglang_triattn.kernels.score import CHUNK, STYLES
+    from sglang_triattn.kernels.score_triton import ALIGN, MAX_FREQUENCIES, MAX_GROUP, launch_settings
+    from sglang_triattn.kernels.select import SELECTIONS
 
-    for dtype, frequencies, group, style, aggregation in itertools.product(
-        KINDS, FREQUENCIES, GROUPS, ("half", "interleaved"), ("mean", "max")
-    ):
-        ordinary = (style, aggregation) == ("half", "mean")
-        if everything or ordinary or (frequencies in (64, 128) and group in (4, 16)):
-            yield "score_kernel", launch_settings(dtype, frequencies, group, style, aggregation)
+    groups = range(1, MAX_GROUP + 1)
+    for shape in itertools.product(KINDS, range(1, MAX_FREQUENCIES + 1), groups, STYLES, ("mean", "max")):
+        for aligned in (False, True)[: 1 + (shape[1] % ALIGN == 0)]:
+            yield "score_kernel", launch_settings(*shape, aligned)
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
-    for selection in ("union", "shared-mean"):
-        yield "importance_kernel", importance_settings(selection, 1)
-    for group in (1, 2, 4, 8, 16):
-        yield "importance_kernel", importance_settings("per-head", group)
+    for selection, group in itertools.product(SELECTIONS, groups):
+        yield "importance_kernel", importance_settings(selection, group)
     for columns in (BLOCK, BLOCK + 1):
         yield "keep_kernel", keep_settings(columns)
+
+
+def kernel_named(name: str):
+    return next(functions[name] for functions in jit_functions().values() if name in functions)
+
+
+def jit_functions() -> dict[str, dict]:
+    """Per module of kernels, what is compiled in it by name: kernels and the parts they are put together from."""
+    from triton import JITFunction
+
+    from sglang_triattn.kernels import importance_triton, keep_triton, score_parts, score_triton
+
+    modules = (score_triton, importance_triton, keep_triton, score_parts)
+    return {
+        module.__name__: {name: f for name, f in vars(module).items() if isinstance(f, JITFunction)}
+        for module in modules
+    }
+
+
+def source_of(name: str) -> list[str]:
+    """The text of a kernel and of everything it may call; unlike Triton's own key, without line numbers."""
+    functions = jit_functions()
+    module = next(key for key, found in functions.items() if name in found)
+    parts = [*functions[module].values(), *functions["sglang_triattn.kernels.score_parts"].values()]
+    return sorted({f"{part.do_not_specialize} {part.src}" for part in parts})
+
+
+def label(settings: dict) -> str:
+    """Compile-time arguments in words, without those that never vary."""
+    return " ".join(f"{k}={v}" for k, v in settings.items() if k.isupper() and k not in ("CHUNK", "WIDEN"))
 
 
 def compile_one(architecture: int, name: str, settings: dict) -> dict:
@@ -62,75 +100,102 @@ def compile_one(architecture: int, name: str, settings: dict) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sglang_triattn.kernels import importance_triton, keep_triton, score_triton
-
-    modules = (score_triton, importance_triton, keep_triton)
-    kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
+    kernel = kernel_named(name)
     constants = {key: value for key, value in settings.items() if key.isupper()}
-    signature, attributes = {}, {}
-    for index, argument in enumerate(kernel.arg_names):
+    signature = {}
+    for argument in kernel.arg_names:
         default = "fp32" if argument in FLOATS else "i32"
         signature[argument] = "constexpr" if argument in constants else POINTERS.get(argument, default)
-        if argument in POINTERS or argument in ALIGNED:
-            attributes[(index,)] = [["tt.divisibility", 16]]
     options = {key: value for key, value in settings.items() if not key.isupper()}
-    label = " ".join(f"{key}={value}" for key, value in constants.items() if key not in ("CHUNK", "WIDEN"))
-    figures = {"arch": architecture, "kernel": name, "settings": label}
-    try:
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    except Exception as error:
-        return figures | {"error": (str(error).splitlines() or [type(error).__name__])[0]}
-    return figures | {"shared": compiled.metadata.shared} | assemble(compiled.asm["ptx"])
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
+        # An empty cache: what ptxas reports is seen only when it runs.
+        triton.knobs.cache.dir = folder
+        triton.knobs.nvidia.dump_ptxas_log = True
+        try:
+            source = ASTSource(kernel, signature, constants)
+            with redirect_stdout(log):
+                compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+        except Exception as error:
+            return {"error": (str(error).splitlines() or [type(error).__name__])[0]}
+    return figures(log.getvalue(), compiled.asm["ptx"], compiled.metadata.shared)
 
 
-def assemble(ptx: str) -> dict:
-    """Registers and spilled bytes that ptxas reports, and the widths of the key copies."""
-    import triton
-
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        ptxas = (triton.knobs.nvidia.ptxas_blackwell if target.startswith("sm_1") else triton.knobs.nvidia.ptxas).path
-        command = [ptxas, "-v", f"--gpu-name={target}", str(source), "-o", str(source.with_suffix(".cubin"))]
-        report = subprocess.run(command, capture_output=True, text=True)
-    if report.returncode:
-        return {"error": report.stderr.strip().splitlines()[0]}
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report.stderr)
+def figures(log: str, ptx: str, shared: int) -> dict:
+    """Registers and spilled bytes that ptxas reports, bytes of shared memory, and the widest key copy in bytes."""
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    used = re.search(r"Used (\d+) registers", log)
+    if not spills or not used:
+        return {"error": "ptxas reported no registers and spills"}
     widths = {int(width, 16) for width in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x(\w+)", ptx)}
     return {
-        "registers": int(re.search(r"Used (\d+) registers", report.stderr)[1]),
+        "registers": int(used[1]),
         "spilled": sum(map(int, spills)),
+        "shared": shared,
         "widest_copy": max(widths, default=0),
     }
 
 
-def complaint(row: dict) -> str | None:
+def complaint(name: str, settings: dict, row: dict) -> str | None:
+    """Why a kernel is not fit to ship."""
     if "error" in row:
         return row["error"]
     if row["spilled"]:
         return f"{row['spilled']} bytes spilled"
-    if "KIND=bf16 F=64 FT=64" in row["settings"] and "MAX=False" in row["settings"] and row["widest_copy"] < 16:
+    score = name == "score_kernel" and settings["KIND"] == "bf16" and not settings["MAX"]
+    if score and not settings["TILED"] and not settings["INTERLEAVED"] and row["widest_copy"] < 16:
         return f"keys are copied {row['widest_copy']} bytes at a time"
     return None
 
 
+def cache_file(architecture: int, name: str, settings: dict) -> Path:
+    """Where the figures of one combination are kept; another file whenever anything they depend on changes."""
+    import triton
+
+    parts = [
+        source_of(name),
+        [inspect.getsource(part) for part in (compile_one, figures)],
+        [POINTERS, FLOATS],
+        settings,
+        architecture,
+        triton.__version__,
+    ]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_root() / "aot" / f"{key}.json"
+
+
+def measured(architecture: int, name: str, settings: dict, path: Path) -> dict:
+    """Compiles one combination and keeps its figures; a failure may be the machine's and is not kept."""
+    row = compile_one(architecture, name, settings)
+    if "error" not in row:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(row))
+        temporary.replace(path)
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for every supported GPU, without one.")
-    parser.add_argument("--all", action="store_true", help="every combination")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes (%(default)s)")
+    parser.add_argument("--fresh", action="store_true", help="compile everything again, whatever is kept")
     arguments = parser.parse_args()
-    jobs = [(a, *c) for c in combinations(arguments.all) for a in ARCHITECTURES]
+    jobs = [(a, *c, cache_file(a, *c)) for c in combinations() for a in ARCHITECTURES]
+    missing = [job for job in jobs if arguments.fresh or not job[-1].exists()]
+    made = {}
+    if missing:
+        with ProcessPoolExecutor(arguments.jobs) as pool:
+            rows = pool.map(measured, *zip(*missing, strict=True), chunksize=4)
+            made = {job[-1]: row for job, row in zip(missing, rows, strict=True)}
     failed = 0
     print(f"{'arch':>6} {'regs':>4} {'spill':>5} {'shared':>6}  kernel")
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        for row in pool.map(compile_one, *zip(*jobs, strict=True), chunksize=8):
-            wrong = complaint(row)
-            failed += wrong is not None
-            figures = f"{row.get('registers', '-'):>4} {row.get('spilled', '-'):>5} {row.get('shared', '-'):>6}"
-            print(f"sm_{row['arch']:<3} {figures}  {row['kernel']} {row['settings']}" + (f"  {wrong}" if wrong else ""))
-    print(f"{len(jobs)} compiled, {failed} not fit to ship")
+    for architecture, name, settings, path in jobs:
+        row = made[path] if path in made else json.loads(path.read_text())
+        wrong = complaint(name, settings, row)
+        failed += wrong is not None
+        numbers = f"{row.get('registers', '-'):>4} {row.get('spilled', '-'):>5} {row.get('shared', '-'):>6}"
+        print(f"sm_{architecture:<3} {numbers}  {name} {label(settings)}" + (f"  NOT FIT: {wrong}" if wrong else ""))
+    print(f"{len(jobs)} combinations, {len(missing)} of them compiled now, {failed} not fit to ship")
     return 1 if failed else 0
 
 

@@ -4,7 +4,7 @@ import torch
 
 from sglang_triattn.kernels.score import OFFSETS, build_tables
 
-POISON_SLOT = 1 << 40
+POISON_SLOT = (1 << 31) - 1
 
 
 class KernelCase:

@@ -37,6 +37,16 @@ SHAPES = {
     "interleaved": {"lengths": [70, 7], "style": "interleaved"},
     "interleaved-odd-heads": {"lengths": [12], "style": "interleaved", "head_dim": 80, "group": 5},
     "interleaved-partial": {"lengths": [12], "style": "interleaved", "head_dim": 96, "rotary_dim": 32},
+    "three-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 192, "dtype": torch.float16},
+    "interleaved-wide": {
+        "lengths": [20],
+        "layers": 1,
+        "style": "interleaved",
+        "kv_heads": 1,
+        "group": 9,
+        "head_dim": 256,
+        "dtype": torch.bfloat16,
+    },
     "yarn-scaling": {"lengths": [30], "scaling": 1.3466},
     "interleaved-fp8": {"lengths": [30], "style": "interleaved", "dtype": torch.float8_e4m3fn, "scales": True},
 }
@@ -129,6 +139,21 @@ def test_pools_with_gaps(device):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_byte_of_float8(device, dtype):
+    """Prevents subnormal, infinite or missing numbers from being decoded as others, or a sign from being lost."""
+    case = KernelCase(lengths=[256], device=device, layers=1, kv_heads=1, group=1, head_dim=16, dtype=dtype)
+    bytes_ = torch.arange(256, dtype=torch.uint8, device=device)
+    # One number a key, so that an infinite one spoils no other.
+    pool = torch.zeros(len(case.pools[0]), 1, 16, dtype=torch.uint8, device=device)
+    pool[case.slots[0], 0, 3] = bytes_
+    stored = pool.view(dtype)
+    got, _ = launch(case, "mean", buffers=[stored])
+    expected, _ = launch(case, "mean", buffers=[stored.float()])
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(got[0, 0, 0].isfinite(), bytes_.view(dtype).float().isfinite())
+
+
 def test_slots_beyond_two_billion_elements(device):
     """Prevents 32-bit offsets. The pool is never filled: only the pages of the slots used come into being."""
     case = KernelCase(lengths=[6], device=device, dtype=torch.float8_e4m3fn, layers=1, kv_heads=1)
@@ -169,8 +194,9 @@ def test_golden_scores(device, name, aggregation, field, tolerance):
     inv_freq = torch.tensor(golden["inv_freq"])
     tables = build_tables(stats.mean[layers], stats.abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
     pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
-    count = pools[0].shape[0]
+    # Seventeen offsets take the interpreter long; a key's score knows of no other key.
+    count = 40 if aggregation == "max" else pools[0].shape[0]
     slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)
     position = torch.tensor([int(golden["next_position"])], device=device)
     scores, _ = score_triton(key_pools(pools), slots, lengths, position, tables, 0, aggregation=aggregation)
-    torch.testing.assert_close(scores[0].cpu(), torch.tensor(golden[field]), rtol=0, atol=tolerance)
+    torch.testing.assert_close(scores[0].cpu(), torch.tensor(golden[field])[..., :count], rtol=0, atol=tolerance)

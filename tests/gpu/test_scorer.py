@@ -1,48 +1,138 @@
 """The scorer that a server uses: kernels and twin agree, scratch is bounded and known beforehand."""
 
+import itertools
+
 import pytest
 import torch
 
+from sglang_triattn.kernels.importance_triton import importance_triton
 from sglang_triattn.kernels.score import CHUNK
 from sglang_triattn.kernels.scorer import Scorer, ScratchPlan
 from sglang_triattn.kernels.select import SELECTIONS
 
 from kernel_cases import KernelCase
 
+KEEP, RECENT = 40, 8
 
-def scorer(case: KernelCase, columns: int, selection: str, kernels: bool) -> Scorer:
-    return Scorer(case.pools, case.tables, columns=columns, selection=selection, kernels=kernels)
+
+def scorer(case: KernelCase, columns: int, selection: str, limit: int, longest: int = 0) -> Scorer:
+    """A scorer with kernels whose scratch is poisoned; with `limit` 0 it holds what `columns` and `longest` need."""
+    made = Scorer(
+        case.pools, case.tables, columns=columns, longest=longest, selection=selection, kernels=True, limit=limit
+    )
+    made._memory.fill_(float("nan"))
+    return made
+
+
+def twin(case: KernelCase, selection: str) -> Scorer:
+    return Scorer(case.pools, case.tables, columns=0, longest=0, selection=selection, kernels=False)
+
+
+def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
+    """What `keep` is asked for some rows; their padding points at slot 0, because the twin reads it."""
+    lengths = case.lengths[rows]
+    slots = case.slots[rows, : int(lengths.max())]
+    slots = torch.where(slots < len(case.pools[0]), slots, 0)
+    return slots, lengths, case.next_positions[rows], KEEP, RECENT
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_launches_in_parts_equal_the_twin(device, selection):
     """Prevents requests beyond the scratch from being lost, mixed up or answered with another's tokens."""
-    case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device)
-    slots = case.slots.clamp_max(0).where(case.slots > len(case.pools[0]), case.slots)
-    arguments = (slots, case.lengths, case.next_positions, 40, 8)
-    expected = scorer(case, 0, selection, kernels=False).keep(*arguments)
-    for columns in (90, 200, 10_000):
-        ours = scorer(case, columns, selection, kernels=True)
+    case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device, head_dim=16)
+    expected = twin(case, selection).keep(*arguments(case))
+    launches = set()
+    for columns in (90, 200, 1000):
+        ours = scorer(case, columns, selection, limit=0)
+        launches.add(ours.plan.launch(90))
         before = ours._memory.data_ptr()
-        torch.testing.assert_close(ours.keep(*arguments), expected, rtol=0, atol=0)
+        torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
         assert ours._memory.data_ptr() == before
         assert ours._memory.numel() * 4 == ours.plan.bytes()
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
+def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregation):
+    """Prevents layers that are lost, counted twice or divided by their number more than once."""
+    case = KernelCase(lengths=[90, 50], device=device, layers=3, group=3, head_dim=16)
+    options = {"columns": 40, "longest": 90, "selection": selection, "aggregation": aggregation}
+    ours = Scorer(case.pools, case.tables, kernels=True, limit=0, **options)
+    requests, layers = ours.plan.launch(90)
+    assert (requests, 1 <= layers < 3) == (1, True)
+    expected = Scorer(case.pools, case.tables, kernels=False, **options).keep(*arguments(case))
+    ours._memory.fill_(float("nan"))
+    torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
+    """Prevents a request's result from depending on how wide its batch is, which decides how layers are cut."""
+    generator = torch.Generator().manual_seed(4)
+    scores = torch.randn(2, 5, 6, 200, generator=generator).to(device)
+    # Moments of one chunk a row: any will do.
+    moments = (1 + torch.rand(2, 5, 6, 1, 2, generator=generator)).to(device)
+    lengths, options = torch.tensor([200, 131], device=device), {"selection": selection, "num_kv_heads": 2}
+    whole = importance_triton(scores, moments, lengths, 7, **options)
+    for cuts in ((0, 2, 4, 5), (0, 1, 5), (0, 3, 5)):
+        parts = torch.full_like(whole, float("nan"))
+        step = whole.shape[1] // 5
+        for first, last in itertools.pairwise(cuts):
+            own = selection == "per-layer-head"
+            target = parts[:, first * step : last * step].contiguous() if own else parts
+            part = [x[:, first:last].contiguous() for x in (scores, moments)]
+            importance_triton(*part, lengths, 7, importance=target, before=first, after=5 - last, **options)
+            if own:
+                parts[:, first * step : last * step] = target
+        for r, length in enumerate(lengths.tolist()):
+            assert torch.equal(parts[r, :, : length - 7], whole[r, :, : length - 7])
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_request_keeps_the_same_alone_and_beside_a_long_one(device, selection):
+    """Prevents the batch around a request from changing what it keeps."""
+    case = KernelCase(lengths=[130, 64, 50], device=device, layers=4, kv_heads=1, head_dim=16)
+    ours = scorer(case, 64, selection, limit=0, longest=130)
+    assert ours.plan.launch(130)[1] < 4 == ours.plan.launch(64)[1]
+    together = ours.keep(*arguments(case))
+    for r in range(3):
+        assert torch.equal(ours.keep(*arguments(case, slice(r, r + 1)))[0], together[r])
+
+
+def test_layers_before_need_an_importance(device):
+    """Prevents merging into memory that nobody has filled."""
+    zeros = torch.zeros(1, 1, 2, 30, device=device)
+    with pytest.raises(ValueError, match="into no importance"):
+        importance_triton(zeros, zeros[..., :1, None], torch.tensor([30], device=device), 0, before=1,
+                          selection="union", num_kv_heads=1)  # fmt: skip
 
 
 def test_a_row_beyond_the_plan_is_refused(device):
     """Prevents writing past the scratch."""
     case = KernelCase(lengths=[3 * CHUNK], device=device, layers=1, kv_heads=1, group=1, head_dim=8)
     with pytest.raises(ValueError, match="planned for"):
-        scorer(case, CHUNK, "union", kernels=True).keep(case.slots, case.lengths, case.next_positions, 40, 8)
+        scorer(case, CHUNK, "union", limit=0).keep(*arguments(case))
 
 
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_any_batch_within_the_plan_fits(selection):
+def test_any_request_within_the_plan_fits(selection, aggregation):
     """Prevents a scratch size that is announced and then not enough, for few long rows and for many short ones."""
-    plan = ScratchPlan(4, 12, 3, 32, columns=40_000, selection=selection)
-    for columns in (1, 100, CHUNK, CHUNK + 1, 2176, 39_999, 40_000):
-        requests = plan.most_requests(columns)
-        used = sum(-(-torch.Size(shape).numel() * 4 // 256) * 256 for shape in plan.parts(requests, columns).values())
-        assert used <= plan.bytes()
-        if columns >= CHUNK:
-            assert requests >= 40_000 // columns * 0.9
+    for limit in (0, 1 << 20, 64 << 20):
+        plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation)
+        for columns in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
+            requests, layers = plan.launch(columns)
+            assert plan.needs(requests, columns, layers) <= plan.bytes()
+            assert requests >= 1 <= layers <= 36
+            assert layers == 36 or (requests == 1 and columns > 2176)
+            # No request more would fit, or no layer: launches are as few as can be.
+            assert plan.needs(requests + 1, columns, layers) > plan.bytes() or layers < 36
+
+
+def test_scratch_does_not_grow_with_the_context():
+    """Prevents holding memory for all layers of the longest request that could ever come."""
+    plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072)
+    assert plan.bytes() == 64 << 20
+    assert ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit=0).bytes() < 20 << 20
+    assert plan.launch(2176)[0] >= 5
+    assert plan.launch(131_072) == (1, 3)

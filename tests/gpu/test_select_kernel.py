@@ -62,8 +62,9 @@ def importance_reference(scores: np.ndarray, candidates: int, selection: str, kv
     }[selection]
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)
-@pytest.mark.parametrize(("kv_heads", "group"), [(2, 3), (1, 1), (2, 4), (1, 7), (1, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "poison"), [(2, 3, 1e30), *((*s, float("nan")) for s in ((1, 1), (2, 4), (1, 7), (1, 16)))]
+)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_importance_equals_the_definition(device, selection, kv_heads, group, poison):
     """Prevents a row of another head, layer or request, or padding, from deciding about a token."""
@@ -155,8 +156,7 @@ def test_broken_scores_are_treated_as_the_twin_does(device, selection):
     )
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
-@pytest.mark.parametrize("aggregation", ["mean", "max"])
+@pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
 def test_keys_to_kept_sets(device, selection, aggregation):
     """Prevents score and selection from disagreeing about layouts; the twins' inputs are the kernels' own scores."""
     lengths, keep, recent = [150, 64, 97], 48, 16

@@ -1,0 +1,87 @@
+"""What `score_triton` is put together from: loading, decoding and turning, and products that lose nothing."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(b_x, b_v, b_acc, PARTS: tl.constexpr, WIDEN: tl.constexpr):
+    """b_acc + b_x . b_v for float32 b_x, cut into bfloat16 PARTS whose sum is exact."""
+    for part in tl.static_range(PARTS):
+        if part < PARTS - 1:
+            b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            b_high = b_x
+        if WIDEN:
+            # Triton's interpreter cannot multiply bfloat16; these numbers are, but in the last part of a split
+            # that is never rounded.
+            b_acc = tl.dot(b_high, b_v.to(tl.float32), b_acc, input_precision="ieee")
+        else:
+            b_acc = tl.dot(b_high.to(tl.bfloat16), b_v, b_acc)
+        b_x = b_x - b_high
+    return b_acc
+
+
+@triton.jit
+def split_columns(b_x, b_part):
+    """The bfloat16 part of float32 b_x [FT, NC] that each column holds: high, middle, low, zero."""
+    b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    b_rest = b_x - b_high
+    b_middle = (b_rest.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    b_low = b_rest - b_middle
+    b_x = tl.where(b_part == 0, b_high, tl.where(b_part == 1, b_middle, tl.where(b_part == 2, b_low, 0.0)))
+    return b_x.to(tl.bfloat16)
+
+
+@triton.jit
+def _decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
+    """Stored keys as float32; float8 comes as bytes, the other arguments are its entry in `FLOAT8`."""
+    if KIND == "fp8":
+        b_bits = b_x.to(tl.uint32)
+        b_size = b_bits & 0x7F
+        # Sign, exponent and mantissa put where float32 has them; the factor mends the exponent's bias.
+        b_bits = ((b_bits & 0x80) << 24) | (b_size << shift)
+        b_value = b_bits.to(tl.float32, bitcast=True) * factor
+        b_value = tl.where(b_size >= limit, b_value * beyond, b_value)
+        b_value = tl.where(b_size > limit, float("nan"), b_value)
+    else:
+        b_value = b_x.to(tl.float32)
+    return b_value
+
+
+@triton.jit
+def turned(p_units, b_re, b_im, o_f, m_f, b_part, F):
+    """The columns [FT, NC] of Re v and Im v: coefficients times the unit of one position."""
+    b_cos = tl.load(p_units + o_f, mask=m_f, other=0.0)[:, None]
+    b_sin = tl.load(p_units + F + o_f, mask=m_f, other=0.0)[:, None]
+    return split_columns(b_re * b_cos - b_im * b_sin, b_part), split_columns(b_re * b_sin + b_im * b_cos, b_part)
+
+
+@triton.jit
+def load_coefficients(p_model, o_f, m_f, i_h, m_h, F):
+    """Re mu and Im mu [FT, NC] of the query head of each column."""
+    o_v = 2 * (i_h[None, :] * F + o_f[:, None])
+    m_v = m_f[:, None] & m_h[None, :]
+    return tl.load(p_model + o_v, mask=m_v, other=0.0), tl.load(p_model + o_v + 1, mask=m_v, other=0.0)
+
+
+@triton.jit
+def load_spread(p_spread, o_f, m_f, i_h, m_h, b_part, F):
+    """The columns [FT, NC] of b."""
+    b_size = tl.load(p_spread + i_h[None, :] * F + o_f[:, None], mask=m_f[:, None] & m_h[None, :], other=0.0)
+    return split_columns(b_size, b_part)
+
+
+@triton.jit
+def load_keys(p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond,
+          FT: tl.constexpr, KIND: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+    """Re K and Im K [BLOCK, FT] float32 of one tile of frequencies."""
+    if INTERLEAVED:
+        o_x = 2 * tile * FT + tl.arange(0, 2 * FT)
+        b_pair = tl.load(p_key + o_x[None, :], mask=m_n[:, None] & (o_x < 2 * F)[None, :], other=0)
+        b_re, b_im = tl.split(tl.reshape(b_pair, [b_pair.shape[0], FT, 2]))
+    else:
+        m_key = m_n[:, None] & m_f[None, :]
+        b_re = tl.load(p_key + o_f[None, :], mask=m_key, other=0)
+        b_im = tl.load(p_key + F + o_f[None, :], mask=m_key, other=0)
+    return _decode(b_re, shift, limit, factor, beyond, KIND), _decode(b_im, shift, limit, factor, beyond, KIND)
