@@ -62,7 +62,7 @@ def test_interruption_leaves_no_file(ready, capsys, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_triattn.calibrate.unrotate", interrupt)
+    monkeypatch.setattr("sglang_triattn.query_sums.unrotate", interrupt)
     before = set(ready.iterdir())
     assert run("--model", "model", "--data", "text", "--out", "s.safetensors") == 130
     assert capsys.readouterr().err.endswith("sglang-triattn: interrupted, no file was written\n")
@@ -76,7 +76,7 @@ def test_running_out_of_memory_is_explained(ready, capsys, monkeypatch):
     def exhaust(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
 
-    monkeypatch.setattr("sglang_triattn.calibrate.unrotate", exhaust)
+    monkeypatch.setattr("sglang_triattn.query_sums.unrotate", exhaust)
     assert run("--model", "model", "--data", "text", "--out", "s.safetensors") == 2
     assert "ran out of memory: use a smaller --window" in capsys.readouterr().err
 
