@@ -1,7 +1,6 @@
 """`sglang-triattn calibrate`: its options and what it does."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from sglang_triattn.errors import TriAttentionError
@@ -103,16 +102,12 @@ def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, i
 def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int]:
     from sglang_triattn.calibrate import device_and_dtype
     from sglang_triattn.calibration_input import Texts, prepare_job
-    from sglang_triattn.partial_sums import load_progress, partial_path, remove_progress
+    from sglang_triattn.partial_sums import partial_path, remove_progress
 
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     server_args = ["--device", device, "--dtype", dtype, *arguments.server_args]
     texts = Texts(arguments.data, arguments.traces, arguments.self_tokens, arguments.max_tokens, arguments.window)
     job = prepare_job(arguments.model, texts, identity=f"sglang {' '.join(server_args)}", partial=partial_path(out))
-    done = load_progress(job).done
-    if done:
-        print(f"going on after {done} of {job.units} texts", file=sys.stderr)
-
     # The engine is another package's: only what starts it may know it.
     from sglang_triattn.patches.calibration_launch import calibrate_with_engine
 

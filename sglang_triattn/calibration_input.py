@@ -1,5 +1,6 @@
 """From what a user gives to a CalibrationJob, the same for both engines."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from sglang_triattn.calibration_job import (
 )
 from sglang_triattn.documents import read_windows
 from sglang_triattn.fingerprint import model_fingerprint
+from sglang_triattn.partial_sums import load_progress
 from sglang_triattn.prompts import trace_prompts
 
 
@@ -43,7 +45,7 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
     Args:
         model_path: model folder or hub name for transformers.
         identity: what the result depends on besides the model and the texts.
-        partial: file in which the calibration keeps its place.
+        partial: file in which the calibration keeps its place; if an earlier run left one, a line on stderr says so.
 
     Raises CalibrationError when the model or a text cannot be used.
     """
@@ -62,6 +64,9 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
         partial=None if partial is None else str(partial.absolute()),
     )
     check_count(job.tokens)
+    done = load_progress(job).done
+    if done:
+        print(f"going on after {done} of {job.units} texts", file=sys.stderr)
     return job
 
 
