@@ -113,7 +113,7 @@ class _Run:
         try:
             logits = batch.prefill()
             self._end_pass(sum(map(len, prompts)))
-            for _ in range(job.trace_tokens - 1):
+            for _ in range(job.trace_tokens):
                 tokens = self._choose(samplers, logits)
                 left = [index for index, token in enumerate(tokens) if token not in ends]
                 if not left:
@@ -196,36 +196,36 @@ def _free(scheduler: Any) -> tuple[int, int]:
 
 def _check_room(scheduler: Any, job: CalibrationJob) -> None:
     """Raises CalibrationError unless every unit fits into the pools and the model's context."""
-    limits = {
+    room = {
         "the KV pool": scheduler.max_total_num_tokens - scheduler.page_size,
         "the context length": scheduler.model_config.context_len,
     }
-    chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+    place, limit = min((room | {"a prefill chunk": _chunk(scheduler)}).items(), key=lambda item: item[1])
     window = max(map(len, job.windows), default=0)
-    for name, limit in ({"a prefill chunk": chunk} | limits).items():
-        if window > limit:
-            raise CalibrationError(
-                f"Windows of {window} tokens exceed {name} of {limit} tokens: use --window {limit} or less."
-            )
-    trace = max(map(len, job.prompts), default=0) + job.trace_tokens
-    for name, limit in limits.items():
-        if job.prompts and trace > limit:
-            raise CalibrationError(
-                f"Traces of {trace} tokens, prompt included, exceed {name} of {limit} tokens: use "
-                f"--self-tokens {max(limit - trace + job.trace_tokens, 0)} or less."
-            )
+    if window > limit:
+        raise CalibrationError(f"Windows of {window} tokens exceed {place} of {limit} tokens: use --window {limit}.")
+    place, limit = min(room.items(), key=lambda item: item[1])
+    prompt = max(map(len, job.prompts), default=0)
+    if prompt and prompt + job.trace_tokens > limit:
+        raise CalibrationError(
+            f"Prompts of {prompt} tokens and traces of {job.trace_tokens} exceed {place} of {limit} tokens: use "
+            f"--self-tokens {max(limit - prompt, 0)}."
+        )
+
+
+def _chunk(scheduler: Any) -> int:
+    """Most tokens that one prefill may hold."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def _traces_at_once(scheduler: Any, job: CalibrationJob, first: int) -> int:
     """How many traces from `first` on may run together, at least one."""
-    page = scheduler.page_size
     prompts = job.prompts[first : first + TRACES_AT_ONCE]
-    each = max(map(len, prompts)) + job.trace_tokens + page
-    chunk = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+    longest = max(map(len, prompts))
     room = min(
-        scheduler.max_total_num_tokens // each,
+        scheduler.max_total_num_tokens // (longest + job.trace_tokens + scheduler.page_size),
         scheduler.max_running_requests,
-        chunk // max(map(len, prompts)),
+        _chunk(scheduler) // longest,
     )
     return max(1, min(len(prompts), room))
 

@@ -67,7 +67,7 @@ def calibrate(
     files = (data,) if isinstance(data, str) else tuple(data)
     texts = Texts(data=files, max_tokens=max_tokens, window=window)
     job = prepare_job(model_path, texts, identity=f"transformers {dtype}", partial=partial)
-    stats = _run(model_path, job, device, dtype, progress)
+    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress)
     remove_progress(job)
     return stats
 
@@ -78,7 +78,11 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     return device, dtype or ("float32" if device == "cpu" else "auto")
 
 
-def _run(model_path: str, job: CalibrationJob, device: str, dtype: str, progress: bool) -> QueryStats:
+def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
+    """Runs the windows of a job; traces take SGLang. Its partial file is left for the caller to remove.
+
+    Raises CalibrationError when the model cannot be used.
+    """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
     model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=_ATTENTION).eval()

@@ -54,8 +54,7 @@ class CalibrationJob:
         """Tokens measured in a unit, for a trace at most."""
         if unit < len(self.windows):
             return len(self.windows[unit])
-        # The last token of a trace is sampled, but nothing attends with it any more.
-        return len(self.prompts[unit - len(self.windows)]) + self.trace_tokens - 1
+        return len(self.prompts[unit - len(self.windows)]) + self.trace_tokens
 
     @property
     def tokens(self) -> int:

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_triattn.calibrate import calibrate
+from sglang_triattn.calibrate import calibrate, run_job
+from sglang_triattn.calibration_job import CalibrationJob
 from sglang_triattn.stats import QueryStats, load_stats
 
 import harness
@@ -30,6 +31,7 @@ COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
 TEMPLATE = "{% for m in messages %}w{{ loop.index }} {{ m.role }} {{ m.content }} {% endfor %}"
 MANY_TOKENS = 50_000
+END = 2
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +148,7 @@ def activate():
 """
 
 
-@pytest.mark.parametrize("page_size", ["1", "16"])
-def test_scheduler_serves_after_calibration(tiny, folder, page_size, tmp_path):
+def test_scheduler_serves_after_calibration(tiny, tmp_path):
     """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
     probe.install(tmp_path)
     (tmp_path / "probe.py").write_text(_SERVING)
@@ -155,28 +156,26 @@ def test_scheduler_serves_after_calibration(tiny, folder, page_size, tmp_path):
     env = {**harness.STRICT, "PYTHONPATH": harness.python_path(tmp_path)}
     env |= {"CHOSEN": str(chosen), "MEASURED": str(measured)}
     log = tmp_path / "log"
-    arguments = [*harness.plain_args(), "--page-size", page_size]
+    arguments = [*harness.plain_args(), "--page-size", "16"]
     with running_server(tiny.path, arguments, env=env, log_path=log) as server:
         client = harness.Client(server)
         client.generate_all([harness.prompt(seed, 40) for seed in range(4)], 60)
         client.flush()
         client.assert_alive()
     steps = json.loads(chosen.read_text())
-    assert len(steps[0]) == 2
-    # The same texts once more, as windows, through transformers: the last token of a trace attends to nothing.
     traces = [[5, 6, 7], [8, 9]]
-    alive = [0, 1]
+    alive = traces
     for tokens in steps:
-        left = [(trace, token) for trace, token in zip(alive, tokens, strict=True) if token != 2]
-        for trace, token in left:
-            traces[trace].append(token)
-        alive = [trace for trace, _ in left]
-    lengths = {len(trace) for trace in traces}
-    words = [list(range(3, 300)), *(trace[:-1] if len(trace) == max(lengths) else trace for trace in traces)]
-    assert load_stats(measured).token_count == sum(map(len, words)) > 400
+        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != END]
+        for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
+            trace.append(token)
+    # The same texts once more, each in one pass.
+    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))
+    expected = run_job(str(tiny.path), again, device="cpu", dtype="float32", progress=False)
+    assert expected.token_count > 400
+    assert_agree(load_stats(measured), expected)
 
 
-@pytest.mark.timeout(400)
 def test_model_is_calibrated_on_its_own_traces(folder):
     """Prevents --self from needing a text, and from measuring prompts alone."""
     ended = run(folder, "self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
@@ -191,9 +190,8 @@ def test_model_is_calibrated_on_its_own_traces(folder):
     [
         (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
         (["--", "--enable-triattention", "--triattention-stats", "x"], "has no place in a calibration"),
-        (["--window", "10000", "--max-tokens", "10000", *SERVER], "exceed the KV pool of"),
     ],
-    ids=["pp", "compressed", "window"],
+    ids=["pp", "compressed"],
 )
 def test_what_cannot_be_calibrated_is_refused(folder, options, words):
     """Prevents a traceback, or a long start, for a user's mistake."""
