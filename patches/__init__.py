@@ -33,6 +33,12 @@ def activate() -> None:
     from sglang_triattn.patches import handshake, hooks
     from sglang_triattn.patches import server_args as args_patch
 
+    calibration = args_patch.calibration_of(server_args)
+    if calibration is not None:
+        from sglang_triattn.patches.calibration_launch import scheduler_hooks
+
+        hooks.register(scheduler_hooks(calibration))
+        return
     config = args_patch.config_of(server_args)
     if config is None:
         return

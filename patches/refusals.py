@@ -126,6 +126,22 @@ def check_model(model: Any) -> None:
     Args:
         model: SGLang's ModelConfig.
     """
+    reason = unsupported(model)
+    if reason is not None:
+        raise TriAttentionError(
+            f"The model {named(model)} does not work with --enable-triattention, because {reason}: serve a "
+            "decoder-only model with ordinary multi-head or grouped-query attention, or start without "
+            "--enable-triattention."
+        )
+
+
+def named(model: Any) -> str:
+    """Path and architecture of a ModelConfig, for messages."""
+    return f"{model.model_path} ({', '.join(model.hf_config.architectures or ['unknown'])})"
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a ModelConfig's attention is not covered, to complete "because ...", or None if it is."""
     from sglang.srt.configs.model_config import AttentionArch
 
     reasons = (
@@ -143,11 +159,4 @@ def check_model(model: Any) -> None:
         (model.model_is_mrope, "its rotary embedding has several position axes"),
         (model.head_dim != model.v_head_dim, "its keys and values have different widths"),
     )
-    for applies, reason in reasons:
-        if applies:
-            architecture = ", ".join(model.hf_config.architectures or ["unknown"])
-            raise TriAttentionError(
-                f"The model {model.model_path} ({architecture}) does not work with --enable-triattention, because "
-                f"{reason}: serve a decoder-only model with ordinary multi-head or grouped-query attention, or "
-                "start without --enable-triattention."
-            )
+    return next((reason for applies, reason in reasons if applies), None)

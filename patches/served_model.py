@@ -20,6 +20,17 @@ from sglang_triattn.stats import ModelShape
 _TABLE_TOLERANCE = 0.02
 
 
+class UnsupportedModel(TriAttentionError):
+    """The loaded model cannot be compressed; `reason` completes "because ..."."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"The served model does not work with --enable-triattention, because {reason}: start without "
+            "--enable-triattention."
+        )
+        self.reason = reason
+
+
 def read_shape(model_runner: Any) -> ModelShape:
     """The shape of the model that `model_runner` serves.
 
@@ -34,12 +45,18 @@ def read_shape(model_runner: Any) -> ModelShape:
     for attention, other in layers:
         _check_attention(attention)
         if other is not rotary and not _same_rope(read_rope(other), rope):
-            raise _refuse(f"layer {attention.layer_id} has another rotary embedding than layer {first.layer_id}")
+            raise UnsupportedModel(
+                f"layer {attention.layer_id} has another rotary embedding than layer {first.layer_id}"
+            )
         if (attention.tp_q_head_num, attention.tp_k_head_num) != (first.tp_q_head_num, first.tp_k_head_num):
-            raise _refuse(f"layer {attention.layer_id} has another number of heads than layer {first.layer_id}")
+            raise UnsupportedModel(
+                f"layer {attention.layer_id} has another number of heads than layer {first.layer_id}"
+            )
     ids = [attention.layer_id for attention, _ in layers]
     if ids != list(range(pool.layer_num)):
-        raise _refuse(f"{len(ids)} attention layers with rotary embeddings were found for {pool.layer_num} KV layers")
+        raise UnsupportedModel(
+            f"{len(ids)} attention layers with rotary embeddings were found for {pool.layer_num} KV layers"
+        )
     return ModelShape(
         num_layers=len(layers),
         num_q_heads=first.tp_q_head_num,
@@ -72,7 +89,7 @@ def read_rope(rotary: Any) -> Rope:
     elif type(rotary) is LinearScalingRotaryEmbedding and len(rotary.scaling_factors) == 1:
         frequencies = rotary._compute_inv_freq(rotary.base) / rotary.scaling_factors[0]
     else:
-        raise _refuse(f"its rotary embedding is a {type(rotary).__name__}, which cannot be scored yet")
+        raise UnsupportedModel(f"its rotary embedding is a {type(rotary).__name__}, which cannot be scored yet")
     frequencies = frequencies.double().cpu()
     half = frequencies.numel()
     for position in (1, 2):
@@ -80,7 +97,7 @@ def read_rope(rotary: Any) -> Rope:
         phases = frequencies * position
         expected = torch.cat((phases.cos(), phases.sin())) * scaling
         if table.numel() != 2 * half or (table - expected).abs().max() > _TABLE_TOLERANCE:
-            raise _refuse("the table of its rotary embedding does not follow from its frequencies")
+            raise UnsupportedModel("the table of its rotary embedding does not follow from its frequencies")
     return Rope(
         inv_freq=frequencies,
         attention_scaling=scaling,
@@ -95,12 +112,17 @@ def check_pool(model_runner: Any) -> None:
 
     pool = model_runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        raise _refuse(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
+        raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     if type(model_runner.req_to_token_pool) is not ReqToTokenPool:
-        raise _refuse(f"its rows are kept in a {type(model_runner.req_to_token_pool).__name__}")
+        raise UnsupportedModel(f"its rows are kept in a {type(model_runner.req_to_token_pool).__name__}")
     key = pool.get_key_buffer(0)
     if key.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise _refuse(f"its KV pool holds {key.dtype}")
+        raise UnsupportedModel(f"its KV pool holds {key.dtype}")
+
+
+def attention_layers(model: torch.nn.Module) -> list[Any]:
+    """The RadixAttention modules with rotary embeddings, by layer number. Raises as `read_shape`."""
+    return [attention for attention, _ in _attention_layers(model)]
 
 
 def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
@@ -114,10 +136,10 @@ def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
             continue
         rotary = getattr(module, "rotary_emb", None)
         if rotary is None:
-            raise _refuse(f"its attention layer {attention.layer_id} has no rotary embedding beside it")
+            raise UnsupportedModel(f"its attention layer {attention.layer_id} has no rotary embedding beside it")
         pairs.append((attention, rotary))
     if not pairs:
-        raise _refuse("it has no attention layers that SGLang keeps KV for")
+        raise UnsupportedModel("it has no attention layers that SGLang keeps KV for")
     return sorted(pairs, key=lambda pair: pair[0].layer_id)
 
 
@@ -134,7 +156,7 @@ def _check_attention(attention: Any) -> None:
     )
     for applies, reason in reasons:
         if applies:
-            raise _refuse(f"its attention layer {attention.layer_id} {reason}")
+            raise UnsupportedModel(f"its attention layer {attention.layer_id} {reason}")
 
 
 def _same_rope(one: Rope, other: Rope) -> bool:
@@ -142,11 +164,4 @@ def _same_rope(one: Rope, other: Rope) -> bool:
         torch.equal(one.inv_freq, other.inv_freq)
         and one.attention_scaling == other.attention_scaling
         and one.style == other.style
-    )
-
-
-def _refuse(reason: str) -> TriAttentionError:
-    return TriAttentionError(
-        f"The served model does not work with --enable-triattention, because {reason}: start without "
-        "--enable-triattention."
     )

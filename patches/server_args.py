@@ -16,11 +16,21 @@ from sglang_triattn.patches.hooks import Hook
 
 _CONFIG = "_triattention"
 _FROM_CLI = "_triattention_from_cli"
+_CALIBRATION = "_triattention_calibration"
 
 
 def config_of(server_args: Any) -> Config | None:
     """The Config that this record of settings carries, or None where compression is off."""
     return getattr(server_args, _CONFIG, None)
+
+
+def calibration_of(server_args: Any) -> Any:
+    """What `calibration_launch` asks the schedulers of this record to measure, or None where they serve."""
+    return getattr(server_args, _CALIBRATION, None)
+
+
+def ask_for_calibration(server_args: Any, request: Any) -> None:
+    setattr(server_args, _CALIBRATION, request)
 
 
 def refuse(server_args: Any, error: TriAttentionError) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_triattn import calibrate_command, stats_command
 from sglang_triattn.errors import TriAttentionError
 
 USER_ERROR = 2
@@ -16,16 +17,27 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, 2 for a user's mistake, 130 when interrupted."""
-    arguments = _parser().parse_args(argv)
+    words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if server_args and arguments.run is not calibrate_command.run:
+        parser.error(f"unrecognized arguments: -- {' '.join(server_args)}")
+    arguments.server_args = server_args
     try:
         arguments.run(arguments)
     except TriAttentionError as error:
         print(f"sglang-triattn: {error}", file=sys.stderr)
         return USER_ERROR
-    except KeyboardInterrupt:
-        print("sglang-triattn: interrupted, no file was written", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print(f"sglang-triattn: interrupted, {str(interruption) or 'no file was written'}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is for this command, and what follows `--` for SGLang."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     _add_calibrate(subcommands)
+    _add_stats(subcommands)
     _add_score_case(subcommands)
     return parser
 
@@ -42,51 +55,20 @@ def _add_calibrate(subcommands) -> None:
     parser = subcommands.add_parser(
         "calibrate",
         help="measure a model's query statistics",
-        description="Measures the query statistics of a model on a text file, for --triattention-stats.",
+        usage="sglang-triattn calibrate --model M (--data FILE | --self N) ... --out FILE [options] [-- SERVER_ARGS]",
+        description="Measures the query statistics of a model on texts, for --triattention-stats. A run that was "
+        "stopped goes on when the same command is given again.",
     )
-    parser.add_argument("--model", required=True, help="model folder or Hugging Face name")
-    parser.add_argument("--data", required=True, help="UTF-8 text file, best of the kind the model will serve")
-    parser.add_argument("--out", required=True, help="statistics file to write (.safetensors)")
-    parser.add_argument("--max-tokens", type=int, default=32768, help="tokens of the text to use (%(default)s)")
-    parser.add_argument("--window", type=int, default=2048, help="tokens per forward pass (%(default)s)")
-    parser.add_argument("--device", help="torch device (cuda if there is one, else cpu)")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="what to compute in (the checkpoint's dtype on cuda, float32 on cpu)",
+    calibrate_command.add_options(parser)
+
+
+def _add_stats(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "stats",
+        help="show what a statistics file holds",
+        description="Prints what a statistics file holds and draws how concentrated the queries of each head are.",
     )
-    parser.set_defaults(run=_calibrate)
-
-
-def _calibrate(arguments: argparse.Namespace) -> None:
-    out = Path(arguments.out)
-    # Before the long part, not after it.
-    if out.suffix != ".safetensors":
-        raise TriAttentionError(f"--out is {out}, but its name must end in .safetensors.")
-    if not out.parent.is_dir():
-        raise TriAttentionError(f"--out is {out}, but its folder does not exist: create it first.")
-
-    import torch
-
-    from sglang_triattn.calibrate import calibrate
-    from sglang_triattn.stats import save_stats
-
-    try:
-        stats = calibrate(
-            arguments.model,
-            arguments.data,
-            max_tokens=arguments.max_tokens,
-            window=arguments.window,
-            device=arguments.device,
-            dtype=arguments.dtype,
-        )
-        save_stats(stats, out)
-    except torch.OutOfMemoryError as error:
-        raise TriAttentionError(
-            "The device ran out of memory: use a smaller --window, --dtype bfloat16 or --device cpu."
-        ) from error
-    layers, heads, _ = stats.mean.shape
-    print(f"wrote {out}: {layers} layers of {heads} query heads, {stats.token_count} tokens")
+    stats_command.add_options(parser)
 
 
 def _add_score_case(subcommands) -> None:

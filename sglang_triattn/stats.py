@@ -9,15 +9,14 @@ import math
 import os
 import pickle
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.files import write_safetensors
 from sglang_triattn.rope import Rope
 
 FORMAT = "sglang-triattn-stats"
@@ -91,22 +90,10 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
             "style": stats.rope.style,
         }
     metadata = {name: str(value) for name, value in fields.items() if value is not None}
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        os.close(handle)
-        save_file(tensors, temporary, metadata)
-        # mkstemp makes files private; the umask decides for files that are meant to be shared.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-        temporary = None
+        write_safetensors(path, tensors, metadata)
     except (OSError, SafetensorError) as error:
         raise StatsError(f"Cannot write statistics to {path}: {_reason(error)}.") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def load_stats(path: str | os.PathLike) -> QueryStats:
@@ -159,6 +146,16 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     if shape.fingerprint is not None:
         _same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
     return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
+
+
+def concentration(stats: QueryStats) -> torch.Tensor:
+    """[L, H_q] float64 between 0 and 1: how alike the pre-RoPE queries of each head are.
+
+    It is the sum over frequencies of |mean q| by that of mean |q|, so that frequencies count by their size. At 1 all
+    queries are the same, and the score of a key is exact.
+    """
+    absolute = stats.abs_mean.double().sum(-1)
+    return stats.mean.to(torch.complex128).abs().sum(-1) / absolute.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def _same(stats: QueryStats, name: str, stored, served) -> None:

@@ -119,7 +119,7 @@ def test_transformers_is_left_as_it_was(tmp_path, monkeypatch):
     make_text(tmp_path / "text", 300)
     calibrate(folder, str(tmp_path / "text"), device="cpu", progress=False)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
-    monkeypatch.setattr("sglang_triattn.calibrate.unrotate", lambda *arguments: 1 / 0)
+    monkeypatch.setattr("sglang_triattn.query_sums.unrotate", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrate(folder, str(tmp_path / "text"), device="cpu", progress=False)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
@@ -192,7 +192,7 @@ def test_nan_queries_are_refused(tmp_path):
     model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(folder)
     make_text(tmp_path / "text", 300)
-    with pytest.raises(CalibrationError, match="NaN or infinite queries with dtype float32"):
+    with pytest.raises(CalibrationError, match="NaN or infinite queries"):
         calibrate(str(folder), str(tmp_path / "text"), device="cpu", progress=False)
 
 
@@ -200,10 +200,10 @@ def test_nan_queries_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"model_path": "no/such-model"}, "Model no/such-model cannot be loaded"),
-        ({"data_path": "none.txt"}, "cannot be read"),
-        ({"data_path": "."}, "cannot be read"),
-        ({"data_path": "short"}, "too short: 255 tokens, but at least 256"),
-        ({"data_path": "binary"}, "not UTF-8"),
+        ({"data": "none.txt"}, "cannot be read"),
+        ({"data": "."}, "cannot be read"),
+        ({"data": "short"}, "too short: 255 tokens, but at least 256"),
+        ({"data": "binary"}, "not UTF-8"),
         ({"max_tokens": 255}, "at least 256 tokens"),
         ({"window": 1}, "windows of at least 16"),
         ({"device": "abacus"}, "Device 'abacus' does not exist"),
@@ -218,7 +218,7 @@ def test_mistakes_are_explained_in_one_sentence(tmp_path, monkeypatch, options, 
     make_text(tmp_path / "text", 300)
     make_text(tmp_path / "short", 255)
     (tmp_path / "binary").write_bytes(bytes(range(256)))
-    arguments = {"model_path": "model", "data_path": "text", "device": "cpu", "progress": False} | options
+    arguments = {"model_path": "model", "data": "text", "device": "cpu", "progress": False} | options
     with pytest.raises(CalibrationError, match=message) as error:
         calibrate(**arguments)
     assert "\n" not in str(error.value)

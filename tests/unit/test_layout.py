@@ -12,6 +12,8 @@ FORBIDDEN = {
     "sglang_triattn": ("sglang.", "triton", "sglang_triattn.patches"),
     "patches": ("triton",),
 }
+# The one command that starts the engine, and the one function that it may know of it.
+ALLOWED = {"calibrate_command.py": "sglang_triattn.patches.calibration_launch.calibrate_with_engine"}
 
 
 def imports(path: Path) -> set[str]:
@@ -35,6 +37,9 @@ def test_dependencies_point_one_way(folder):
         own = "sglang_triattn.kernels" if folder == "kernels" else None
         for name in imports(path):
             if own and name.startswith(own):
+                continue
+            # `from a.b import c` is found as a.b and as a.b.c.
+            if folder == "sglang_triattn" and ALLOWED.get(path.name, "").startswith(name):
                 continue
             assert not (name + ".").startswith(FORBIDDEN[folder]), f"{path.name} imports {name}"
 

@@ -67,7 +67,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         Path(arguments[1]).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sglang_triattn.stats.save_file", fail)
+    monkeypatch.setattr("sglang_triattn.files.save_file", fail)
     with pytest.raises(StatsError, match="No space left") as error:
         save_stats(stats(), path)
     assert_one_sentence(error.value)
@@ -75,7 +75,7 @@ def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sglang_triattn.stats.save_file", interrupt)
+    monkeypatch.setattr("sglang_triattn.files.save_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save_stats(stats(), path)
     assert path.read_bytes() == before

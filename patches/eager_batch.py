@@ -1,0 +1,115 @@
+"""Forward passes of one's own inside a scheduler: eager, on rows and slots of its pools, which all come back.
+
+SGLang parts: `Req` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py), `ForwardBatch`
+(sglang/srt/model_executor/forward_batch_info.py), `ModelRunner`, `release_kv_cache` (sglang/srt/mem_cache/common.py).
+The way of a request here is that of SGLang's own profiling requests (managers/scheduler_components/
+dynamic_chunk_sizer.py): matched, locked, allocated, and released without entering the tree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Keeps the requests out of every prefix that the tree may hold.
+_NAMESPACE = "sglang-triattn"
+
+
+@contextmanager
+def eager(model_runner: Any) -> Iterator[None]:
+    """While open, `model_runner` replays no captured graph, so that every module's own forward runs."""
+    kept = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
+    model_runner.decode_cuda_graph_runner = model_runner.prefill_cuda_graph_runner = None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner = kept
+
+
+class EagerBatch:
+    """Requests that are prefilled together and then decode in step. Close it, whatever happens."""
+
+    def __init__(self, scheduler: Any, texts: Sequence[Sequence[int]]) -> None:
+        """texts: token ids of each request; together they must fit into the pools."""
+        self._scheduler = scheduler
+        self._requests = [_request(scheduler, index, ids) for index, ids in enumerate(texts)]
+        self._batch: Any = None
+
+    def prefill(self) -> torch.Tensor:
+        """Logits [requests, vocabulary] of each text's next token, on the model's device."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+        scheduler = self._scheduler
+        for request in self._requests:
+            request.init_next_round_input(scheduler.tree_cache)
+            request.lock = scheduler.tree_cache.lock(request.last_node)
+            request.extend_end = len(request.full_untruncated_fill_ids)
+        self._batch = ScheduleBatch.init_new(
+            list(self._requests),
+            scheduler.req_to_token_pool,
+            scheduler.token_to_kv_pool_allocator,
+            scheduler.tree_cache,
+            scheduler.model_config,
+            False,
+            scheduler.spec_algorithm,
+        )
+        self._batch.prepare_for_extend()
+        self._batch.input_ids = self._batch.prefill_input_ids_cpu.to(self._batch.device)
+        self._batch.prefill_input_ids_cpu = None
+        return self._forward()
+
+    def decode(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits [requests, vocabulary] after one more token of each request that is left."""
+        self._batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=self._batch.device)
+        self._batch.prepare_for_decode()
+        return self._forward()
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Releases all requests but those at `indices` of the ones left."""
+        for index, request in enumerate(self._requests):
+            if index not in indices:
+                self._release(request)
+        self._requests = [self._requests[index] for index in indices]
+        self._batch.filter_batch(keep_indices=list(indices))
+
+    def close(self) -> None:
+        """Gives back every row and slot that is still held."""
+        for request in self._requests:
+            self._release(request)
+        self._requests = []
+
+    def _forward(self) -> torch.Tensor:
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+        runner = self._scheduler.tp_worker.model_runner
+        forward = ForwardBatch.init_new(self._batch, runner, return_hidden_states_before_norm=False)
+        return runner.forward(forward).logits_output.next_token_logits
+
+    def _release(self, request: Any) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        if request.kv.holds_kv:
+            release_kv_cache(request, self._scheduler.tree_cache, checkpoint=False)
+        elif request.lock is not None:
+            self._scheduler.tree_cache.unlock(request.lock)
+            request.lock = None
+
+
+def _request(scheduler: Any, index: int, ids: Sequence[int]) -> Any:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return Req(
+        rid=f"{_NAMESPACE}-{index}",
+        origin_input_text="",
+        origin_input_ids=array("q", ids),
+        # Tokens are chosen by the caller; this only has to be valid.
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+        vocab_size=scheduler.model_config.vocab_size,
+        extra_key=_NAMESPACE,
+    )

@@ -1,0 +1,36 @@
+"""Files that appear complete or not at all."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Replaces `path` in one step by a safetensors file; its mode follows the umask.
+
+    Raises OSError or SafetensorError if it cannot be written; then `path` is as it was.
+    """
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        os.close(handle)
+        save_file(dict(tensors), temporary, dict(metadata))
+        # mkstemp makes files private; the umask decides for files that are meant to be shared.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+        temporary = None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Removes what a killed `write_safetensors` of `path` left beside it."""
+    for leftover in path.parent.glob(f"{path.name}*.tmp"):
+        leftover.unlink(missing_ok=True)

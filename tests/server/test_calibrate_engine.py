@@ -1,0 +1,203 @@
+"""`sglang-triattn calibrate --engine sglang` on a real engine, against the same calibration with transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launches import Ended, run_python
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sglang_triattn.calibrate import calibrate, run_job
+from sglang_triattn.calibration_job import CalibrationJob
+from sglang_triattn.stats import QueryStats, load_stats
+
+import harness
+import probe
+from server import running_server, session_members
+
+COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
+SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
+TEMPLATE = "{% for m in messages %}w{{ loop.index }} {{ m.role }} {{ m.content }} {% endfor %}"
+MANY_TOKENS = 50_000
+END = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tiny, tmp_path_factory) -> Path:
+    """The tiny model with a tokenizer of words, a long text, and chats."""
+    folder = tmp_path_factory.mktemp("calibrate")
+    shutil.copytree(tiny.path, folder / "model")
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
+    vocabulary |= {f"w{index}": index for index in range(3, harness.VOCABULARY)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder / "model")
+    draw = random.Random(0)
+
+    def text(length: int) -> str:
+        return " ".join(f"w{draw.randrange(3, harness.VOCABULARY)}" for _ in range(length))
+
+    (folder / "text.txt").write_text(text(MANY_TOKENS))
+    (folder / "short.txt").write_text(text(600))
+    chats = [{"messages": [{"role": "user", "content": text(90)}, {"role": "assistant", "content": text(200)}]}]
+    chats += [[{"from": "human", "value": text(40)}, {"from": "gpt", "value": text(80)}]]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    return folder
+
+
+def arguments(folder: Path, out: str, *options: str) -> list[str]:
+    words = ["calibrate", "--engine", "sglang", "--model", str(folder / "model"), "--out", str(folder / out)]
+    return [*words, "--device", "cpu", *options]
+
+
+def run(folder: Path, out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
+    return run_python(COMMAND, *arguments(folder, out, *options), env={**harness.STRICT, **(env or {})})
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def assert_agree(one: QueryStats, other: QueryStats) -> None:
+    assert (one.token_count, one.num_kv_heads, one.head_dim) == (other.token_count, other.num_kv_heads, other.head_dim)
+    assert one.fingerprint == other.fingerprint
+    for name in ("mean", "abs_mean"):
+        far = difference(getattr(one, name), getattr(other, name))
+        print(f"{name} differs by {far:.2e}")
+        assert far < 1e-2
+    assert difference(one.mean, other.mean.roll(1, dims=1)) > 0.1, "the heads are all alike, so nothing was compared"
+
+
+def test_interrupted_calibration_goes_on_and_agrees_with_transformers(folder):
+    """Prevents processes or half-written files after Ctrl-C, lost or doubled texts, and queries un-rotated wrongly."""
+    files = ["--data", str(folder / "chats.jsonl"), "--data", str(folder / "text.txt")]
+    options = [*files, "--max-tokens", str(MANY_TOKENS), "--window", "1024", *SERVER]
+    command = [sys.executable, COMMAND, *arguments(folder, "s.safetensors", *options)]
+    before = set(folder.iterdir())
+    environment = {**os.environ, **harness.STRICT, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    partial = folder / "s.partial.safetensors"
+    while not partial.exists() and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors[-3000:]
+    assert errors.endswith(f"sglang-triattn: interrupted, the same command goes on from {partial}\n")
+    assert "Traceback" not in errors
+    assert session_members(process.pid) == []
+    assert set(folder.iterdir()) - before == {partial}
+    with safe_open(partial, framework="pt") as file:
+        assert 0 < int(file.metadata()["count"]) < MANY_TOKENS
+
+    ended = run(folder, "s.safetensors", *options)
+    assert ended.code == 0, ended.output[-3000:]
+    assert "going on after" in ended.output
+    assert set(folder.iterdir()) - before == {folder / "s.safetensors"}
+    paths = [str(folder / "chats.jsonl"), str(folder / "text.txt")]
+    expected = calibrate(str(folder / "model"), paths, max_tokens=MANY_TOKENS, window=1024, device="cpu")
+    assert_agree(load_stats(folder / "s.safetensors"), expected)
+
+
+def test_tensor_parallel_ranks_measure_their_own_heads(folder):
+    """Prevents heads that are lost, doubled or out of order when they are split over ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    options = ["--data", str(folder / "short.txt"), "--data", str(folder / "chats.jsonl"), *SERVER, "--tp", "2"]
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    ended = run(folder, "tp.safetensors", *options, env=binding)
+    assert ended.code == 0, ended.output[-3000:]
+    expected = calibrate(str(folder / "model"), [str(folder / "short.txt"), str(folder / "chats.jsonl")], device="cpu")
+    assert_agree(load_stats(folder / "tp.safetensors"), expected)
+
+
+# Measures traces and windows before the server serves, and tells what the traces were.
+_SERVING = """
+import os
+from pathlib import Path
+from sglang_triattn.calibration_job import CalibrationJob
+
+def calibrate_first(_, scheduler, *rest, **more):
+    from sglang_triattn.patches.calibration import calibrate_scheduler, _Run
+    from sglang_triattn.stats import save_stats
+    job = CalibrationJob(windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150)
+    choose, chosen = _Run._choose, []
+    _Run._choose = lambda self, *a: chosen.append(choose(self, *a)) or chosen[-1]
+    stats = calibrate_scheduler(scheduler, job)
+    Path(os.environ["CHOSEN"]).write_text(repr(chosen))
+    save_stats(stats, os.environ["MEASURED"])
+
+def activate():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.__init__", calibrate_first, HookType.AFTER)
+"""
+
+
+def test_scheduler_serves_after_calibration(tiny, tmp_path):
+    """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
+    probe.install(tmp_path)
+    (tmp_path / "probe.py").write_text(_SERVING)
+    chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
+    env = {**harness.STRICT, "PYTHONPATH": harness.python_path(tmp_path)}
+    env |= {"CHOSEN": str(chosen), "MEASURED": str(measured)}
+    log = tmp_path / "log"
+    arguments = [*harness.plain_args(), "--page-size", "16"]
+    with running_server(tiny.path, arguments, env=env, log_path=log) as server:
+        client = harness.Client(server)
+        client.generate_all([harness.prompt(seed, 40) for seed in range(4)], 60)
+        client.flush()
+        client.assert_alive()
+    steps = json.loads(chosen.read_text())
+    traces = [[5, 6, 7], [8, 9]]
+    alive = traces
+    for tokens in steps:
+        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != END]
+        for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
+            trace.append(token)
+    # The same texts once more, each in one pass.
+    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))
+    expected = run_job(str(tiny.path), again, device="cpu", dtype="float32", progress=False)
+    assert expected.token_count > 400
+    assert_agree(load_stats(measured), expected)
+
+
+def test_model_is_calibrated_on_its_own_traces(folder):
+    """Prevents --self from needing a text, and from measuring prompts alone."""
+    ended = run(folder, "self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
+    assert ended.code == 0, ended.output[-3000:]
+    stats = load_stats(folder / "self.safetensors")
+    assert stats.token_count > 300
+    assert not (folder / "self.partial.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
+        (["--", "--enable-triattention", "--triattention-stats", "x"], "has no place in a calibration"),
+    ],
+    ids=["pp", "compressed"],
+)
+def test_what_cannot_be_calibrated_is_refused(folder, options, words):
+    """Prevents a traceback, or a long start, for a user's mistake."""
+    ended = run(folder, "r.safetensors", "--data", str(folder / "text.txt"), *options)
+    assert ended.code == 2, ended.output[-3000:]
+    assert words in ended.output
+    assert ended.output.rstrip().splitlines()[-1].startswith("sglang-triattn: ")
+    assert "Traceback" not in ended.output
+    assert not (folder / "r.safetensors").exists()
