@@ -98,11 +98,12 @@ class Scorer:
         columns, longest, limit: see `ScratchPlan`; they decide how much device memory is held and how much is scored
             in one launch. The twin holds nothing and takes no notice of them.
         selection, aggregation: as for `select_naive` and `score_naive`.
+        memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
         kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
 
     A layer's k_scale is not asked for: it scales all scores of the layer, which no selection notices.
 
-    Raises ValueError if the kernels cannot read the pool.
+    Raises ValueError if the kernels cannot read the pool, or `memory` is too small.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Scorer:
         limit: int = LIMIT_BYTES,
         selection: str = "union",
         aggregation: str = "mean",
+        memory: torch.Tensor | None = None,
         kernels: bool | None = None,
     ) -> None:
         self._k_buffers, self._tables = k_buffers, tables
@@ -129,7 +131,12 @@ class Scorer:
                 layers, q_heads, tables.num_kv_heads, frequencies, columns, longest, limit,
                 selection=selection, aggregation=aggregation,
             )  # fmt: skip
-            self._memory = torch.empty(self.plan.bytes() // 4, dtype=torch.float32, device=k_buffers[0].device)
+            count = self.plan.bytes() // 4
+            if memory is None:
+                memory = torch.empty(count, dtype=torch.float32, device=k_buffers[0].device)
+            if memory.numel() < count:
+                raise ValueError(f"the plan needs {count} numbers of memory, got {memory.numel()}")
+            self._memory = memory
 
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int

@@ -45,7 +45,7 @@ def calibrate_scheduler(
     runner = scheduler.tp_worker.model_runner
     try:
         shape = read_shape(runner)
-        layers = attention_layers(runner.model)
+        layers = [attention for attention, _ in attention_layers(runner.model)]
     except UnsupportedModel as error:
         path = runner.model_config.model_path
         raise CalibrationError(
@@ -194,12 +194,21 @@ def _free(scheduler: Any) -> tuple[int, int]:
     return scheduler.token_to_kv_pool_allocator.available_size(), scheduler.req_to_token_pool.available_size()
 
 
-def _check_room(scheduler: Any, job: CalibrationJob) -> None:
-    """Raises CalibrationError unless every unit fits into the pools and the model's context."""
-    room = {
+def room_of(scheduler: Any) -> int:
+    """Tokens that a window, or a prompt and its trace, may have in `scheduler`."""
+    return min(*_room(scheduler).values(), _chunk(scheduler))
+
+
+def _room(scheduler: Any) -> dict[str, int]:
+    return {
         "the KV pool": scheduler.max_total_num_tokens - scheduler.page_size,
         "the context length": scheduler.model_config.context_len,
     }
+
+
+def _check_room(scheduler: Any, job: CalibrationJob) -> None:
+    """Raises CalibrationError unless every unit fits into the pools and the model's context."""
+    room = _room(scheduler)
     place, limit = min((room | {"a prefill chunk": _chunk(scheduler)}).items(), key=lambda item: item[1])
     window = max(map(len, job.windows), default=0)
     if window > limit:

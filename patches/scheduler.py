@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
+
+import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
@@ -13,10 +16,10 @@ from sglang_triattn.patches import handshake, positions, reporting, requests
 from sglang_triattn.patches.compressor import Compressor, kv_buffers
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
-from sglang_triattn.patches.scratch import Scratch
+from sglang_triattn.patches.scratch import Scratch, scored_tokens
 from sglang_triattn.patches.served_model import check_pool, read_shape
+from sglang_triattn.patches.statistics import find_stats
 from sglang_triattn.rounds import Totals
-from sglang_triattn.stats import check_stats, load_stats
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +58,14 @@ class Compression:
     def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         try:
             check_in_place(self._hooks)
-            self.compressor = build_compressor(scheduler, self.config)
+            self.compressor = build_compressor(scheduler, self.config, self._scratch.memory)
             self.refusal = None
         except TriAttentionError as error:
             self.refusal = str(error)
             return
         if scheduler.metrics_collector is not None:
             self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
-        logger.info("TriAttention is active: %s", self.config)
+        logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
         if self.compressor is None or not running_batch.reqs:
@@ -75,18 +78,21 @@ class Compression:
         return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
     def _read(self) -> tuple[Config, Totals] | None:
-        return None if self.compressor is None else (self.config, self.compressor.totals)
+        return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
 
-def build_compressor(scheduler: Any, config: Config) -> Compressor:
-    """A compressor for a fully built scheduler.
+def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None) -> Compressor:
+    """A compressor for a fully built scheduler; its config names the statistics in use.
+
+    Args:
+        memory: scratch for the scorer, see `Scratch`.
 
     Raises:
         TriAttentionError: the model, its KV pool or its statistics do not allow compression.
     """
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
-    stats = check_stats(load_stats(config.stats), read_shape(runner))
+    stats = find_stats(scheduler, config.stats, read_shape(runner))
     tables = build_tables(
         stats.mean,
         stats.abs_mean,
@@ -97,11 +103,14 @@ def build_compressor(scheduler: Any, config: Config) -> Compressor:
         runner.device,
     )
     k_buffers, _ = kv_buffers(runner.token_to_kv_pool)
+    columns, longest = scored_tokens(config, runner.model_config)
     scorer = Scorer(
         k_buffers,
         tables,
-        columns=config.budget + config.interval,
+        columns=columns,
+        longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
+        memory=memory,
     )
-    return Compressor(scheduler, config, scorer)
+    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer)

@@ -15,7 +15,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import ScratchPlan
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.served_model import attention_layers
+from sglang_triattn.patches.served_model import attention_layers, read_rope
 
 
 class Scratch:
@@ -51,12 +51,23 @@ def plan_scratch(configurator: Any, config: Config) -> ScratchPlan:
         TriAttentionError: its attention layers are of a kind that cannot be scored.
     """
     layers = attention_layers(configurator.model)
-    attention, _ = layers[0]
+    attention, rotary = layers[0]
+    columns, longest = scored_tokens(config, configurator.model_config)
     return ScratchPlan(
         layers=len(layers),
         q_heads=attention.tp_q_head_num,
         kv_heads=attention.tp_k_head_num,
-        columns=config.budget + config.interval,
-        longest=configurator.model_config.context_len,
+        frequencies=read_rope(rotary).inv_freq.numel(),
+        columns=columns,
+        longest=longest,
         selection=config.selection,
+        aggregation=config.aggregation,
     )
+
+
+def scored_tokens(config: Config, model_config: Any) -> tuple[int, int]:
+    """Private tokens of a request at a round: as a rule, and at most.
+
+    More than the rule comes with output that was prefilled again after a retraction.
+    """
+    return config.budget + config.interval, max(config.budget + config.interval, model_config.context_len)

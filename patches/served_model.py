@@ -120,13 +120,12 @@ def check_pool(model_runner: Any) -> None:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
 
 
-def attention_layers(model: torch.nn.Module) -> list[Any]:
-    """The RadixAttention modules with rotary embeddings, by layer number. Raises as `read_shape`."""
-    return [attention for attention, _ in _attention_layers(model)]
-
-
 def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """(attention, rotary embedding) of every layer, by layer number."""
+    """(RadixAttention, rotary embedding) of every layer, by layer number.
+
+    Raises:
+        UnsupportedModel: there are none, or one has no rotary embedding.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     pairs = []

@@ -98,6 +98,7 @@ class Simulation:
                 self.pool.k_buffer,
                 build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
                 columns=CONTEXT,
+                longest=CONTEXT,
                 selection=self.config.selection,
             ),
         )

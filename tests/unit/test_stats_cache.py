@@ -67,7 +67,7 @@ def test_a_full_disk_is_survived(monkeypatch, caplog):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("sglang_triattn.stats.save_file", full)
+    monkeypatch.setattr("sglang_triattn.files.save_file", full)
     assert keep_stats(stats()) is None
     assert "No space left" in caplog.text
     assert list(cached_path("f" * 32).parent.iterdir()) == []
