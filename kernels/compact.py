@@ -32,33 +32,31 @@ def needs_order(recent: int, interval: int) -> bool:
     return recent > interval
 
 
-def remap_naive(slots: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """Orders each request's private slots: kept ones first, then evicted ones, both in row order.
 
     Args:
-        slots: [R, N] int64, private slots of each request, right-padded with anything.
+        slots: [R, N] int32 or int64, private slots of each request, right-padded with anything.
         kept: [R, keep] int64, ascending indices into the private tokens.
-        lengths: [R] int64, private tokens of each request.
 
     Returns:
-        [R, N] int64: columns [0, keep) are the kept slots, [keep, lengths[r]) the evicted ones, the rest padding.
+        [R, N] as `slots`: columns [0, keep) are the kept slots, [keep, length) the evicted ones, the rest padding.
     """
-    column = torch.arange(slots.shape[1], device=slots.device)
-    group = torch.where(column < lengths[:, None], 1, 2)
-    group.scatter_(1, kept, 0)
-    return slots.gather(1, group.argsort(dim=1, stable=True))
+    stays = torch.zeros_like(slots, dtype=torch.bool).scatter_(1, kept, True)
+    place = torch.where(stays, stays.cumsum(1), kept.shape[1] + (~stays).cumsum(1)) - 1
+    return torch.empty_like(slots).scatter_(1, place, slots)
 
 
 def list_moves(slots: torch.Tensor, kept: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The copies that bring each kept set to the front of its request's private slots.
 
     Args:
-        slots: [R, N] int64, private slots of each request in row order, right-padded.
+        slots: [R, N] int32 or int64, private slots of each request in row order, right-padded.
         kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64.
         strategy: "slide" or "fill".
 
     Returns:
-        sources, targets: [R, ..., M] int64 slots, dims as of `kept`; equal slots are no move. M is `keep` for "slide"
+        sources, targets: [R, ..., M] slots, dims as of `kept`; equal slots are no move. M is `keep` for "slide"
         and min(keep, N - keep) for "fill". No slot is the target of two moves; for "fill" no target is a source, for
         "slide" the source of move m is no target of a move before m.
 
@@ -100,6 +98,7 @@ def move_naive(buffers: Sequence[torch.Tensor], sources: torch.Tensor, targets: 
         content = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer
         per_layer = sources.ndim == 4
         source, target = (sources[:, layer], targets[:, layer]) if per_layer else (sources, targets)
+        source, target = source.long(), target.long()
         moving = source != target
         if source.ndim == 2:
             content.index_copy_(0, target[moving], content.index_select(0, source[moving]))

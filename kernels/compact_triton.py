@@ -97,8 +97,8 @@ def move_kernel(
     o_w = tl.arange(0, WORDS)
     for start in range(i_p * BLOCK, moves, BLOCK * tl.num_programs(1)):
         o_m = start + tl.arange(0, BLOCK)
-        b_source = tl.load(sources + i_set * moves + o_m, mask=o_m < moves, other=0)
-        b_target = tl.load(targets + i_set * moves + o_m, mask=o_m < moves, other=0)
+        b_source = tl.load(sources + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
+        b_target = tl.load(targets + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
         m_row = (b_source != b_target)[:, None] & (o_w < words)[None, :]
         b_row = tl.load(p_pool + b_source[:, None] * stride_slot + o_w[None, :], mask=m_row)
         if ORDERED:

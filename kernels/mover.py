@@ -43,7 +43,7 @@ class Mover:
         """Copies K and V of all layers in place; the host never waits.
 
         Args:
-            slots: [R, N] int64, private slots of each request in row order, right-padded with valid slots.
+            slots: [R, N] int32 or int64, private slots of each request in row order, right-padded with valid slots.
             kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64, ascending indices into them.
         """
         sources, targets = list_moves(slots, kept, self.strategy)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import needs_order, remap_naive
+from sglang_triattn.kernels.compact import needs_order, remap
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.select import SHARED
@@ -95,7 +95,7 @@ class Compressor:
         """A copy of the due rows' private parts, made on the schedule stream.
 
         Returns:
-            slots [R, N] int64, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
+            slots [R, N] int32, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
             first private position, private length, next position.
         """
         facts = self._to_device(
@@ -109,7 +109,7 @@ class Compressor:
         row, frozen, length, _ = facts.unsqueeze(-1)
         longest = max(plan.private_length for plan in plans)
         column = torch.arange(longest, device=self._rows.device)
-        slots = self._rows[row, frozen + column.minimum(length - 1)].long()
+        slots = self._rows[row, frozen + column.minimum(length - 1)]
         return slots, facts
 
     def _keep(self, slots: torch.Tensor, facts: torch.Tensor, keep: int) -> torch.Tensor:
@@ -120,13 +120,13 @@ class Compressor:
     def _remap(self, plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""
         with self._on_forward_stream(slots, facts):
-            ordered = remap_naive(slots, self._keep(slots, facts, keep), facts[2])
+            ordered = remap(slots, self._keep(slots, facts, keep))
         self._await_forward_stream(ordered)
         row, frozen, _, _ = facts.unsqueeze(-1)
         column = torch.arange(keep, device=self._rows.device)
-        self._rows[row, frozen + column] = ordered[:, :keep].to(self._rows.dtype)
+        self._rows[row, frozen + column] = ordered[:, :keep]
         evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
-        self._allocator.free(torch.cat(evicted))
+        self._allocator.free(torch.cat(evicted).long())
 
     def _move(
         self, requests: Sequence[Any], plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sglang_triattn.kernels.compact import list_moves, move_naive, needs_order, remap_naive
+from sglang_triattn.kernels.compact import list_moves, move_naive, needs_order, remap
 
 LAYERS, HEADS, DIM = 2, 3, 4
 SETS = {"shared": (), "per-head": (HEADS,), "per-layer-head": (LAYERS, HEADS)}
@@ -118,6 +118,6 @@ def test_order_is_needed_only_for_tokens_older_than_an_interval():
 def test_remap_orders_slots():
     """Prevents slots from being lost, doubled or reordered where only the row changes."""
     slots, kept = torch.tensor([[4, 2, 9, 7, 1], [8, 3, 5, -1, -1]]), torch.tensor([[1, 4], [0, 2]])
-    ordered = remap_naive(slots, kept, torch.tensor([5, 3]))
+    ordered = remap(slots, kept)
     assert ordered.tolist()[0] == [2, 1, 4, 9, 7]
     assert ordered.tolist()[1][:3] == [8, 5, 3]
