@@ -71,7 +71,6 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         TriAttentionError: the model, its settings or a text cannot be used, or the engine does not start; the message
             is one sentence.
     """
-    import sglang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -90,7 +89,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     engine = None
     with _children_without_interrupts():
         try:
-            engine = sglang.Engine(server_args=record)
+            engine = _engine_class()(server_args=record)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
             if isinstance(error, TriAttentionError):
                 raise
@@ -175,6 +174,26 @@ def _check(record: Any) -> None:
             f"The model {named(model)} cannot be calibrated, because {reason}: use a decoder-only model with ordinary "
             "multi-head or grouped-query attention."
         )
+
+
+def _engine_class() -> type:
+    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C counts the sooner."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class CalibrationEngine(Engine):
+        init_tokenizer_manager_func = staticmethod(lambda server_args, port_args: (_NoTokenizer(), None))
+
+    return CalibrationEngine
+
+
+class _NoTokenizer:
+    """What Engine sets on a tokenizer manager while it starts."""
+
+    _subprocess_watchdog: Any = None
+    max_req_input_len: int = 0
+
+    def set_startup_time(self, startup_time: Any) -> None:
+        pass
 
 
 def _wait_hook() -> Hook:
