@@ -85,7 +85,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         raise TriAttentionError("--enable-triattention has no place in a calibration: leave it out.")
     _check(record)
     args_patch.ask_for_calibration(record, Request(job, str(out.absolute())))
-    install([_wait_hook()])
+    install(main_hooks())
     engine = None
     with _children_without_interrupts():
         try:
@@ -113,12 +113,16 @@ def scheduler_hooks(request: Request) -> list[Hook]:
 class _Scheduler:
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._refusal: str | None = None
+        self._refusal: str | None = (
+            "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "
+            "without other SGLang plugins."
+        )
         self._made: dict[str, int] = {}
 
     def on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         try:
             self._calibrate(scheduler)
+            self._refusal = None
         except TriAttentionError as error:
             self._refusal = str(error)
         except torch.OutOfMemoryError:
@@ -196,9 +200,10 @@ class _NoTokenizer:
         pass
 
 
-def _wait_hook() -> Hook:
+def main_hooks() -> list[Hook]:
+    """For the main process."""
     target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
-    return Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")
+    return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
 
 
 def _wait(original: Callable, readers: list, processes: list) -> list[dict]:
