@@ -71,7 +71,6 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         TriAttentionError: the model, its settings or a text cannot be used, or the engine does not start; the message
             is one sentence.
     """
-    import sglang
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
@@ -86,11 +85,11 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         raise TriAttentionError("--enable-triattention has no place in a calibration: leave it out.")
     _check(record)
     args_patch.ask_for_calibration(record, Request(job, str(out.absolute())))
-    install([_wait_hook()])
+    install(main_hooks())
     engine = None
     with _children_without_interrupts():
         try:
-            engine = sglang.Engine(server_args=record)
+            engine = _engine_class()(server_args=record)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
             if isinstance(error, TriAttentionError):
                 raise
@@ -114,12 +113,16 @@ def scheduler_hooks(request: Request) -> list[Hook]:
 class _Scheduler:
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._refusal: str | None = None
+        self._refusal: str | None = (
+            "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "
+            "without other SGLang plugins."
+        )
         self._made: dict[str, int] = {}
 
     def on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         try:
             self._calibrate(scheduler)
+            self._refusal = None
         except TriAttentionError as error:
             self._refusal = str(error)
         except torch.OutOfMemoryError:
@@ -177,9 +180,30 @@ def _check(record: Any) -> None:
         )
 
 
-def _wait_hook() -> Hook:
+def _engine_class() -> type:
+    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C counts the sooner."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class CalibrationEngine(Engine):
+        init_tokenizer_manager_func = staticmethod(lambda server_args, port_args: (_NoTokenizer(), None))
+
+    return CalibrationEngine
+
+
+class _NoTokenizer:
+    """What Engine sets on a tokenizer manager while it starts."""
+
+    _subprocess_watchdog: Any = None
+    max_req_input_len: int = 0
+
+    def set_startup_time(self, startup_time: Any) -> None:
+        pass
+
+
+def main_hooks() -> list[Hook]:
+    """For the main process."""
     target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
-    return Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")
+    return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
 
 
 def _wait(original: Callable, readers: list, processes: list) -> list[dict]:

@@ -17,7 +17,7 @@ import torch
 from launches import Ended, run_python
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 
 from sglang_triattn.calibrate import calibrate, run_job
 from sglang_triattn.calibration_job import CalibrationJob
@@ -67,6 +67,15 @@ def arguments(folder: Path, out: str, *options: str) -> list[str]:
 
 def run(folder: Path, out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
     return run_python(COMMAND, *arguments(folder, out, *options), env={**harness.STRICT, **(env or {})})
+
+
+def latent_model(folder: Path) -> Path:
+    """Configuration and tokenizer of a model that caches no keys per head; it is refused before its weights load."""
+    target = folder / "mla"
+    shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": harness.VOCABULARY}
+    DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(target)
+    return target
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -189,12 +198,18 @@ def test_model_is_calibrated_on_its_own_traces(folder):
     ("options", "words"),
     [
         (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
+        (
+            ["--model", "mla"],
+            "mla (DeepseekV3ForCausalLM) cannot be calibrated, because its attention is",
+        ),
         (["--", "--enable-triattention", "--triattention-stats", "x"], "has no place in a calibration"),
     ],
-    ids=["pp", "compressed"],
+    ids=["pp", "mla", "compressed"],
 )
 def test_what_cannot_be_calibrated_is_refused(folder, options, words):
     """Prevents a traceback, or a long start, for a user's mistake."""
+    if "mla" in options:
+        options = ["--model", str(latent_model(folder))]
     ended = run(folder, "r.safetensors", "--data", str(folder / "text.txt"), *options)
     assert ended.code == 2, ended.output[-3000:]
     assert words in ended.output
