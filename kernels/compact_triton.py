@@ -23,6 +23,12 @@ from sglang_triattn.kernels.key_pools import KeyPools
 WORD = 4
 """Bytes of a word."""
 
+ALIGNMENT = 16
+"""Bytes that a head's K or V must be a multiple of, so that copies are wide."""
+
+MAX_WORDS = 256
+"""Of a head: 256 dims in float32."""
+
 WORDS_IN_FLIGHT = 4096
 
 
@@ -35,16 +41,18 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
         sources, targets: from `list_moves`.
         ordered: True for "slide".
 
-    Raises ValueError if a head's bytes are no whole number of words.
+    Raises ValueError if a head's bytes are no multiple of ALIGNMENT or exceed MAX_WORDS.
     """
     requests, moves = sources.shape[0], sources.shape[-1]
     if not moves:
         return
     first = pools.buffers[0]
     width = first.element_size()
-    if first.shape[2] * width % WORD or any(stride * width % WORD for stride in first.stride()[:2]):
-        raise ValueError(f"a head of {first.shape[2]} {first.dtype} is no whole number of {WORD}-byte words")
+    if any(count * width % ALIGNMENT for count in (first.shape[2], *first.stride()[:2])):
+        raise ValueError(f"heads of {first.shape[2]} {first.dtype} are no multiple of {ALIGNMENT} bytes apart")
     heads, words = first.shape[1], first.shape[2] * width // WORD
+    if words > MAX_WORDS:
+        raise ValueError(f"heads of {first.shape[2]} {first.dtype} exceed {MAX_WORDS * WORD} bytes")
     set_layers = sources.shape[1] if sources.ndim == 4 else 1
     set_heads = sources.shape[-2] if sources.ndim > 2 else 1
     settings = move_settings(words, ordered)
@@ -71,7 +79,7 @@ def move_settings(words: int, ordered: bool) -> dict:
     return {"WORDS": padded, "BLOCK": max(1, WORDS_IN_FLIGHT // padded), "ORDERED": ordered, "num_warps": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=list(range(11)))
 def move_kernel(
     addresses,  # [P], a multiple of L
     sources,  # [R, set_layers, set_heads, M]
@@ -93,13 +101,14 @@ def move_kernel(
     i_pool, i_h = i_b // heads, i_b % heads
     # One set may serve all layers, or all heads.
     i_set = (i_r * set_layers + (i_pool % layers) % set_layers) * set_heads + i_h % set_heads
-    p_pool = tl.load(addresses + i_pool).to(tl.pointer_type(tl.int32)) + i_h * stride_head
+    stride_slot, stride_head = tl.multiple_of(stride_slot, 4), tl.multiple_of(stride_head, 4)
+    p_pool = tl.multiple_of(tl.load(addresses + i_pool), 16).to(tl.pointer_type(tl.int32)) + i_h * stride_head
     o_w = tl.arange(0, WORDS)
     for start in range(i_p * BLOCK, moves, BLOCK * tl.num_programs(1)):
         o_m = start + tl.arange(0, BLOCK)
         b_source = tl.load(sources + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
         b_target = tl.load(targets + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
-        m_row = (b_source != b_target)[:, None] & (o_w < words)[None, :]
+        m_row = (b_source != b_target)[:, None] & (o_w < tl.multiple_of(words, 4))[None, :]
         b_row = tl.load(p_pool + b_source[:, None] * stride_slot + o_w[None, :], mask=m_row)
         if ORDERED:
             tl.debug_barrier()

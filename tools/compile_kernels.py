@@ -34,7 +34,7 @@ ARCHITECTURES = (80, 90, 100)
 POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "units": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "scores": "*fp32", "moments": "*fp32", "importance": "*fp32",
-    "kept": "*i64",
+    "kept": "*i64", "sources": "*i32", "targets": "*i32",
 }  # fmt: skip
 FLOATS = ("min_std", "factor", "beyond")
 
@@ -46,6 +46,7 @@ def combinations() -> Iterator[tuple[str, dict]]:
 
 
 def _launches() -> Iterator[tuple[str, dict]]:
+    from sglang_triattn.kernels.compact_triton import ALIGNMENT, MAX_WORDS, WORD, move_settings
     from sglang_triattn.kernels.importance_triton import SCALE_ROWS, importance_settings
     from sglang_triattn.kernels.keep_triton import BLOCK, keep_settings
     from sglang_triattn.kernels.key_pools import KINDS
@@ -62,6 +63,8 @@ def _launches() -> Iterator[tuple[str, dict]]:
         yield "importance_kernel", importance_settings(selection, group)
     for columns in (BLOCK, BLOCK + 1):
         yield "keep_kernel", keep_settings(columns)
+    for words, ordered in itertools.product(range(4, MAX_WORDS + 1, ALIGNMENT // WORD), (False, True)):
+        yield "move_kernel", move_settings(words, ordered)
 
 
 def kernel_named(name: str):
@@ -72,9 +75,9 @@ def jit_functions() -> dict[str, dict]:
     """Per module of kernels, what is compiled in it by name: kernels and the parts they are put together from."""
     from triton import JITFunction
 
-    from sglang_triattn.kernels import importance_triton, keep_triton, score_parts, score_triton
+    from sglang_triattn.kernels import compact_triton, importance_triton, keep_triton, score_parts, score_triton
 
-    modules = (score_triton, importance_triton, keep_triton, score_parts)
+    modules = (score_triton, importance_triton, keep_triton, compact_triton, score_parts)
     return {
         module.__name__: {name: f for name, f in vars(module).items() if isinstance(f, JITFunction)}
         for module in modules

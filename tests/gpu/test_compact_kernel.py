@@ -78,5 +78,5 @@ def test_odd_heads_are_refused(device):
     pools = [torch.zeros(8, 2, 7, dtype=torch.float8_e5m2, device=device) for _ in range(2)]
     slots = torch.arange(8, device=device)[None]
     sources, targets = list_moves(slots, torch.tensor([[1, 2]], device=device), "slide")
-    with pytest.raises(ValueError, match="whole number"):
+    with pytest.raises(ValueError, match="no multiple of 16 bytes"):
         move_triton(key_pools(pools), sources, targets, layers=1, ordered=True)

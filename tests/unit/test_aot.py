@@ -63,7 +63,7 @@ def test_launches_are_specialised_on_nothing_else():
     """Prevents Triton from compiling a launch for its arguments' values: that kernel was never checked."""
     code = """
 import compile_kernels
-for name in ("score_kernel", "scale_kernel", "importance_kernel", "keep_kernel"):
+for name in ("score_kernel", "scale_kernel", "importance_kernel", "keep_kernel", "move_kernel"):
     for parameter in compile_kernels.kernel_named(name).params:
         assert parameter.is_constexpr or parameter.do_not_specialize, (name, parameter.name)
 """
