@@ -66,9 +66,9 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
         moves,
         set_layers,
         set_heads,
-        first.stride(0) * width // WORD,
-        first.stride(1) * width // WORD,
-        words,
+        first.stride(0) * width // ALIGNMENT,
+        first.stride(1) * width // ALIGNMENT,
+        first.shape[2] * width // ALIGNMENT,
         **settings,
     )
 
@@ -91,25 +91,25 @@ def move_kernel(
     set_heads,
     stride_slot,
     stride_head,
-    words,
+    width,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ORDERED: tl.constexpr,
 ):
-    """Grid (P * H_kv, parts, R); strides in words."""
+    """Grid (P * H_kv, parts, R); strides and width of a head in units of 16 bytes."""
     i_b, i_p, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_pool, i_h = i_b // heads, i_b % heads
     # One set may serve all layers, or all heads.
     i_set = (i_r * set_layers + (i_pool % layers) % set_layers) * set_heads + i_h % set_heads
-    stride_slot, stride_head = tl.multiple_of(stride_slot, 4), tl.multiple_of(stride_head, 4)
-    p_pool = tl.multiple_of(tl.load(addresses + i_pool), 16).to(tl.pointer_type(tl.int32)) + i_h * stride_head
+    # Multiples of 4 words that the compiler can see, for copies of 16 bytes.
+    p_pool = tl.multiple_of(tl.load(addresses + i_pool).to(tl.pointer_type(tl.int32)), 16) + i_h * stride_head * 4
     o_w = tl.arange(0, WORDS)
     for start in range(i_p * BLOCK, moves, BLOCK * tl.num_programs(1)):
         o_m = start + tl.arange(0, BLOCK)
         b_source = tl.load(sources + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
         b_target = tl.load(targets + i_set * moves + o_m, mask=o_m < moves, other=0).to(tl.int64)
-        m_row = (b_source != b_target)[:, None] & (o_w < tl.multiple_of(words, 4))[None, :]
-        b_row = tl.load(p_pool + b_source[:, None] * stride_slot + o_w[None, :], mask=m_row)
+        m_row = (b_source != b_target)[:, None] & (o_w < width * 4)[None, :]
+        b_row = tl.load(p_pool + b_source[:, None] * stride_slot * 4 + o_w[None, :], mask=m_row)
         if ORDERED:
             tl.debug_barrier()
-        tl.store(p_pool + b_target[:, None] * stride_slot + o_w[None, :], b_row, mask=m_row)
+        tl.store(p_pool + b_target[:, None] * stride_slot * 4 + o_w[None, :], b_row, mask=m_row)

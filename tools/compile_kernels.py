@@ -4,8 +4,8 @@
 
 Every combination of compile-time arguments that a launch can ask for is compiled; kernels are specialised on nothing
 else. Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again.
-Exits with 1 if a combination does not compile, spills a register, or copies keys in pieces of less than 16 bytes where
-a head's halves are held in one tile and that wide.
+Exits with 1 if a combination does not compile, spills a register, or copies in pieces of less than 16 bytes: K and V
+that move, and keys where a head's halves are held in one tile and that wide.
 """
 
 from __future__ import annotations
@@ -125,17 +125,19 @@ def compile_one(architecture: int, name: str, settings: dict) -> dict:
 
 
 def figures(log: str, ptx: str, shared: int) -> dict:
-    """Registers and spilled bytes that ptxas reports, bytes of shared memory, and the widest key copy in bytes."""
+    """Registers and spilled bytes that ptxas reports, bytes of shared memory, and the widest copy and load in bytes."""
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     used = re.search(r"Used (\d+) registers", log)
     if not spills or not used:
         return {"error": "ptxas reported no registers and spills"}
     widths = {int(width, 16) for width in re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, 0x(\w+)", ptx)}
+    loads = re.findall(r"ld\.global\S*\.v(\d)\.b(\d+)", ptx)
     return {
         "registers": int(used[1]),
         "spilled": sum(map(int, spills)),
         "shared": shared,
         "widest_copy": max(widths, default=0),
+        "widest_load": max((int(n) * int(bits) // 8 for n, bits in loads), default=0),
     }
 
 
@@ -145,6 +147,8 @@ def complaint(name: str, settings: dict, row: dict) -> str | None:
         return row["error"]
     if row["spilled"]:
         return f"{row['spilled']} bytes spilled"
+    if name == "move_kernel" and row["widest_load"] < 16:
+        return f"K and V are copied {row['widest_load']} bytes at a time"
     score = name == "score_kernel" and settings["KIND"] == "bf16" and not settings["MAX"]
     if score and not settings["TILED"] and not settings["INTERLEAVED"] and row["widest_copy"] < 16:
         return f"keys are copied {row['widest_copy']} bytes at a time"

@@ -1,0 +1,114 @@
+"""The flag alone: statistics are measured at the first launch, kept, found at the next, and good enough."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import prepare_model
+import pytest
+import torch
+
+from sglang_triattn.kernels.score import build_tables, score_naive
+from sglang_triattn.kernels.select import SELECTIONS, select_naive
+from sglang_triattn.stats import load_stats
+
+import harness
+from server import device_args, running_server
+
+BUDGET, INTERVAL = 96, 32
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return prepare_model.prepare()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def serve_and_ask(model, cache, log) -> tuple[str, dict]:
+    """What the log of one launch says of the statistics, and a compressed answer's report."""
+    args = ["--enable-triattention", "--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
+    args += ["--max-total-tokens", "6144", "--sleep-on-idle", *device_args()]
+    env = {**harness.STRICT, "XDG_CACHE_HOME": str(cache)}
+    with running_server(model, args, env=env, log_path=log) as server:
+        client = harness.Client(server)
+        response = client.generate(list(range(1000, 1040)), BUDGET + 2 * INTERVAL)
+        served = client.totals()["stats"]
+    report = harness.compression(response)
+    assert report["rounds"] == 1
+    return served, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def first_launch(smollm, cache, tmp_path_factory):
+    return serve_and_ask(smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
+
+
+def test_the_first_launch_measures_and_says_so(first_launch, cache):
+    """Prevents a silent wait, and a file that nobody can find."""
+    served, log = first_launch
+    (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
+    assert served == str(file)
+    stated, shown, kept = "expects this to take about", "TriAttention statistics:", f"keeps them in {file}"
+    assert log.index(stated) < log.index(shown) < log.index(kept)
+
+
+def test_the_next_launch_finds_them(first_launch, smollm, cache, tmp_path):
+    """Prevents measuring at every launch, and tells that a folder that cannot be written is no obstacle."""
+    served, log = serve_and_ask(smollm[0], cache, tmp_path / "next.log")
+    assert served == first_launch[0]
+    assert "found the statistics of this model" in log
+    assert "expects this to take" not in log
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).abs().square().sum() / other.abs().square().sum()).sqrt().item()
+
+
+@pytest.fixture(scope="module")
+def keys(smollm):
+    """Post-RoPE keys of SmolLM2 on a text that neither calibration has seen: per layer [n, H_kv, head_dim]."""
+    import this
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = "".join(this.d.get(letter, letter) for letter in this.s) + shutil.__doc__ + sys.modules["pathlib"].__doc__
+    text += (prepare_model.ROOT / "LICENSE").read_text()
+    ids = AutoTokenizer.from_pretrained(smollm[0])(text, return_tensors="pt").input_ids[:, :1024]
+    model = AutoModelForCausalLM.from_pretrained(smollm[0], dtype=torch.float32).eval()
+    with torch.no_grad():
+        cache = model.model(ids, use_cache=True).past_key_values
+    return [layer.keys[0].transpose(0, 1).contiguous() for layer in cache.layers]
+
+
+def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
+    tables = build_tables(
+        stats.mean, stats.abs_mean, stats.rope.inv_freq, stats.rope.attention_scaling, stats.rope.style,
+        stats.num_kv_heads, "cpu",
+    )  # fmt: skip
+    count = len(keys[0])
+    scores = score_naive(keys, torch.arange(count)[None], torch.tensor([count]), tables)
+    lengths = torch.tensor([count])
+    return select_naive(scores, lengths, keep, 64, selection=selection, num_kv_heads=stats.num_kv_heads)[0]
+
+
+def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, capsys):
+    """Prevents a quick measurement that keeps other tokens than a careful one."""
+    quick, careful = load_stats(first_launch[0]), load_stats(smollm[1])
+    difference = relative(quick.mean, careful.mean)
+    agreements = {}
+    for selection in SELECTIONS:
+        one, other = (kept_sets(stats, keys, selection, 512).flatten(0, -2) if selection.endswith("head") else
+                      kept_sets(stats, keys, selection, 512)[None] for stats in (quick, careful))  # fmt: skip
+        same = sum(len(set(a) & set(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True))
+        agreements[selection] = same / one.numel()
+    with capsys.disabled():
+        shown = ", ".join(f"{name} {share:.1%}" for name, share in agreements.items())
+        print(f"\nmeasured at launch against a calibration on {careful.token_count} other tokens: means differ by "
+              f"{difference:.1%}, kept sets (512 of {len(keys[0])}) agree to {shown}")  # fmt: skip
+    assert difference < 0.15
+    assert all(share >= 0.9 for share in agreements.values())
