@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
+import decimal
+import difflib
+import doctest
+import inspect
+import logging
+import random
 
 import prepare_model
 import pytest
@@ -72,12 +76,9 @@ def relative(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.fixture(scope="module")
 def keys(smollm):
     """Post-RoPE keys of SmolLM2 on a text that neither calibration has seen: per layer [n, H_kv, head_dim]."""
-    import this
-
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text = "".join(this.d.get(letter, letter) for letter in this.s) + shutil.__doc__ + sys.modules["pathlib"].__doc__
-    text += (prepare_model.ROOT / "LICENSE").read_text()
+    text = "\n\n".join(map(inspect.getdoc, (difflib.SequenceMatcher, random, decimal, doctest, logging.Formatter)))
     ids = AutoTokenizer.from_pretrained(smollm[0])(text, return_tensors="pt").input_ids[:, :1024]
     model = AutoModelForCausalLM.from_pretrained(smollm[0], dtype=torch.float32).eval()
     with torch.no_grad():
