@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -54,12 +56,9 @@ def versions() -> dict[str, str]:
 
 
 def report(rows: list[dict], path: str | None, quick: bool) -> None:
-    """Prints `rows`, all with the same keys, as a table, and writes them to `path` with what made them."""
-    text = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    header = list(rows[0])
-    widths = [max(len(line[i]) for line in [header, *text]) for i in range(len(header))]
-    for line in [header, *text]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    """Prints `rows`, a table for each run of equal keys, and writes them to `path` with what made them."""
+    for header, table in itertools.groupby(rows, key=lambda row: tuple(row)):
+        print_table(header, [list(row.values()) for row in table])
     if path:
         content = {
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -70,3 +69,11 @@ def report(rows: list[dict], path: str | None, quick: bool) -> None:
             "rows": rows,
         }
         Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def print_table(header: Sequence[str], rows: list[list]) -> None:
+    text = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    widths = [max(len(line[i]) for line in [header, *text]) for i in range(len(header))]
+    for line in [header, *text]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print()

@@ -1,4 +1,4 @@
-"""Draw the committed figures: results/score_traffic.json and results/score_speed.json become a PNG each.
+"""Draw the committed figures: each JSON in results/ becomes a PNG.
 
 python benchmarks/plot.py
 """
@@ -53,8 +53,23 @@ def draw_speed(content: dict, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
+def draw_compact(content: dict, path: Path) -> None:
+    moves = [row for row in content["rows"] if "bytes_moved" in row]
+    freed = [row for row in content["rows"] if "freed_share" in row]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 0.3 * len(moves) + 1.5), layout="constrained")
+    labels = [f"{row['shape'].split()[0]} {row['selection']} {row['strategy']}" for row in moves]
+    bars(left, labels, [row["bytes_moved"] / 1e6 for row in moves])
+    left.set_xlabel("MB read and written in a round of 8 requests (counted)")
+    bars(right, [f"page {row['page_size']} {row['strategy']}" for row in freed], [row["freed_share"] for row in freed])
+    right.set_xlabel("freed slots / evicted tokens, 90 % evicted")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+DRAWN = {"score_traffic": draw_traffic, "score_speed": draw_speed, "compact": draw_compact}
+
+
 def main() -> None:
-    for name, draw in (("score_traffic", draw_traffic), ("score_speed", draw_speed)):
+    for name, draw in DRAWN.items():
         path = RESULTS / f"{name}.json"
         draw(json.loads(path.read_text()), path.with_suffix(".png"))
         print(path.with_suffix(".png"))

@@ -5,13 +5,13 @@ Triton is imported where it is used, so that everything else works on machines w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sglang_triattn.kernels.score import CHUNK, OFFSETS, ScoreTables, score_naive
-from sglang_triattn.kernels.select import kept_sets, select_naive
+from sglang_triattn.kernels.select import SHARED, importance_naive, keep_naive, kept_sets, select_naive
 
 _ALIGNMENT = 256
 
@@ -98,6 +98,8 @@ class Scorer:
         columns, longest, limit: see `ScratchPlan`; they decide how much device memory is held and how much is scored
             in one launch. The twin holds nothing and takes no notice of them.
         selection, aggregation: as for `select_naive` and `score_naive`.
+        across: merges the importance [R, 1, N] of tensor-parallel ranks, each of which has its own heads, into one
+            that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
         kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
 
@@ -116,9 +118,11 @@ class Scorer:
         limit: int = LIMIT_BYTES,
         selection: str = "union",
         aggregation: str = "mean",
+        across: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
     ) -> None:
+        self._across = across if selection in SHARED else None
         self._k_buffers, self._tables = k_buffers, tables
         self._selection, self._aggregation = selection, aggregation
         self._pools = self._memory = None
@@ -154,9 +158,12 @@ class Scorer:
         """
         if self._pools is None:
             scores = score_naive(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
-            return select_naive(
-                scores, lengths, keep, recent, selection=self._selection, num_kv_heads=self._tables.num_kv_heads
+            importance = importance_naive(
+                scores, lengths, recent, selection=self._selection, num_kv_heads=self._tables.num_kv_heads
             )
+            if self._across is not None:
+                importance = self._across(importance[:, None])[:, 0]
+            return keep_naive(importance, lengths, keep, recent)
         step, layers = self.plan.launch(slots.shape[1])
         parts = [
             self._keep_on_device(
@@ -180,6 +187,8 @@ class Scorer:
                 kept.append(keep_triton(importance, lengths, keep, recent).unflatten(1, (-1, kv_heads)))
         if alone:
             return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        if self._across is not None:
+            importance = self._across(importance)
         kept = keep_triton(importance, lengths, keep, recent)
         return kept if self._selection == "per-head" else kept[:, 0]
 

@@ -240,18 +240,11 @@ def _traces_at_once(scheduler: Any, job: CalibrationJob, first: int) -> int:
 
 
 def _statistics(model_config: Any, shape: ModelShape, total: Sums) -> QueryStats:
-    heads, kv_heads = model_config.get_total_num_attention_heads(), model_config.get_total_num_kv_heads()
-    padded = getattr(model_config.hf_config, "original_num_attention_heads", heads) != heads
-    if total.total.shape[1] != heads or padded:
-        raise CalibrationError(
-            f"The {heads} query heads of the model do not split evenly over the ranks: use a --tp-size "
-            "that divides the numbers of query and KV heads."
-        )
     mean, abs_mean = total.means()
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
-        num_kv_heads=kv_heads,
+        num_kv_heads=shape.num_kv_heads,
         head_dim=total.head_dim,
         rope=shape.rope,
         fingerprint=shape.fingerprint,

@@ -16,6 +16,7 @@ from sglang_triattn.patches import handshake, positions, reporting, requests
 from sglang_triattn.patches.compressor import Compressor, kv_buffers
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
+from sglang_triattn.patches.ranks import merge_over_ranks, own_heads
 from sglang_triattn.patches.scratch import Scratch, scored_tokens
 from sglang_triattn.patches.served_model import check_pool, read_shape
 from sglang_triattn.patches.statistics import find_stats
@@ -92,14 +93,16 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
     """
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
-    stats = find_stats(scheduler, config.stats, read_shape(runner))
+    shape = read_shape(runner)
+    stats = find_stats(scheduler, config.stats, shape)
+    heads = own_heads(scheduler, shape)
     tables = build_tables(
-        stats.mean,
-        stats.abs_mean,
+        stats.mean[:, heads],
+        stats.abs_mean[:, heads],
         stats.rope.inv_freq,
         stats.rope.attention_scaling,
         stats.rope.style,
-        stats.num_kv_heads,
+        runner.token_to_kv_pool.head_num,
         runner.device,
     )
     k_buffers, _ = kv_buffers(runner.token_to_kv_pool)
@@ -111,6 +114,7 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
+        across=merge_over_ranks(scheduler, config.selection),
         memory=memory,
     )
     return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer)

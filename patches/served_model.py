@@ -32,7 +32,7 @@ class UnsupportedModel(TriAttentionError):
 
 
 def read_shape(model_runner: Any) -> ModelShape:
-    """The shape of the model that `model_runner` serves.
+    """The shape of the model that `model_runner` serves, heads of all tensor-parallel ranks together.
 
     Raises:
         TriAttentionError: an attention layer has a sliding window, a bias by position, no rotary embedding, or
@@ -57,10 +57,16 @@ def read_shape(model_runner: Any) -> ModelShape:
         raise UnsupportedModel(
             f"{len(ids)} attention layers with rotary embeddings were found for {pool.layer_num} KV layers"
         )
+    config = model_runner.model_config
+    q_heads = config.get_total_num_attention_heads()
+    # On CPUs SGLang adds empty heads until they split.
+    padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
+    if padded or first.tp_q_head_num * model_runner.tp_size != q_heads:
+        raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {model_runner.tp_size} ranks")
     return ModelShape(
         num_layers=len(layers),
-        num_q_heads=first.tp_q_head_num,
-        num_kv_heads=first.tp_k_head_num,
+        num_q_heads=q_heads,
+        num_kv_heads=config.get_total_num_kv_heads(),
         head_dim=first.head_dim,
         rope=rope,
         fingerprint=model_fingerprint(model_runner.model_config.model_path),

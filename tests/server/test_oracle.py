@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -69,6 +71,22 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
     default, _ = oracle.logprobs(everything, len(ids), frozen)
     assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("selection", ["shared-mean", "per-head"])
+def test_logits_on_two_ranks(serve, oracle, selection):
+    """Prevents ranks from keeping different tokens, or the tokens that one rank's heads alone would keep."""
+    cores = sorted(os.sched_getaffinity(0))
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    ids = prompt(9, 40)
+    client = serve("--tp-size", "2", "--triattention-selection", selection, env=binding)
+    response = client.generate(ids, 200, logprobs=True)
+    expected, rounds = Oracle(**{**vars(oracle), "selection": selection}).logprobs(
+        ids + response["output_ids"][:-1], len(ids), len(ids)
+    )
+    assert compression(response)["rounds"] == rounds >= 4
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
 
 
 def test_logits_of_requests_compacted_together(serve, oracle):

@@ -15,7 +15,6 @@ from harness import compressed_args, plain_args
 SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
-    (["--tp-size", "2"], {}, ["--tp-size", "2"]),
     (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
     (["--kv-cache-dtype", "fp8_e5m2"], {}, ["--kv-cache-dtype", "fp8_e5m2"]),
     (["--enable-hierarchical-cache"], {}, ["--enable-hierarchical-cache"]),

@@ -44,6 +44,20 @@ def test_speed_is_measured_on_equal_answers(tmp_path):
         assert row["share_of_copy_bandwidth"] > 0
 
 
+def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
+    """Prevents copies beyond those that a strategy needs, and counting evicted tokens as memory."""
+    rows = run("compact.py", tmp_path / "compact.json")["rows"]
+    moves = {(row["strategy"], row["selection"]): row for row in rows if "bytes_moved" in row}
+    assert moves["remap", "shared-mean"]["bytes_moved"] == 0
+    for (strategy, _), row in moves.items():
+        assert row["ratio_to_own_minimum"] <= 1.05
+        assert strategy != "fill" or row["ratio_to_minimum"] <= 1.05
+        assert strategy != "slide" or row["ratio_to_minimum"] > 5
+    freed = {(row["page_size"], row["strategy"]): row["freed_share"] for row in rows if "freed_share" in row}
+    assert freed[1, "none"] == freed[1, "remap"] == 1
+    assert freed[128, "none"] < 0.05 < 0.98 < freed[128, "fill"]
+
+
 def test_no_figure_for_unequal_answers(monkeypatch):
     """Prevents a speed-up from being reported that comes from computing something else."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -64,5 +78,5 @@ def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
         (tmp_path / path.name).write_text(path.read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    for name in ("score_traffic", "score_speed"):
+    for name in plot.DRAWN:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

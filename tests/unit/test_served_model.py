@@ -37,7 +37,13 @@ def served(rotaries, **attention):
     return SimpleNamespace(
         model=layers,
         token_to_kv_pool=SimpleNamespace(layer_num=len(layers)),
-        model_config=SimpleNamespace(model_path="nowhere"),
+        tp_size=1,
+        model_config=SimpleNamespace(
+            model_path="nowhere",
+            hf_config=SimpleNamespace(),
+            get_total_num_attention_heads=lambda: settings["num_heads"],
+            get_total_num_kv_heads=lambda: settings["num_kv_heads"],
+        ),
     )
 
 
@@ -110,6 +116,14 @@ def test_other_attention_is_refused(runner, words):
     with pytest.raises(TriAttentionError, match=words) as caught:
         read_shape(runner())
     assert str(caught.value).endswith(".")
+
+
+def test_heads_that_do_not_split_are_refused():
+    """Prevents scoring the empty heads that SGLang adds, or another rank's."""
+    runner = served([rotary()])
+    runner.tp_size = 3
+    with pytest.raises(TriAttentionError, match="4 query heads do not split evenly over 3 ranks"):
+        read_shape(runner)
 
 
 def test_missing_kv_layers_are_refused():
