@@ -44,7 +44,7 @@ def calibrate_scheduler(
     """
     runner = scheduler.tp_worker.model_runner
     try:
-        shape = read_shape(runner)
+        shape = read_shape(runner, scheduler.tp_group.world_size)
         layers = [attention for attention, _ in attention_layers(runner.model)]
     except UnsupportedModel as error:
         path = runner.model_config.model_path

@@ -63,9 +63,9 @@ SETTINGS = (
     Refusal("prefill_only_disable_kv_cache", _set, "there is no KV cache to compress"),
     Refusal(
         "kv_cache_dtype",
-        lambda value: value not in (None, "auto", "bf16", "bfloat16"),
-        "only keys in the model's own dtype can be scored yet",
-        "use --kv-cache-dtype auto",
+        lambda value: value not in (None, "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        "its keys cannot be scored",
+        "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
     ),
     Refusal("enable_hierarchical_cache", _set, "copies of the KV in host memory are not yet tested with rounds"),
     Refusal("enable_lmcache", _set, _OWN_KV),

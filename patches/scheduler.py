@@ -93,7 +93,7 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
     """
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
-    shape = read_shape(runner)
+    shape = read_shape(runner, scheduler.tp_group.world_size)
     stats = find_stats(scheduler, config.stats, shape)
     heads = own_heads(scheduler, shape)
     tables = build_tables(

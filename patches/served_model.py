@@ -20,6 +20,9 @@ from sglang_triattn.stats import ModelShape
 _TABLE_TOLERANCE = 0.02
 
 
+KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 class UnsupportedModel(TriAttentionError):
     """The loaded model cannot be compressed; `reason` completes "because ..."."""
 
@@ -31,8 +34,8 @@ class UnsupportedModel(TriAttentionError):
         self.reason = reason
 
 
-def read_shape(model_runner: Any) -> ModelShape:
-    """The shape of the model that `model_runner` serves, heads of all tensor-parallel ranks together.
+def read_shape(model_runner: Any, ranks: int) -> ModelShape:
+    """The shape of the model that `model_runner` serves, heads of all `ranks` tensor-parallel ranks together.
 
     Raises:
         TriAttentionError: an attention layer has a sliding window, a bias by position, no rotary embedding, or
@@ -61,8 +64,8 @@ def read_shape(model_runner: Any) -> ModelShape:
     q_heads = config.get_total_num_attention_heads()
     # On CPUs SGLang adds empty heads until they split.
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
-    if padded or first.tp_q_head_num * model_runner.tp_size != q_heads:
-        raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {model_runner.tp_size} ranks")
+    if padded or first.tp_q_head_num * ranks != q_heads:
+        raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
     return ModelShape(
         num_layers=len(layers),
         num_q_heads=q_heads,
@@ -122,7 +125,7 @@ def check_pool(model_runner: Any) -> None:
     if type(model_runner.req_to_token_pool) is not ReqToTokenPool:
         raise UnsupportedModel(f"its rows are kept in a {type(model_runner.req_to_token_pool).__name__}")
     key = pool.get_key_buffer(0)
-    if key.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if key.dtype not in KEY_DTYPES:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
 
 

@@ -19,6 +19,18 @@ from harness import BUDGET, INTERVAL, RECENT, TinyModel
 OFFSETS = [2**power for power in range(17)]
 
 
+class RoundedCache(DynamicCache):
+    """Holds what a KV cache of another dtype would give back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest, **options):
+        key_states, value_states = (x.to(self._dtype).to(x.dtype) for x in (key_states, value_states))
+        return super().update(key_states, value_states, *rest, **options)
+
+
 @dataclass
 class Oracle:
     """Runs one request.
@@ -32,6 +44,7 @@ class Oracle:
         selection: "shared-mean", "union", "per-head" or "per-layer-head".
         aggregation: "mean" or "max".
         interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
+        stored: dtype that K and V are rounded to before anything reads them.
         total: whether the frozen tokens count in the budget.
     """
 
@@ -46,6 +59,7 @@ class Oracle:
     selection: str = "shared-mean"
     aggregation: str = "mean"
     interleaved: bool = False
+    stored: torch.dtype = torch.float32
     total: bool = False
 
     @torch.no_grad()
@@ -61,7 +75,7 @@ class Oracle:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
         """
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
-        cache = DynamicCache()
+        cache = RoundedCache(self.stored)
         # What each layer's KV heads may see.
         visible = torch.zeros(self.mean.shape[0], self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []

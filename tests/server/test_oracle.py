@@ -73,6 +73,23 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
     assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
+def test_logits_with_keys_of_eight_bits(serve, oracle):
+    """Prevents 8-bit keys from being scored as other numbers, and their bytes from being converted when they move."""
+    ids = prompt(11, 40)
+    response = serve("--kv-cache-dtype", "fp8_e5m2", "--page-size", "16").generate(ids, 200, logprobs=True)
+    everything, frozen = ids + response["output_ids"][:-1], compression(response)["frozen_length"]
+    values, tokens = served_logprobs(response)
+    rounded = Oracle(**{**vars(oracle), "stored": torch.float8_e5m2})
+    expected, rounds = rounded.logprobs(everything, len(ids), frozen)
+    assert compression(response)["rounds"] == rounds >= 4
+    # The two sides' arithmetic differs in the last bits, which now and then rounds a number to its other neighbour.
+    error = (expected.gather(1, tokens) - values).abs()
+    assert error.median() < TOLERANCE
+    assert error.mean() < 20 * TOLERANCE
+    dense, _ = Oracle(**{**vars(rounded), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+    assert (dense.gather(1, tokens) - values).abs().mean() > 200 * TOLERANCE
+
+
 @pytest.mark.parametrize("selection", ["shared-mean", "per-head"])
 def test_logits_on_two_ranks(serve, oracle, selection):
     """Prevents ranks from keeping different tokens, or the tokens that one rank's heads alone would keep."""

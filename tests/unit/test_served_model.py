@@ -37,7 +37,6 @@ def served(rotaries, **attention):
     return SimpleNamespace(
         model=layers,
         token_to_kv_pool=SimpleNamespace(layer_num=len(layers)),
-        tp_size=1,
         model_config=SimpleNamespace(
             model_path="nowhere",
             hf_config=SimpleNamespace(),
@@ -67,7 +66,7 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
 @pytest.mark.parametrize("neox", [True, False])
 def test_partial_rotary(neox):
     """Prevents scoring dims that carry no position as if they turned."""
-    shape = read_shape(served([rotary(neox=neox, turning=12)]))
+    shape = read_shape(served([rotary(neox=neox, turning=12)]), 1)
     assert (shape.head_dim, shape.rope.rotary_dim, shape.rope.inv_freq.numel()) == (32, 12, 6)
     expected = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
     assert torch.allclose(shape.rope.inv_freq, expected, rtol=1e-6)
@@ -94,7 +93,7 @@ def test_a_table_that_contradicts_its_frequencies_is_refused():
 
 def test_shape_of_a_plain_model():
     """Prevents wrong head counts, which would pair queries with other heads' keys."""
-    shape = read_shape(served([rotary()] * 3))
+    shape = read_shape(served([rotary()] * 3), 1)
     assert (shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (3, 4, 2, 32)
     assert shape.fingerprint is None
 
@@ -114,16 +113,15 @@ def test_shape_of_a_plain_model():
 def test_other_attention_is_refused(runner, words):
     """Prevents serving a model whose attention does not only depend on the kept keys."""
     with pytest.raises(TriAttentionError, match=words) as caught:
-        read_shape(runner())
+        read_shape(runner(), 1)
     assert str(caught.value).endswith(".")
 
 
 def test_heads_that_do_not_split_are_refused():
     """Prevents scoring the empty heads that SGLang adds, or another rank's."""
     runner = served([rotary()])
-    runner.tp_size = 3
     with pytest.raises(TriAttentionError, match="4 query heads do not split evenly over 3 ranks"):
-        read_shape(runner)
+        read_shape(runner, 3)
 
 
 def test_missing_kv_layers_are_refused():
@@ -131,7 +129,7 @@ def test_missing_kv_layers_are_refused():
     runner = served([rotary()] * 2)
     runner.token_to_kv_pool.layer_num = 3
     with pytest.raises(TriAttentionError, match=r"2 attention layers .* for 3 KV layers"):
-        read_shape(runner)
+        read_shape(runner, 1)
 
 
 def test_other_pools_are_refused():
