@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model demo serve test lint python help
+.PHONY: setup model demo serve test kernels lint python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -22,9 +22,13 @@ demo: ## serve the model, send requests that outgrow the budget, show what was e
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
 	@$(ENV) && "$$py" tools/serve.py --port $(PORT) $(ARGS)
 
-# -P: the folders of the checkout must not shadow the packages `kernels` and `tests`.
-test: lint ## lint, then pytest; ARGS="..." are more pytest options
-	@$(ENV) && "$$py" -P -m pytest $(ARGS)
+# -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to two
+# servers of 3.5 GB. A file stays in one process, because its tests share servers.
+test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are more pytest options
+	@$(ENV) && "$$py" -P -m pytest -n 2 --dist loadfile $(ARGS)
+
+kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
+	@$(ENV) && "$$py" tools/compile_kernels.py
 
 lint: ## ruff check and ruff format --check
 	@$(ENV) && "$$py" -m ruff check . && "$$py" -m ruff format --check .

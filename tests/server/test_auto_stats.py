@@ -8,11 +8,15 @@ import doctest
 import inspect
 import logging
 import random
+import sys
+from pathlib import Path
 
 import prepare_model
 import pytest
 import torch
+from launches import run_python
 
+from sglang_triattn.calibrate import calibrate
 from sglang_triattn.kernels.score import build_tables, score_naive
 from sglang_triattn.kernels.select import SELECTIONS, select_naive
 from sglang_triattn.stats import load_stats
@@ -97,7 +101,7 @@ def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
     return select_naive(scores, lengths, keep, 64, selection=selection, num_kv_heads=stats.num_kv_heads)[0]
 
 
-def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, capsys):
+def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record_property):
     """Prevents a quick measurement that keeps other tokens than a careful one."""
     quick, careful = load_stats(first_launch[0]), load_stats(smollm[1])
     difference = relative(quick.mean, careful.mean)
@@ -107,9 +111,27 @@ def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, capsys
                       kept_sets(stats, keys, selection, 512)[None] for stats in (quick, careful))  # fmt: skip
         same = sum(len(set(a) & set(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True))
         agreements[selection] = same / one.numel()
-    with capsys.disabled():
-        shown = ", ".join(f"{name} {share:.1%}" for name, share in agreements.items())
-        print(f"\nmeasured at launch against a calibration on {careful.token_count} other tokens: means differ by "
-              f"{difference:.1%}, kept sets (512 of {len(keys[0])}) agree to {shown}")  # fmt: skip
+    shown = ", ".join(f"{name} {share:.1%}" for name, share in agreements.items())
+    record_property(
+        "figures",
+        f"measured at launch against a calibration on {careful.token_count} other tokens: means differ by "
+        f"{difference:.1%}, kept sets (512 of {len(keys[0])}) agree to {shown}",
+    )
     assert difference < 0.15
     assert all(share >= 0.9 for share in agreements.values())
+
+
+def test_the_engine_measures_what_transformers_does(smollm, tmp_path):
+    """Prevents an engine calibration that is right for small models in float32 only."""
+    (tmp_path / "text.txt").write_text(prepare_model.calibration_text()[:4000])
+    out = tmp_path / "engine.safetensors"
+    words = ["--model", str(smollm[0]), "--data", str(tmp_path / "text.txt"), "--window", "512"]
+    command = [str(Path(sys.executable).with_name("sglang-triattn")), "calibrate", "--engine", "sglang", *words]
+    ended = run_python(*command, "--out", str(out), "--device", "cpu", "--", "--max-total-tokens", "2048",
+                       env=harness.STRICT)  # fmt: skip
+    assert ended.code == 0, ended.output[-3000:]
+    engine = load_stats(out)
+    expected = calibrate(str(smollm[0]), words[3], window=512, device="cpu", progress=False)
+    assert engine.token_count == expected.token_count > 512
+    assert relative(engine.mean, expected.mean) < 1e-2
+    assert relative(engine.abs_mean, expected.abs_mean) < 1e-2

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU generation served, without a GPU."""
+"""What `make kernels` would let through: it compiles every kernel for every GPU generation served."""
 
 import os
 import re
@@ -28,22 +28,8 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
     path = [str(TOOL.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | environment
     return subprocess.run(
-        [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=1700
+        [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=800
     )
-
-
-@pytest.mark.timeout(1800)
-def test_kernels_compile_without_spills(capsys):
-    """Prevents a kernel that only fails on a user's GPU, and registers that spill into memory.
-
-    Figures are kept in the cache, so a second run is quick; the table is printed for CI's log.
-    """
-    done = run([str(TOOL)])
-    with capsys.disabled():
-        print("\n" + done.stdout)
-    assert done.returncode == 0, "\n".join(done.stdout.splitlines()[-40:]) + done.stderr[-2000:]
-    for architecture in (80, 90, 100):
-        assert re.search(rf"sm_{architecture} +\d+ +0 +\d+  score_kernel .*KIND=bf16", done.stdout)
 
 
 def test_unfit_kernels_are_reported(tmp_path):
