@@ -7,6 +7,7 @@ charged to the pool's share by both.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import ScratchPlan
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.served_model import attention_layers, read_rope
+
+logger = logging.getLogger(__name__)
 
 
 class Scratch:
@@ -42,6 +45,7 @@ class Scratch:
             # A model that cannot be compressed; the checks once it is built say why.
             return
         self.memory = torch.empty(self.plan.bytes() // 4, dtype=torch.float32, device=configurator.device)
+        logger.info("TriAttention holds %d MiB of device memory for scoring", self.plan.bytes() >> 20)
 
 
 def plan_scratch(configurator: Any, config: Config) -> ScratchPlan:

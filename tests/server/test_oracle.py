@@ -120,6 +120,27 @@ def test_logits_of_requests_compacted_together(serve, oracle):
         assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("page_size", "selection"), [(32, "per-head"), (64, "union"), (128, "per-layer-head")], ids=str
+)
+def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selection):
+    """Prevents off-by-one pages where budget, interval, recent tokens and prompt end anywhere within a page."""
+    lengths = {"budget": 67, "interval": 29, "recent": 13}
+    flags = [word for name, value in lengths.items() for word in (f"--triattention-{name}", str(value))]
+    ids = prompt(13, page_size + 9)
+    client = serve("--page-size", str(page_size), "--triattention-selection", selection, *flags)
+    response = client.generate(ids, 240, logprobs=True)
+    report = compression(response)
+    assert report["frozen_length"] == page_size
+    expected, rounds = Oracle(**{**vars(oracle), **lengths, "selection": selection}).logprobs(
+        ids + response["output_ids"][:-1], len(ids), page_size
+    )
+    assert report["rounds"] == rounds >= 5
+    assert report["freed_slots"] % page_size == 0
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("rope", ["yarn", "partial-interleaved"])
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scores by other frequencies, dims or pairs than the model turns its keys with."""
