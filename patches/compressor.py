@@ -38,9 +38,10 @@ class Compressor:
         scheduler: SGLang's Scheduler, fully built.
         config: the server's settings.
         scorer: reads the keys of the scheduler's KV pool.
+        mover: moves what is in it; None where a round only rewrites rows, see `make_mover`.
     """
 
-    def __init__(self, scheduler: Any, config: Config, scorer: Scorer) -> None:
+    def __init__(self, scheduler: Any, config: Config, scorer: Scorer, mover: Mover | None) -> None:
         self.config = config
         self.totals = Totals()
         self._scheduler = scheduler
@@ -48,10 +49,7 @@ class Compressor:
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
-        self._mover = None
-        if self._page_size > 1 or config.selection not in SHARED:
-            strategy = "slide" if needs_order(config.recent, config.interval) else "fill"
-            self._mover = Mover(*kv_buffers(self._allocator.get_kvcache()), strategy)
+        self._mover = mover
 
     def run_due_rounds(self, batch: Any) -> None:
         """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
@@ -190,6 +188,17 @@ class Compressor:
         for tensor in borrowed:
             if tensor.is_cuda:
                 tensor.record_stream(scheduler.schedule_stream)
+
+
+def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | None = None) -> Mover | None:
+    """What moves K/V in SGLang's KV pool `pool`, by the strategy that copies least.
+
+    None where a round moves nothing: slots can be freed one by one, and all heads keep the same tokens.
+    """
+    if page_size == 1 and config.selection in SHARED:
+        return None
+    strategy = "slide" if needs_order(config.recent, config.interval) else "fill"
+    return Mover(*kv_buffers(pool), strategy, kernels=kernels)
 
 
 def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

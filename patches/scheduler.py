@@ -13,7 +13,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import handshake, positions, reporting, requests
-from sglang_triattn.patches.compressor import Compressor, kv_buffers
+from sglang_triattn.patches.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
 from sglang_triattn.patches.ranks import merge_over_ranks, own_heads
@@ -117,4 +117,5 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
         across=merge_over_ranks(scheduler, config.selection),
         memory=memory,
     )
-    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer)
+    mover = make_mover(config, scheduler.token_to_kv_pool_allocator.page_size, runner.token_to_kv_pool)
+    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover)

@@ -26,7 +26,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.score import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import requests as requests_patch
-from sglang_triattn.patches.compressor import Compressor
+from sglang_triattn.patches.compressor import Compressor, make_mover
 
 LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
 POOL, ROWS, CONTEXT = 192, 6, 160
@@ -56,7 +56,7 @@ class Running:
 class Simulation:
     """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
 
-    def __init__(self, page_size: int, radix: bool = True, **settings) -> None:
+    def __init__(self, page_size: int, radix: bool = True, kernels: bool = False, **settings) -> None:
         self.page_size = page_size
         self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, **settings})
         self.radix = radix
@@ -100,7 +100,9 @@ class Simulation:
                 columns=CONTEXT,
                 longest=CONTEXT,
                 selection=self.config.selection,
+                kernels=kernels,
             ),
+            make_mover(self.config, page_size, self.pool, kernels=kernels),
         )
 
     def request(self, prompt: list[int]) -> Running:
