@@ -11,7 +11,9 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("path", ["tests/gpu", "tests/property/rounds_by_kernels.py"])
+@pytest.mark.parametrize(
+    "path", ["tests/gpu", "tests/property/rounds_by_kernels.py", "tests/property/backend_metadata.py"]
+)
 def test_kernels_under_the_interpreter(path):
     """Prevents kernels from drifting from their twins, and from the rounds that use them, where no GPU is at hand.
 
