@@ -131,7 +131,7 @@ def run_histories(examples: int, **options) -> None:
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_random_histories(page_size, radix):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
-    run_histories(50, page_size=page_size, radix=radix)
+    run_histories(40, page_size=page_size, radix=radix)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -149,7 +149,7 @@ def test_random_histories(page_size, radix):
 )
 def test_random_histories_of_other_settings(page_size, settings):
     """Prevents the same in every mode, and where requests of one batch keep different numbers of tokens."""
-    run_histories(25, page_size=page_size, settings=settings)
+    run_histories(16, page_size=page_size, settings=settings)
 
 
 def poisoned_history(page_size: int) -> int:

@@ -30,7 +30,7 @@ from server import running_server, session_members
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
 TEMPLATE = "{% for m in messages %}w{{ loop.index }} {{ m.role }} {{ m.content }} {% endfor %}"
-MANY_TOKENS = 50_000
+MANY_TOKENS = 25_000
 END = 2
 
 
