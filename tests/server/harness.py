@@ -35,6 +35,7 @@ STRICT = {
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144
 VOCABULARY = 1024
+END = 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def build_tiny_model(folder: Path, rope: str = "plain") -> TinyModel:
         tie_word_embeddings=False,
         initializer_range=0.12,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=END,
         pad_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -30,8 +30,8 @@ from server import running_server, session_members
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
 TEMPLATE = "{% for m in messages %}w{{ loop.index }} {{ m.role }} {{ m.content }} {% endfor %}"
-MANY_TOKENS = 25_000
-END = 2
+# So many that an interrupt after the first save comes well before the end.
+MANY_TOKENS = 150_000
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +175,8 @@ def test_scheduler_serves_after_calibration(tiny, tmp_path):
     traces = [[5, 6, 7], [8, 9]]
     alive = traces
     for tokens in steps:
-        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != END]
-        for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
+        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != harness.END]
+        for trace, token in zip(alive, (token for token in tokens if token != harness.END), strict=True):
             trace.append(token)
     # The same texts once more, each in one pass.
     again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))

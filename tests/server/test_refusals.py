@@ -16,7 +16,7 @@ SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
     (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
-    (["--kv-cache-dtype", "fp4_e2m1"], {}, ["--kv-cache-dtype", "fp4_e2m1"]),
+    (["--kv-cache-dtype", "fp4_mx_block16"], {}, ["--kv-cache-dtype", "fp4_mx_block16"]),
     (["--enable-hierarchical-cache"], {}, ["--enable-hierarchical-cache"]),
     (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
     (["--kv-canary", "log"], {}, ["--kv-canary"]),
