@@ -9,6 +9,8 @@ from launches import launch, resolve, run_python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from sglang_triattn.patches import refusals
+
 from harness import compressed_args, plain_args
 
 # (flags, environment, words that the sentence must hold)
@@ -16,7 +18,6 @@ SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
     (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
-    (["--kv-cache-dtype", "fp4_mx_block16"], {}, ["--kv-cache-dtype", "fp4_mx_block16"]),
     (["--enable-hierarchical-cache"], {}, ["--enable-hierarchical-cache"]),
     (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
     (["--kv-canary", "log"], {}, ["--kv-canary"]),
@@ -59,6 +60,14 @@ def test_setting_is_refused(outcomes, index):
     assert "Traceback" not in ended.output
     for word in SETTINGS[index][2]:
         assert word in ended.error
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
+def test_blocks_of_scaled_keys_are_refused(dtype):
+    """Prevents keys from being read without the scales of their blocks. SGLang itself wants a GPU for them first."""
+    (refusal,) = (refusal for refusal in refusals.SETTINGS if refusal.field == "kv_cache_dtype")
+    assert refusal.applies(dtype)
+    assert f"--kv-cache-dtype {dtype} does not work" in refusal.message(dtype)
 
 
 def test_flags_need_the_switch_and_nothing_else(outcomes):

@@ -1,0 +1,48 @@
+"""Structured output of requests that outgrow their budget."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import prepare_model
+import pytest
+
+from harness import STRICT, Client, compression
+from server import device_args, running_server
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory):
+    model, stats = prepare_model.prepare()
+    args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
+    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle", *device_args()]
+    with running_server(model, args, env=STRICT, log_path=tmp_path_factory.mktemp("logs") / "log") as server:
+        yield Client(server)
+
+
+def test_structured_output(smollm):
+    """Prevents a grammar from losing its place when tokens that it has accepted are evicted."""
+    response = smollm.post(
+        "/generate",
+        text="Some three-letter words:",
+        sampling_params={"max_new_tokens": 240, "temperature": 0.8, "regex": "([a-z]{3} [0-9]{2}, ){100}"},
+    ).json()
+    assert compression(response)["rounds"] >= 3
+    whole = len(response["text"]) // 8 * 8
+    assert re.fullmatch("([a-z]{3} [0-9]{2}, )+", response["text"][:whole])
+
+
+def test_json_schema_in_a_chat(smollm):
+    """Prevents an answer that breaks the schema it was promised to follow."""
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 60}
+    schema = {"type": "object", "properties": {"numbers": numbers | {"maxItems": 60}}, "required": ["numbers"]}
+    response = smollm.post(
+        "/v1/chat/completions",
+        model="default",
+        messages=[{"role": "user", "content": "Sixty numbers, please."}],
+        max_tokens=900,
+        temperature=0.8,
+        response_format={"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}},
+    ).json()
+    assert len(json.loads(response["choices"][0]["message"]["content"])["numbers"]) == 60
