@@ -12,7 +12,7 @@ from sglang.kernels.ops.attention.metadata import get_num_kv_splits_triton
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
-from checks import check_rounds
+from checks import decode_together
 from simulation import KV_HEADS, Q_HEADS, Simulation
 
 
@@ -47,10 +47,7 @@ def test_metadata_is_that_of_the_physical_length(page_size, selection):
     running = [sim.request([5] * 8 + [tail] * (1 + 3 * tail)) for tail in range(3)]
     for request in running:
         assert sim.admit(request, 1000)
-    for _ in range(40):
-        check_rounds(sim)
-        for request in running:
-            assert sim.decode(request)
+    decode_together(sim, running, 40)
     batch = sim.compress()
     assert all(request.evicted for request in running)
     requests = torch.tensor([request.req.kv.req_pool_idx for request in running])

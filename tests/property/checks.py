@@ -99,3 +99,11 @@ def kept_private(sim: Simulation, frozen: int) -> int:
 def prompt_pages(sim: Simulation, running: Running) -> int:
     length = len(running.req.origin_input_ids)
     return length - length % sim.page_size
+
+
+def decode_together(sim: Simulation, running: list[Running], steps: int) -> None:
+    """So many tokens of each request, with every due round held against its plan."""
+    for _ in range(steps):
+        check_rounds(sim)
+        for request in running:
+            assert sim.decode(request)

@@ -6,7 +6,7 @@ Not collected by itself: tests/unit/test_interpreted.py runs it in a process wit
 import pytest
 import torch
 
-from checks import check_books, check_rounds, check_row
+from checks import check_books, check_row, decode_together
 from simulation import Simulation
 
 
@@ -16,10 +16,7 @@ def history(**options) -> list[torch.Tensor]:
     requests = [sim.request([5] * 8 + [tail] * (1 + tail)) for tail in range(3)]
     for request in requests:
         assert sim.admit(request, 1000)
-    for _ in range(45):
-        check_rounds(sim)
-        for request in requests:
-            assert sim.decode(request)
+    decode_together(sim, requests, 45)
     assert sim.rounds >= 9
     check_books(sim)
     for request in requests:
