@@ -94,6 +94,7 @@ def test_data_parallel_replicas(serve):
     responses = [client.generate(prompt(2, 20), 200) for _ in range(4)]
     assert {response["meta_info"]["dp_rank"] for response in responses} == {0, 1}
     assert {compression(response)["rounds"] for response in responses} == {4}
+    serve.stop(client)  # its controller polls without a pause
 
 
 def test_help_names_every_flag():
