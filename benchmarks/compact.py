@@ -67,12 +67,12 @@ def milliseconds(model: Model, selection: str, strategy: str, requests: int, pri
     kept = kept_sets(shape_of_sets(selection, requests, part), private, keep, device)
     shape = (count, model.kv_heads, model.head_dim)
     pools = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * layers)]
-    mover = None if strategy == "remap" else Mover(pools[:layers], pools[layers:], strategy)
+    mover = None if strategy == "remap" else Mover(pools[:layers], pools[layers:])
     times = []
     for _ in range(repeats + 1):
         wait(device)
         start = time.perf_counter()
-        remap(slots, kept) if mover is None else mover.move(slots, kept)
+        remap(slots, kept) if mover is None else mover.move(slots, kept, strategy)
         wait(device)
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[1:])

@@ -27,12 +27,14 @@ from sglang_triattn.kernels.compact import needs_order, remap
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.select import SHARED
-from sglang_triattn.patches.requests import can_compact, frozen_of, state_of
+from sglang_triattn.patches.prefill import resume_behind
+from sglang_triattn.patches.pressure import early_rounds
+from sglang_triattn.patches.requests import can_compact, lengths_of, settings_of, state_of
 from sglang_triattn.rounds import Plan, Totals, plan_round
 
 
 class Compressor:
-    """Compacts the due requests of a scheduler's running batch, all of them in one pass.
+    """Compacts the due requests of a scheduler, all of them in one pass.
 
     Args:
         scheduler: SGLang's Scheduler, fully built.
@@ -51,43 +53,68 @@ class Compressor:
         self._page_size = self._allocator.page_size
         self._mover = mover
 
-    def run_due_rounds(self, batch: Any) -> None:
-        """One round for every request of `batch` (SGLang's ScheduleBatch) that has outgrown its budget."""
-        due = self._plan(batch)
-        if not due:
-            return
-        # One group unless the frozen prefixes count in the budget.
-        for kept_private in sorted({plan.kept_private for _, plan in due}):
-            group = [(batch.reqs[index], plan) for index, plan in due if plan.kept_private == kept_private]
-            self._compact(*zip(*group, strict=True), kept_private)
-        self._shorten(batch, due)
+    def run_due_rounds(self, batch: Any, *, joining: Any = None, chunked: Any = None) -> None:
+        """One round for every request that has outgrown its budget, or that must make room.
 
-    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan], keep: int) -> None:
-        """One round of requests that keep equally many private tokens each."""
+        Args:
+            batch: SGLang's running ScheduleBatch.
+            joining: the batch that was prefilled last and is about to join it, or None.
+            chunked: the request whose prompt is prefilled chunk by chunk, or None.
+        """
+        due = self._plan(batch.reqs)
+        pressed = early_rounds(self._scheduler, batch.reqs, joining, due)
+        due += pressed
+        self.totals.pressure_rounds += len(pressed)
+        rounds = [(batch.reqs[index], plan) for index, plan in due]
+        between_chunks = self._plan_chunked(chunked)
+        if between_chunks is not None:
+            rounds.append((chunked, between_chunks))
+        if not rounds:
+            return
+        for group in grouped(rounds):
+            self._compact(*zip(*group, strict=True))
+        if due:
+            self._shorten(batch, due)
+        if between_chunks is not None:
+            resume_behind(chunked, between_chunks.new_length)
+
+    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan]) -> None:
+        """One round of requests with equal settings that keep equally many private tokens each."""
         slots, facts = self._snapshot(requests, plans)
+        settings, keep = settings_of(requests[0]), plans[0].kept_private
         if self._mover is None:
-            self._remap(plans, slots, facts, keep)
+            self._remap(plans, slots, facts, keep, settings.recent)
         else:
-            self._move(requests, plans, slots, facts, keep)
+            with self._on_forward_stream(slots, facts):
+                self._mover.move(slots, self._keep(slots, facts, keep, settings.recent), strategy_for(settings))
+            self._free_tails(requests, plans)
         for request, plan in zip(requests, plans, strict=True):
             self._record(request, plan)
 
-    def _plan(self, batch: Any) -> list[tuple[int, Plan]]:
-        """(index in batch.reqs, plan) of each due request."""
+    def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
+        """(index, plan) of each due request."""
         due = []
-        for index, request in enumerate(batch.reqs):
+        for index, request in enumerate(requests):
             if not can_compact(request):
                 continue
-            plan = plan_round(
-                self.config,
-                frozen=frozen_of(request, self._page_size),
-                length=request.kv.kv_allocated_len,
-                evicted_before=state_of(request).evicted_tokens,
-                page_size=self._page_size,
-            )
+            plan = plan_round(settings_of(request), **lengths_of(request, self._page_size))
             if plan is not None:
                 due.append((index, plan))
         return due
+
+    def _plan_chunked(self, request: Any) -> Plan | None:
+        """The round that is due between two chunks of a prefill.
+
+        What the tree may have of the row it gets first: SGLang would give it later in the same step.
+        """
+        if request is None or not can_compact(request) or request.extend_end <= request.prefix_len:
+            return None
+        settings = settings_of(request)
+        if plan_round(settings, **lengths_of(request, self._page_size)) is None:
+            return None
+        self._scheduler.stash_chunked_request(request)
+        # The tree may have taken tokens that counted as private.
+        return plan_round(settings, **lengths_of(request, self._page_size))
 
     def _snapshot(self, requests: Sequence[Any], plans: Sequence[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of the due rows' private parts, made on the schedule stream.
@@ -110,15 +137,15 @@ class Compressor:
         slots = self._rows[row, frozen + column.minimum(length - 1)]
         return slots, facts
 
-    def _keep(self, slots: torch.Tensor, facts: torch.Tensor, keep: int) -> torch.Tensor:
+    def _keep(self, slots: torch.Tensor, facts: torch.Tensor, keep: int, recent: int) -> torch.Tensor:
         """[R, keep] int64, ascending: the private tokens of each request that stay."""
         _, _, lengths, next_positions = facts
-        return self._scorer.keep(slots, lengths, next_positions, keep, self.config.recent)
+        return self._scorer.keep(slots, lengths, next_positions, keep, recent)
 
-    def _remap(self, plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int) -> None:
+    def _remap(self, plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int, recent: int) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""
         with self._on_forward_stream(slots, facts):
-            ordered = remap(slots, self._keep(slots, facts, keep))
+            ordered = remap(slots, self._keep(slots, facts, keep, recent))
         self._await_forward_stream(ordered)
         row, frozen, _, _ = facts.unsqueeze(-1)
         column = torch.arange(keep, device=self._rows.device)
@@ -126,12 +153,8 @@ class Compressor:
         evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
         self._allocator.free(torch.cat(evicted).long())
 
-    def _move(
-        self, requests: Sequence[Any], plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int
-    ) -> None:
-        """Moves the kept K/V forward within each request's slots and frees the pages that become empty."""
-        with self._on_forward_stream(slots, facts):
-            self._mover.move(slots, self._keep(slots, facts, keep))
+    def _free_tails(self, requests: Sequence[Any], plans: Sequence[Plan]) -> None:
+        """Frees the pages that become empty once the kept K/V has moved forward within each request's slots."""
         for request, plan in zip(requests, plans, strict=True):
             first_empty = plan.new_length + -plan.new_length % self._page_size
             if first_empty < plan.old_length:
@@ -140,11 +163,10 @@ class Compressor:
     def _record(self, request: Any, plan: Plan) -> None:
         """Books the round with the request; from here on the tree must never take its row."""
         state = state_of(request)
-        if state.rounds == 0:
-            state.withheld_before = request.skip_radix_cache_insert
         state.rounds += 1
         state.evicted_tokens += plan.evicted_tokens
         state.freed_slots += plan.freed_slots
+        state.kept_length = plan.new_length
         self.totals.add(plan)
         request.kv.kv_committed_len = request.kv.kv_allocated_len = plan.new_length
         request.skip_radix_cache_insert = True
@@ -191,14 +213,28 @@ class Compressor:
 
 
 def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | None = None) -> Mover | None:
-    """What moves K/V in SGLang's KV pool `pool`, by the strategy that copies least.
+    """What moves K/V in SGLang's KV pool `pool`.
 
     None where a round moves nothing: slots can be freed one by one, and all heads keep the same tokens.
     """
     if page_size == 1 and config.selection in SHARED:
         return None
-    strategy = "slide" if needs_order(config.recent, config.interval) else "fill"
-    return Mover(*kv_buffers(pool), strategy, kernels=kernels)
+    return Mover(*kv_buffers(pool), kernels=kernels)
+
+
+def strategy_for(settings: Config) -> str:
+    """How kept K/V moves: by the strategy that copies least, unless later rounds rely on the order."""
+    return "slide" if needs_order(settings.recent, settings.interval) else "fill"
+
+
+def grouped(rounds: Sequence[tuple[Any, Plan]]) -> list[list[tuple[Any, Plan]]]:
+    """Rounds that can share a launch: one group, unless requests or frozen prefixes change how many tokens stay."""
+    groups: dict[tuple, list[tuple[Any, Plan]]] = {}
+    for request, plan in rounds:
+        settings = settings_of(request)
+        key = (plan.kept_private, settings.recent, strategy_for(settings))
+        groups.setdefault(key, []).append((request, plan))
+    return list(groups.values())
 
 
 def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

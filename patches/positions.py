@@ -1,15 +1,19 @@
-"""Positions of decoded tokens. SGLang part: `ForwardBatch.init_new` (sglang/srt/model_executor/forward_batch_info.py).
+"""Positions of computed tokens. SGLang part: `ForwardBatch.init_new` (sglang/srt/model_executor/forward_batch_info.py).
 
-SGLang takes a decoded token's RoPE position from the length of the request's row, which a round shortens. The batch
-also carries `orig_seq_lens`, which nothing reads in decode and which only ever grows: it stays the logical length.
-Graph replay copies `positions` into its static buffer after this point, so captured graphs need no change.
+SGLang takes a token's RoPE position from its place in the request's row, which a round shortens. In decode the batch
+also carries `orig_seq_lens`, which nothing reads and which only ever grows: it stays the logical length. In prefill
+the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer after
+this point, so captured graphs need no change.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.requests import evicted_of
 
 PARAMETERS = (
     "cls batch model_runner capture_hidden_mode return_hidden_states_before_norm extend_position_info "
@@ -23,10 +27,20 @@ def hooks() -> list[Hook]:
 
 
 def _use_logical_positions(forward: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
-    """Moves each decoded token from its physical position to its logical one; a no-op for requests without rounds.
+    """Moves each token from its physical position to its logical one; a no-op for requests without rounds.
 
-    `positions`, `seq_lens`, `orig_seq_lens`: [batch]. The difference is taken on the stream of the forward pass, and
-    on every decode batch, so that no host flag has to follow requests through merging and filtering.
+    Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
+    pass, and on every decode batch, so that no host flag has to follow requests through merging and filtering.
+    Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
     if forward.forward_mode.is_decode():
         forward.positions = forward.positions + (batch.orig_seq_lens - batch.seq_lens)
+    elif forward.forward_mode.is_extend():
+        evicted = [evicted_of(request) for request in batch.reqs]
+        if any(evicted):
+            device = forward.positions.device
+            shift = torch.tensor(evicted, dtype=forward.positions.dtype, pin_memory=device.type == "cuda")
+            shift = shift.to(device, non_blocking=True)
+            forward.positions = forward.positions + torch.repeat_interleave(
+                shift, forward.extend_seq_lens.long(), output_size=len(forward.positions)
+            )

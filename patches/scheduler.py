@@ -12,7 +12,8 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import build_tables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.patches import handshake, positions, reporting, requests
+from sglang_triattn.patches import handshake, positions, prefill, reporting, requests
+from sglang_triattn.patches.admission import Admission
 from sglang_triattn.patches.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
@@ -34,6 +35,7 @@ class Compression:
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
         self.metrics: RoundMetrics | None = None
         self._scratch = Scratch(config)
+        self._admission = Admission(config)
         self._hooks = self._all_hooks()
 
     def hooks(self) -> list[Hook]:
@@ -51,12 +53,15 @@ class Compression:
             ),
             Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
             *self._scratch.hooks(),
+            *self._admission.hooks(),
             *positions.hooks(),
+            *prefill.hooks(),
             *requests.hooks(),
             *reporting.scheduler_hooks(self._read),
         ]
 
     def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        self._admission.attach(scheduler)
         try:
             check_in_place(self._hooks)
             self.compressor = build_compressor(scheduler, self.config, self._scratch.memory)
@@ -69,9 +74,9 @@ class Compression:
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-        if self.compressor is None or not running_batch.reqs:
+        if self.compressor is None or not (running_batch.reqs or scheduler.chunked_req):
             return
-        self.compressor.run_due_rounds(running_batch)
+        self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req)
         if self.metrics is not None:
             self.metrics.publish(self.compressor.totals)
 

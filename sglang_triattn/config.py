@@ -17,6 +17,7 @@ PREFIX = "triattention_"
 SELECTIONS = ("shared-mean", "union", "per-head", "per-layer-head")
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
+PROMPTS = ("frozen", "compact")
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
@@ -35,6 +36,9 @@ class Config:
     selection: str = "shared-mean"
     aggregation: str = "mean"
     budget_scope: str = "private"
+    sinks: int = 4
+    prompt: str = "frozen"
+    pressure_budget: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -42,7 +46,10 @@ class Config:
                 f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
                 "`sglang-triattn calibrate`."
             )
-        for name, least in (("budget", 1), ("interval", 1), ("recent", 0)):
+        lengths = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0}
+        if self.pressure_budget is not None:
+            lengths["pressure_budget"] = 1
+        for name, least in lengths.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(
@@ -53,9 +60,15 @@ class Config:
                 f"{flag('recent')} ({self.recent}) is greater than {flag('budget')} ({self.budget}), but the newest "
                 "tokens are kept within the budget: lower the one or raise the other."
             )
+        if self.pressure_budget is not None and not self.recent <= self.pressure_budget <= self.budget:
+            raise TriAttentionError(
+                f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({self.recent}) "
+                f"and {flag('budget')} ({self.budget}), because it is what a round keeps when memory runs short."
+            )
         _check_choice("selection", self.selection, SELECTIONS)
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
+        _check_choice("prompt", self.prompt, PROMPTS)
 
     def kept_private(self, frozen: int) -> int:
         """Private tokens that a round keeps of a request with `frozen` frozen ones, at least one and `recent`."""
@@ -66,6 +79,12 @@ class Config:
     def trigger(self, frozen: int) -> int:
         """Private tokens at which a round of a request with `frozen` frozen ones is due."""
         return self.kept_private(frozen) + self.interval
+
+    def under_pressure(self) -> Config:
+        """The settings of a round that is run because memory is short."""
+        if self.pressure_budget is None:
+            return self
+        return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None)
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,22 @@ OPTIONS = (
         "what the budget counts: private (the frozen prefix comes on top) or total (the prefix counts too, as in the "
         "paper; at least the recent tokens stay)",
     ),
+    Option("sinks", int, "TOKENS", "first tokens of a request that are never evicted, whatever their score"),
+    Option(
+        "prompt",
+        str,
+        "frozen|compact",
+        "what happens to a prompt: frozen (all of it stays, and is shared through the radix tree) or compact (only the "
+        "part that the tree held already stays; the rest is private and compacted like generated tokens, also while "
+        "it is prefilled)",
+    ),
+    Option(
+        "pressure_budget",
+        int,
+        "TOKENS",
+        "tokens of a request that a round keeps when the pool is full, before SGLang retracts anyone",
+        default_note="the budget",
+    ),
 )
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
@@ -136,7 +171,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for option in OPTIONS:
         default = _DEFAULTS[option.name]
-        shown = f" (default: {default}{option.default_note})"
+        shown = f" (default: {'' if default is None else default}{option.default_note})"
         # The default is None so that a flag given without --enable-triattention is noticed.
         group.add_argument(
             flag(option.name),

@@ -22,14 +22,14 @@ from sglang_triattn.config import Config
 class RequestState:
     """What compression did to one request since it got its row; dropped together with the row.
 
-    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `withheld_before`: whether
-    the request was barred from the tree already before its first round.
+    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `kept_length`: physical length
+    after the last round.
     """
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
-    withheld_before: bool = False
+    kept_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,28 @@ class Report:
         return asdict(self)
 
 
-def frozen_length(protected: int, prompt_length: int, page_size: int) -> int:
+def frozen_length(config: Config, protected: int, prompt_length: int, page_size: int) -> int:
     """First position of a row that a round may touch.
 
-    The tree owns [0, protected). The prompt stays too where the tree does not hold it (radix cache off, or a prompt
-    that was withheld from the tree), but for its last, partly filled page, which generated tokens share.
+    The tree owns [0, protected), and the first tokens (attention sinks) always stay. A frozen prompt stays too where
+    the tree does not hold it (radix cache off, or a prompt that was withheld from the tree), but for its last, partly
+    filled page, which generated tokens share.
     """
-    return max(protected, prompt_length - prompt_length % page_size)
+    if config.prompt == "compact":
+        return max(protected, config.sinks)
+    return max(protected, config.sinks, prompt_length - prompt_length % page_size)
+
+
+def row_bound(config: Config, *, frozen: int, logical_end: int) -> int:
+    """Most KV entries that a decoding request ever holds.
+
+    A round runs before the step that would take the row past its trigger, so that it never does.
+
+    Args:
+        frozen: from `frozen_length`.
+        logical_end: tokens that the request computes at most, prompt included.
+    """
+    return min(frozen + config.trigger(frozen), logical_end)
 
 
 def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
@@ -102,7 +117,14 @@ def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int,
     """
     if length - frozen < config.trigger(frozen):
         return None
+    return plan_eviction(config, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size)
+
+
+def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+    """A round down to the budget, due or not; None where nothing is above it. Arguments as for `plan_round`."""
     new_length = frozen + config.kept_private(frozen)
+    if length <= new_length:
+        return None
     return Plan(
         frozen=frozen,
         old_length=length,
@@ -119,11 +141,12 @@ def pages(length: int, page_size: int) -> int:
 
 @dataclass
 class Totals:
-    """Sums over all requests since the server started."""
+    """Sums over all requests since the server started; `pressure_rounds` are those of `rounds` that ran early."""
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
+    pressure_rounds: int = 0
 
     def add(self, plan: Plan) -> None:
         self.rounds += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from simulation import POOL, Running, Simulation, contents
+from simulation import Running, Simulation, contents
 
 
 def check_books(sim: Simulation) -> None:
@@ -13,7 +13,7 @@ def check_books(sim: Simulation) -> None:
     page = sim.page_size
     private = sum(kv_private_tokens(running.req.kv, page) for running in sim.running)
     tree = sim.tree.evictable_size() + sim.tree.protected_size()
-    assert sim.allocator.available_size() + tree + private == POOL
+    assert sim.allocator.available_size() + tree + private == sim.pool_size
     free = sim.allocator.get_all_free_pages().tolist()
     owned = dict.fromkeys(free, "free")
     assert len(owned) == len(free), "a page is free twice"
@@ -22,7 +22,7 @@ def check_books(sim: Simulation) -> None:
     for running in sim.running:
         protected = running.req.kv.cache_protected_len
         claim(owned, pages(sim.row(running)[protected:], page), running.req.rid)
-    assert len(owned) == POOL // page, "a page is owned by nobody"
+    assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
 
 
 def pages(slots: torch.Tensor, page_size: int) -> set[int]:
@@ -49,28 +49,47 @@ def check_row(sim: Simulation, running: Running) -> None:
     assert kv.kv_allocated_len + running.evicted == len(tokens) - 1
 
 
-def check_rounds(sim: Simulation) -> None:
-    """Runs the due rounds and holds each against the plan: who was due, what stayed, what came back."""
-    before = {running: running.positions for running in sim.running}
-    frozen = {r: max(r.req.kv.cache_protected_len, prompt_pages(sim, r)) for r in sim.running}
+def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
+    """Runs the rounds of a step and holds each against the plan: who was due, what stayed, what came back.
+
+    chunked: a request between two chunks of its prefill.
+    """
+    requests = [*sim.running, *([] if chunked is None else [chunked])]
+    before = {running: (running.positions, running.evicted) for running in requests}
     tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
     tree_bytes = sim.content(tree_slots)
     free = sim.allocator.available_size()
-    batch = sim.compress()
+    missing = slots_of_next_step(sim) - free - sim.tree.evictable_size()
+    batch = sim.compress(chunked)
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
-    freed = 0
+    freed, early = {True: 0, False: 0}, 0
+    for running in requests:
+        (old, evicted), first = before[running], frozen_length(sim, running)
+        length = old.shape[-1]
+        due = length - first >= kept_private(sim.config, first) + sim.config.interval
+        if running.evicted == evicted:
+            assert not due, "a due round did not run"
+            continue
+        keep = kept_private(sim.config if due else sim.config.under_pressure(), first)
+        running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
+        if running.first_tainted is None:
+            running.first_tainted = length
+        check_kept(sim, running, old, first, keep)
+        freed[due] += (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
+        early += not due
+        sim.prefill_rounds += running is chunked
+    assert not early or missing > freed[True], "a round ran early although memory was there"
     for index, running in enumerate(sim.running):
-        old, first = before[running], frozen[running]
-        keep, length = kept_private(sim, first), old.shape[-1]
-        if length - first >= keep + sim.config.interval:
-            running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
-            if running.first_tainted is None:
-                running.first_tainted = length
-            check_kept(sim, running, old, first, keep)
-            freed += (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
         assert batch.seq_lens_cpu[index] == batch.seq_lens[index] == running.req.kv.kv_allocated_len
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted
-    assert sim.allocator.available_size() - free == freed
+    sim.early_rounds += early
+    came_back = sim.allocator.available_size() - free
+    # The tree, given a chunk, frees what it held already.
+    assert came_back == sum(freed.values()) or (chunked and came_back > sum(freed.values()))
+
+
+def slots_of_next_step(sim: Simulation) -> int:
+    return sim.page_size * sum(running.req.kv.kv_allocated_len % sim.page_size == 0 for running in sim.running)
 
 
 def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:
@@ -90,15 +109,15 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int,
         assert (new == new[:1, :1]).all(), "heads hold different tokens"
 
 
-def kept_private(sim: Simulation, frozen: int) -> int:
+def kept_private(config, frozen: int) -> int:
     """Private tokens that the settings promise to a request with `frozen` frozen ones."""
-    budget, recent = sim.config.budget, sim.config.recent
-    return budget if sim.config.budget_scope == "private" else max(budget - frozen, recent)
+    return config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
 
 
-def prompt_pages(sim: Simulation, running: Running) -> int:
-    length = len(running.req.origin_input_ids)
-    return length - length % sim.page_size
+def frozen_length(sim: Simulation, running: Running) -> int:
+    """What rounds must leave alone: the tree's, the first tokens, and a frozen prompt's whole pages."""
+    prompt = len(running.req.origin_input_ids) if sim.config.prompt == "frozen" else 0
+    return max(running.req.kv.cache_protected_len, sim.config.sinks, prompt - prompt % sim.page_size)
 
 
 def decode_together(sim: Simulation, running: list[Running], steps: int) -> None:

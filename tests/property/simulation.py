@@ -25,12 +25,13 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score import build_tables
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.patches import prefill as prefill_patch
 from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.compressor import Compressor, make_mover
 
 LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
 POOL, ROWS, CONTEXT = 192, 6, 160
-BUDGET, INTERVAL, RECENT = 13, 7, 3
+BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
 
 
 @dataclass(eq=False)
@@ -56,19 +57,19 @@ class Running:
 class Simulation:
     """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
 
-    def __init__(self, page_size: int, radix: bool = True, kernels: bool = False, **settings) -> None:
-        self.page_size = page_size
-        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, **settings})
+    def __init__(self, page_size: int, radix: bool = True, kernels: bool = False, pool: int = POOL, **settings) -> None:
+        self.page_size, self.pool_size = page_size, pool
+        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
         self.radix = radix
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
-            POOL, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
+            pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
         )
         plain = {"dtype": torch.float32, "device": "cpu", "kvcache": self.pool, "need_sort": False}
         if page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(POOL, **plain)
+            self.allocator = TokenToKVPoolAllocator(pool, **plain)
         else:
-            self.allocator = PagedTokenToKVPoolAllocator(POOL, page_size, **plain)
+            self.allocator = PagedTokenToKVPoolAllocator(pool, page_size, **plain)
         self.tree = UnifiedRadixCache(
             CacheInitParams(
                 disable=not radix,
@@ -81,7 +82,7 @@ class Simulation:
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.finished: list[list[int]] = []
-        self.rounds = 0
+        self.rounds = self.early_rounds = self.prefill_rounds = 0
         self._serial = 0
         generator = torch.Generator().manual_seed(0)
         mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
@@ -92,6 +93,7 @@ class Simulation:
                 token_to_kv_pool_allocator=self.allocator,
                 req_to_token_pool=self.rows,
                 tree_cache=self.tree,
+                stash_chunked_request=self._stash,
             ),
             self.config,
             Scorer(
@@ -109,36 +111,57 @@ class Simulation:
         self._serial += 1
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
+        requests_patch.adopt(req, self.config)
         return Running(req)
 
-    def admit(self, running: Running, chunk: int) -> bool:
-        """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room."""
+    def admit(self, running: Running, chunk: int, between_chunks=None) -> bool:
+        """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room.
+
+        between_chunks(running): runs the rounds between two chunks, and brings the account up to date.
+        """
         req = running.req
-        req.init_next_round_input(self.tree)
-        total = len(running.tokens)
+        self._next_input(req, self.tree)
         req.lock = self.tree.lock(req.last_node)
-        if not self._make_room(total - req.prefix_len + self.page_size) or not self.rows.available_size():
+        if not self._make_room(len(running.tokens) - req.prefix_len + self.page_size) or not self.rows.available_size():
             self.tree.unlock(req.lock)
             req.lock = None
             return False
         self.rows.alloc([req])
         row = self.rows.req_to_token[req.kv.req_pool_idx]
-        start = req.prefix_len
-        if start:
-            row[:start] = self.tree.path_device_indices(req.last_node)[:start].to(row.dtype)
+        if req.prefix_len:
+            row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
         req.is_retracted = False
-        running.positions = same_for_all(range(total))
+        running.positions = same_for_all(range(req.prefix_len))
         running.first_tainted = None
-        while start < total:
-            end = min(total, start + chunk)
-            row[start:end] = self._allocate(row, start, end).to(row.dtype)
-            self._write(running, row[start:end], range(start, end))
-            req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end = end
-            requests_patch._checkpoint_prompt_only(checkpoint_kv_cache, req, self.tree)
-            start = end
+        while not self._prefill(running, row, chunk):
+            if between_chunks is not None:
+                between_chunks(running)
+            if req.extend_end > req.prefix_len:
+                self._stash(req)
+            self._next_input(req)
+        self._stash(req)
         req.output_ids.append(self._next_token(running))
         self.running.append(running)
         return True
+
+    def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
+        """One chunk; True after the last."""
+        req = running.req
+        start, end = req.prefix_len, min(len(req.full_untruncated_fill_ids), req.prefix_len + chunk)
+        req.extend_end = end
+        positions = range(start + running.evicted, end + running.evicted)
+        assert list(req.get_fill_ids()[start:]) == running.tokens[positions.start : positions.stop]
+        row[start:end] = self._allocate(row, start, end).to(row.dtype)
+        self._write(running, row[start:end], positions)
+        running.positions = torch.cat([running.positions, same_for_all(positions)], -1)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        return end == len(req.full_untruncated_fill_ids)
+
+    def _stash(self, req: Req) -> None:
+        requests_patch._checkpoint_prompt_only(checkpoint_kv_cache, req, self.tree)
+
+    def _next_input(self, req: Req, *tree) -> None:
+        prefill_patch._show_ids_behind_row(Req.init_next_round_input, req, *tree)
 
     def decode(self, running: Running) -> bool:
         req, kv = running.req, running.req.kv
@@ -154,8 +177,8 @@ class Simulation:
         req.output_ids.append(self._next_token(running))
         return True
 
-    def compress(self) -> SimpleNamespace:
-        """Due rounds of the running batch; returns the batch as they left it."""
+    def compress(self, chunked: Running | None = None) -> SimpleNamespace:
+        """Due rounds of the running batch and of a prefill between two chunks; returns the batch as they left it."""
         lengths = torch.tensor([r.req.kv.kv_allocated_len for r in self.running])
         logical = torch.tensor([r.req.kv.kv_allocated_len + r.evicted for r in self.running], dtype=torch.int32)
         batch = SimpleNamespace(
@@ -166,8 +189,7 @@ class Simulation:
             seq_lens_sum=int(lengths.sum()),
             batch_is_full=True,
         )
-        if self.running:
-            self.compressor.run_due_rounds(batch)
+        self.compressor.run_due_rounds(batch, chunked=None if chunked is None else chunked.req)
         self.rounds = self.compressor.totals.rounds
         return batch
 

@@ -21,7 +21,7 @@ from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.compressor import Compressor
 
 from checks import check_books, check_rounds, check_row
-from simulation import Simulation
+from simulation import POOL, Simulation
 
 # Few tokens and common stems, so that prefixes are shared often.
 STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
@@ -34,16 +34,20 @@ class Histories(RuleBasedStateMachine):
 
     page_size = 1
     radix = True
+    pool = POOL
     settings: ClassVar[dict] = {}
     rounds = 0
+    early_rounds = 0
+    prefill_rounds = 0
 
     @initialize()
     def start(self):
-        self.sim = Simulation(self.page_size, self.radix, **self.settings)
+        self.sim = Simulation(self.page_size, self.radix, pool=self.pool, **self.settings)
 
     def _admit(self, running, chunk):
         # Chunks end on pages, as SGLang's do.
-        return self.sim.admit(running, max(chunk - chunk % self.page_size, self.page_size))
+        chunk = max(chunk - chunk % self.page_size, self.page_size)
+        return self.sim.admit(running, chunk, lambda chunked: check_rounds(self.sim, chunked))
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -110,9 +114,12 @@ class Histories(RuleBasedStateMachine):
             self.sim.release(running, finish=True)
         check_books(self.sim)
         type(self).rounds += self.sim.rounds
+        type(self).early_rounds += self.sim.early_rounds
+        type(self).prefill_rounds += self.sim.prefill_rounds
 
 
-def run_histories(examples: int, **options) -> None:
+def run_histories(examples: int, least_rounds: int = 3, **options) -> type[Histories]:
+    """Random histories under these options, `least_rounds` each on average; the class that counted the rounds."""
     machine = type("Machine", (Histories,), options)
     run_state_machine_as_test(
         machine,
@@ -124,7 +131,8 @@ def run_histories(examples: int, **options) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert machine.rounds > 3 * examples
+    assert machine.rounds > least_rounds * examples
+    return machine
 
 
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
@@ -150,6 +158,23 @@ def test_random_histories(page_size, radix):
 def test_random_histories_of_other_settings(page_size, settings):
     """Prevents the same in every mode, and where requests of one batch keep different numbers of tokens."""
     run_histories(16, page_size=page_size, settings=settings)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
+def test_random_histories_of_compacted_prompts(page_size, selection):
+    """Prevents prefill onto a shortened row from computing other tokens, at other places, or poisoning the tree."""
+    settings = {"prompt": "compact", "selection": selection}
+    machine = run_histories(24, page_size=page_size, settings=settings)
+    assert machine.prefill_rounds > 12
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories_in_a_full_pool(page_size):
+    """Prevents early rounds without need, or from keeping other tokens than the newest and the best."""
+    settings = {"pressure_budget": 6, "interval": 12}
+    machine = run_histories(24, least_rounds=1, page_size=page_size, settings=settings, pool=80)
+    assert machine.early_rounds > 0
 
 
 def poisoned_history(page_size: int) -> int:

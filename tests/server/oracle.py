@@ -9,12 +9,16 @@ formula than the one that serves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from harness import BUDGET, INTERVAL, RECENT, TinyModel
+
+TOLERANCE = 2e-3
+"""Between served and recomputed log-probabilities, whose sums run in other orders."""
 
 OFFSETS = [2**power for power in range(17)]
 
@@ -63,13 +67,17 @@ class Oracle:
     total: bool = False
 
     @torch.no_grad()
-    def logprobs(self, ids: list[int], prompt_length: int, frozen: int) -> tuple[torch.Tensor, int]:
+    def logprobs(
+        self, ids: list[int], prompt_length: int, frozen: int, *, cached: int = 0, chunk: int | None = None
+    ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
         Args:
             ids: prompt and output.
-            prompt_length: tokens of the prompt, computed in one pass.
+            prompt_length: tokens of the prompt.
             frozen: first position that may be evicted.
+            cached: first tokens of the prompt that were computed beforehand.
+            chunk: tokens of the prompt that are computed at once, with rounds between; the whole by default.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -79,20 +87,26 @@ class Oracle:
         # What each layer's KV heads may see.
         visible = torch.zeros(self.mean.shape[0], self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
-        done, size = 0, prompt_length
+        chunk = chunk or prompt_length
+        done, size = 0, cached or min(chunk, prompt_length)
         while True:
             visible[..., done : done + size] = True
             logits = self._forward(ids[done : done + size], done, visible, cache)
-            outputs.append(logits[-1:] if done == 0 else logits)
             done += size
+            if done >= prompt_length:
+                outputs.append(logits[-1:] if done == prompt_length else logits)
             if done == len(ids):
                 return torch.cat(outputs).log_softmax(-1), rounds
             private = int(visible[0, 0, frozen:done].sum())
-            if private >= keep + self.interval:
+            # The first token behind the prompt is computed before the server looks at the request again.
+            if private >= keep + self.interval and done != prompt_length and done != cached:
                 visible[..., frozen:done] = self._kept(cache, visible[..., frozen:done], frozen, done, keep)
                 private, rounds = keep, rounds + 1
-            # Up to the next round every query sees what it sees now, and the tokens since.
-            size = min(keep + self.interval - private, len(ids) - done)
+            if done < prompt_length:
+                size = min(chunk, prompt_length - done)
+            else:
+                # Up to the next round every query sees what it sees now, and the tokens since.
+                size = min(max(keep + self.interval - private, 1), len(ids) - done)
 
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)
@@ -184,3 +198,11 @@ def oracle_of(tiny: TinyModel) -> Oracle:
         recent=RECENT,
         interleaved=tiny.interleaved,
     )
+
+
+def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
+    top = response["meta_info"]["output_top_logprobs"]
+    values = torch.tensor([[entry[0] for entry in step] for step in top])
+    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
+    return values, tokens

@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from harness import build_tiny_model, compression, prompt
-from oracle import Oracle, oracle_of
-
-TOLERANCE = 2e-3
+from oracle import TOLERANCE, Oracle, oracle_of, served_logprobs
 
 
 @pytest.fixture(scope="module")
 def oracle(tiny):
     return oracle_of(tiny)
-
-
-def served_logprobs(response) -> torch.Tensor:
-    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
-    top = response["meta_info"]["output_top_logprobs"]
-    values = torch.tensor([[entry[0] for entry in step] for step in top])
-    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
-    return values, tokens
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -12,7 +12,9 @@ GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
 def test_defaults():
     """Prevents the documented defaults from drifting."""
-    assert read_settings(GOOD) == Config("s.safetensors", 2048, 128, 128, "shared-mean", "mean", "private")
+    assert read_settings(GOOD) == Config(
+        "s.safetensors", 2048, 128, 128, "shared-mean", "mean", "private", 4, "frozen", None
+    )
     assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
@@ -30,9 +32,10 @@ def test_flags_and_keywords_agree():
     add_flags(parser)
     words = "--enable-triattention --triattention-stats s --triattention-budget 300 --triattention-interval 9"
     words += " --triattention-recent 7 --triattention-selection union --triattention-aggregation max"
-    words += " --triattention-budget-scope total"
+    words += " --triattention-budget-scope total --triattention-sinks 2 --triattention-prompt compact"
+    words += " --triattention-pressure-budget 50"
     config = read_settings(vars(parser.parse_args(words.split())))
-    assert config == Config("s", 300, 9, 7, "union", "max", "total")
+    assert config == Config("s", 300, 9, 7, "union", "max", "total", 2, "compact", 50)
     assert read_settings(vars(parser.parse_args([]))) is None
 
 
@@ -48,6 +51,11 @@ def test_flags_and_keywords_agree():
         ({"triattention_selection": "best"}, "'best'"),
         ({"triattention_aggregation": "median"}, "'median'"),
         ({"triattention_budget_scope": "all"}, "'all'"),
+        ({"triattention_sinks": -1}, "--triattention-sinks is -1"),
+        ({"triattention_prompt": "private"}, "'private'"),
+        ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
+        ({"triattention_pressure_budget": 100}, "between --triattention-recent (128)"),
+        ({"triattention_pressure_budget": 2049}, "and --triattention-budget (2048)"),
         ({"triattention_stats": ""}, "--triattention-stats"),
         ({"triattention_bugdet": 3}, "triattention_bugdet"),
         ({"enable_triattention": False}, "no effect"),

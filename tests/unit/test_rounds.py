@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from sglang_triattn.config import Config
-from sglang_triattn.rounds import frozen_length, plan_round
+from sglang_triattn.rounds import frozen_length, plan_eviction, plan_round, row_bound
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
 
@@ -52,6 +52,29 @@ def test_freed_slots_are_whole_pages(page_size, length):
 
 def test_prompt_is_frozen_with_and_without_a_tree():
     """Prevents eviction of prompt tokens where no tree protects them (radix cache off, retracted requests)."""
-    assert frozen_length(protected=0, prompt_length=37, page_size=1) == 37
-    assert frozen_length(protected=0, prompt_length=37, page_size=16) == 32
-    assert frozen_length(protected=48, prompt_length=37, page_size=16) == 48
+    assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=1) == 37
+    assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=16) == 32
+    assert frozen_length(CONFIG, protected=48, prompt_length=37, page_size=16) == 48
+
+
+def test_first_tokens_and_shared_prefix_stay_of_a_compacted_prompt():
+    """Prevents eviction of attention sinks, or of what the tree shares, where the prompt may be compacted."""
+    config = dataclasses.replace(CONFIG, prompt="compact", sinks=4)
+    assert frozen_length(config, protected=0, prompt_length=37, page_size=16) == 4
+    assert frozen_length(config, protected=32, prompt_length=37, page_size=16) == 32
+    assert frozen_length(dataclasses.replace(CONFIG, sinks=4), protected=0, prompt_length=3, page_size=16) == 4
+
+
+def test_bound_is_where_a_round_runs_or_the_end():
+    """Prevents reserving less than a request comes to hold, or more than it can."""
+    assert row_bound(CONFIG, frozen=64, logical_end=10_000) == 64 + 130
+    assert row_bound(CONFIG, frozen=64, logical_end=100) == 100
+
+
+def test_rounds_under_pressure_keep_less():
+    """Prevents early rounds below the floor that the user set, and rounds that evict nothing."""
+    config = dataclasses.replace(CONFIG, pressure_budget=40).under_pressure()
+    early = functools.partial(plan_eviction, config, frozen=64, evicted_before=0, page_size=1)
+    assert early(length=64 + 41).kept_private == 40
+    assert early(length=64 + 40) is None
+    assert CONFIG.under_pressure().kept_private(64) == 100

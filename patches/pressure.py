@@ -1,0 +1,75 @@
+"""Rounds ahead of time, so that a full pool is not answered by a retraction.
+
+SGLang parts: `ScheduleBatch.check_decode_mem` and `retract_decode` (sglang/srt/managers/schedule_batch.py), which a
+step reaches after the safe point. Allocator sizes and token counts are equal on all tensor-parallel ranks, and so is
+what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact import needs_order
+from sglang_triattn.patches.requests import can_compact, lengths_of, settings_of, state_of
+from sglang_triattn.rounds import Plan, plan_eviction
+
+
+def early_rounds(
+    scheduler: Any, requests: Sequence[Any], joining: Any, due: Sequence[tuple[int, Plan]]
+) -> list[tuple[int, Plan]]:
+    """(index in requests, plan) of rounds that give the next decode step the slots that it lacks, largest first.
+
+    Args:
+        requests: the running requests.
+        joining: as for `Compressor.run_due_rounds`.
+        due: the rounds that run anyway.
+    """
+    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    missing = slots_of_next_step(requests, joining, page_size) - free_slots(scheduler)
+    missing -= sum(plan.freed_slots for _, plan in due)
+    if missing <= 0:
+        return []
+    taken = {index for index, _ in due}
+    chosen = []
+    candidates = ((index, request) for index, request in enumerate(requests) if index not in taken)
+    for index, plan in sorted(worthwhile(candidates, page_size), key=lambda found: -found[1].freed_slots):
+        if missing <= 0:
+            break
+        chosen.append((index, plan))
+        missing -= plan.freed_slots
+    return chosen
+
+
+def slots_of_next_step(requests: Sequence[Any], joining: Any, page_size: int) -> int:
+    """KV slots, whole pages, that the next decode step allocates."""
+    joining = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
+    holders = [request for request in (*requests, *joining) if request.kv.holds_kv and not request.finished()]
+    return page_size * sum(request.kv.kv_allocated_len % page_size == 0 for request in holders)
+
+
+def free_slots(scheduler: Any) -> int:
+    """KV slots that are free or that the tree gives up on demand."""
+    return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+
+
+def worthwhile(candidates: Iterator[tuple[int, Any]], page_size: int) -> Iterator[tuple[int, Plan]]:
+    """Rounds that free enough to be worth their scoring: a quarter of what a regular round frees."""
+    for index, request in candidates:
+        if not can_compact(request):
+            continue
+        settings = settings_of(request)
+        plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
+        if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
+            continue
+        if knows_newest(request, settings):
+            yield index, plan
+
+
+def knows_newest(request: Any, settings: Config) -> bool:
+    """Whether the row's last `recent` entries are the newest tokens, as they are not soon after a `fill`."""
+    state = state_of(request)
+    if state.rounds == 0 or needs_order(settings.recent, settings.interval):
+        return True
+    return request.kv.kv_allocated_len - state.kept_length >= settings.recent
