@@ -18,10 +18,10 @@ from sglang_triattn.patches.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
 from sglang_triattn.patches.ranks import merge_over_ranks, own_heads
-from sglang_triattn.patches.scratch import Scratch, scored_tokens
+from sglang_triattn.patches.scratch import Scratch
 from sglang_triattn.patches.served_model import check_pool, read_shape
 from sglang_triattn.patches.statistics import find_stats
-from sglang_triattn.rounds import Totals
+from sglang_triattn.rounds import Totals, scored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
         runner.device,
     )
     k_buffers, _ = kv_buffers(runner.token_to_kv_pool)
-    columns, longest = scored_tokens(config, runner.model_config)
+    columns, longest = scored_tokens(config, runner.model_config.context_len)
     scorer = Scorer(
         k_buffers,
         tables,

@@ -17,6 +17,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import ScratchPlan
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.served_model import attention_layers, read_rope
+from sglang_triattn.rounds import scored_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def plan_scratch(configurator: Any, config: Config) -> ScratchPlan:
     """
     layers = attention_layers(configurator.model)
     attention, rotary = layers[0]
-    columns, longest = scored_tokens(config, configurator.model_config)
+    columns, longest = scored_tokens(config, configurator.model_config.context_len)
     return ScratchPlan(
         layers=len(layers),
         q_heads=attention.tp_q_head_num,
@@ -67,11 +68,3 @@ def plan_scratch(configurator: Any, config: Config) -> ScratchPlan:
         selection=config.selection,
         aggregation=config.aggregation,
     )
-
-
-def scored_tokens(config: Config, model_config: Any) -> tuple[int, int]:
-    """Private tokens of a request at a round: as a rule, and at most.
-
-    More than the rule comes with output that was prefilled again after a retraction.
-    """
-    return config.budget + config.interval, max(config.budget + config.interval, model_config.context_len)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_triattn import calibrate_command, stats_command
+from sglang_triattn import calibrate_command, plan_command, stats_command
 from sglang_triattn.errors import TriAttentionError
 
 USER_ERROR = 2
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     _add_calibrate(subcommands)
     _add_stats(subcommands)
+    _add_plan(subcommands)
     _add_score_case(subcommands)
     return parser
 
@@ -69,6 +70,16 @@ def _add_stats(subcommands) -> None:
         description="Prints what a statistics file holds and draws how concentrated the queries of each head are.",
     )
     stats_command.add_options(parser)
+
+
+def _add_plan(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "plan",
+        help="calculate what fits a GPU, dense and compressed",
+        description="Calculates from a model's config.json how many tokens and requests the KV cache of a GPU holds, "
+        "dense, in 8 bits, compressed, and both. Needs no weights, no GPU and no network.",
+    )
+    plan_command.add_options(parser)
 
 
 def _add_score_case(subcommands) -> None:

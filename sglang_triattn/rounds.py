@@ -134,6 +134,15 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
     )
 
 
+def scored_tokens(config: Config, context: int) -> tuple[int, int]:
+    """Private tokens of a request at a round: as a rule, and at most, of a model with this context limit.
+
+    More than the rule comes with output that was prefilled again after a retraction.
+    """
+    due = config.budget + config.interval
+    return due, max(due, context)
+
+
 def pages(length: int, page_size: int) -> int:
     """Pages that hold `length` tokens."""
     return -(-length // page_size)
