@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_triattn.config import Config
 from sglang_triattn.model_sizes import FP8_KV, ModelSizes
-from sglang_triattn.rounds import frozen_length, pages
+from sglang_triattn.rounds import frozen_length, pages, row_bound
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> in
     """
     held = workload.length
     if config is not None:
-        frozen = frozen_length(0, workload.prompt, page_size)
-        held = min(held, frozen + config.trigger(frozen))
+        frozen = frozen_length(config, 0, workload.prompt, page_size)
+        held = row_bound(config, frozen=frozen, logical_end=held)
     return pages(held, page_size) * page_size
 
 

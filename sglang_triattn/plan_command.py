@@ -13,8 +13,6 @@ from sglang_triattn.model_sizes import FP8_KV, WEIGHT_DTYPES, ModelSizes, load_c
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
 _COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trace", "requests")
-_POOL_LIMIT = """
-These are limits of memory. SGLang also ends a request when its tokens, evicted ones included, reach the pool's size."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
     gpus, origin = _gpus(arguments, sizes, content, config)
     rows = plan(sizes, gpus, config, workload, sizes.kv_dtype if arguments.kv_dtype == "auto" else arguments.kv_dtype)
     print("\n".join([*_facts(sizes, gpus, config, workload, origin), "", *_table(rows)]))
-    if any(row.longest_trace > row.pool_tokens for row in rows):
-        print(_POOL_LIMIT)
     if arguments.json:
         parts = (sizes, gpus, config, workload)
         named = dict(zip(("model", "gpus", "settings", "request"), map(dataclasses.asdict, parts), strict=True))

@@ -169,7 +169,6 @@ def test_rows(run):
         "compressed": [131072, tokens - scratch, 960 + 2176, 40960, (tokens - scratch) // 3136],
         "both": [65536, 2 * (tokens - scratch), 3136, 40960, 2 * (tokens - scratch) // 3136],
     }
-    assert "SGLang also ends" not in output
     rows = rows_of(run(LLAMA3_8B, "--weights", "15.83G", "--reserve", "0", "--page-size", "64")[1])
     tokens = int(8.17 * (1 << 30)) // 131072
     assert tokens % 64
@@ -181,7 +180,6 @@ def test_longest_trace(run):
     _, output, _ = run(LLAMA3_8B, "--weights", "23G", "--reserve", "0", "--budget", "2048")
     rows = rows_of(output)
     assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 40960]
-    assert "SGLang also ends a request" in output
     _, output, _ = run(LLAMA3_8B, "--weights", "23G", "--reserve", "0", "--budget", "8000")
     rows = rows_of(output)
     assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 8192 - 512]
