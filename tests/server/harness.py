@@ -175,6 +175,13 @@ class Client:
         assert requests.get(self.url + "/health", timeout=60).status_code == 200, self.server.log_tail()
 
 
+def assert_pool_is_whole(client: Client) -> None:
+    """An idle server with an empty tree must have every slot of its pool free; its strict idle check says so too."""
+    client.flush()
+    client.assert_alive()
+    assert client.slots_in_use() == 0
+
+
 def prompt(seed: int, length: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()

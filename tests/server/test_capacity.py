@@ -1,0 +1,150 @@
+"""What the scheduler makes of bounded requests: more of them at once, no retraction, and rounds when memory is short."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
+
+DENSE = {"triattention": {"enabled": False}}
+COMPACT = {"triattention": {"prompt": "compact"}}
+# SGLang's estimate of what answers will need, at its boldest.
+BOLD = ["--schedule-conservativeness", "0.1"]
+
+
+def retractions(responses: list[dict]) -> int:
+    return sum(response["meta_info"]["num_retractions"] for response in responses)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_admitted_requests_fit_at_their_bound(probed, page_size):
+    """Prevents an over-promised pool, which retracts, and a reservation as if nothing were ever evicted."""
+    client, steps = probed("--page-size", str(page_size), "--max-total-tokens", "1024", *BOLD)
+    steps()
+    length = 32
+    bound = length + BUDGET + INTERVAL
+    responses = client.generate_all([prompt(90 + i, length) for i in range(12)], 300)
+    assert all(response["meta_info"]["completion_tokens"] == 300 for response in responses)
+    assert retractions(responses) == 0
+    assert client.totals()["pressure_rounds"] == 0
+    running = max(len(step["requests"]) for step in steps())
+    # Dense, each would have reserved 332 tokens: three at once.
+    assert running == 1024 // bound == 8
+    assert_pool_is_whole(client)
+
+
+def test_early_rounds_before_anyone_is_retracted(serve):
+    """Prevents a full pool from retracting requests while others hold tokens above the floor.
+
+    Requests that decline compression are admitted on SGLang's bold estimate, and outgrow it.
+    """
+    client = serve("--max-total-tokens", "1024", "--triattention-pressure-budget", "32", *BOLD)
+    dense = {"custom_params": DENSE, "ignore_eos": False, "min_new_tokens": 250}
+    with ThreadPoolExecutor(2) as pool:
+        compressed = pool.submit(client.generate_all, [prompt(40 + i, 20) for i in range(4)], 300)
+        declined = pool.submit(client.generate_all, [prompt(50 + i, 20) for i in range(4)], 250, **dense)
+        compressed, declined = compressed.result(), declined.result()
+    assert [response["meta_info"]["completion_tokens"] for response in (*compressed, *declined)] == [300] * 4 + [
+        250
+    ] * 4
+    assert all(compression(response)["rounds"] == 0 for response in declined)
+    assert client.totals()["pressure_rounds"] > 0
+    assert_pool_is_whole(client)
+
+
+def test_a_request_that_can_never_fit_is_told(serve):
+    """Prevents a request from waiting for ever, or from ending the scheduler, where its bound exceeds the pool."""
+    client = serve("--max-total-tokens", "256")
+    # Its bound does not fit behind this prompt: as many tokens as the pool holds, as SGLang has it.
+    response = client.generate(prompt(60, 200), 400)
+    assert response["meta_info"]["finish_reason"]["type"] == "length"
+    assert 40 < response["meta_info"]["completion_tokens"] < 56
+    # A whole match would freeze nearly all of the pool.
+    again = client.generate(prompt(60, 200) + prompt(61, 30), 120, custom_params=COMPACT)
+    assert again["meta_info"]["completion_tokens"] == 120
+    assert_pool_is_whole(client)
+
+
+def test_wrong_fields_are_refused(serve):
+    """Prevents a mistyped field from being ignored, and one client's mistake from reaching the others."""
+    client = serve()
+    for asked, words in (
+        ({"budget": BUDGET + 1}, f"from 1 to {BUDGET}"),
+        ({"bugdet": 3}, "triattention.bugdet"),
+        ({"prompt": "gone"}, "frozen or compact"),
+        ("compact", "must be an object"),
+    ):
+        params = {"max_new_tokens": 4, "custom_params": {"triattention": asked}}
+        response = client.post("/generate", input_ids=prompt(1, 9), sampling_params=params)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert words in message
+        assert "\n" not in message.strip()
+    assert compression(client.generate(prompt(1, 9), 200, custom_params={"triattention": {"budget": 40}}))["rounds"] > 3
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_storm_under_pressure(serve, page_size):
+    """Prevents leaks, hangs and cut answers in a random mix of everything that fights over a small pool.
+
+    Shared and private prompts, longer than the pool or not, frozen and compacted; declined compression, budgets of
+    their own, aborts, priorities with preemption, chunked prefill, and SGLang's own switch that retracts.
+    """
+    client = serve(
+        *("--page-size", str(page_size), "--max-total-tokens", "1024", "--chunked-prefill-size", "96", *BOLD),
+        *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"),
+        env={
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "30",
+            "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "5",
+        },
+    )
+    rng = random.Random(page_size)
+    stems = [prompt(100 + i, 90) for i in range(3)]
+
+    def one(number: int) -> dict:
+        ids = rng.choice(stems)[: rng.randrange(90)] + prompt(200 + number, rng.choice([1, 9, 40, 150]))
+        asked = rng.choice([{}, {}, {"enabled": False}, {"budget": rng.randrange(8, BUDGET)}, {"prompt": "compact"}])
+        if number % 20 == 0:
+            ids, asked = ids + prompt(number, 1500), {"prompt": "compact"}
+        tokens = rng.choice([1, 7, 60, 150, 260])
+        rid = f"pressure-{page_size}-{number}"
+        if rng.random() < 0.2:
+            threading.Timer(rng.uniform(0.2, 6), lambda: client.post("/abort_request", rid=rid)).start()
+        response = client.post(
+            "/generate",
+            rid=rid,
+            input_ids=ids,
+            priority=rng.randrange(6),
+            sampling_params={
+                "max_new_tokens": tokens,
+                "min_new_tokens": tokens,
+                "ignore_eos": rng.random() < 0.5,
+                "temperature": 0.8,
+                "custom_params": {"triattention": asked},
+            },
+        )
+        return {"asked": tokens, **response.json()}
+
+    with ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(one, range(200)))
+    ends = [result["meta_info"]["finish_reason"]["type"] for result in results]
+    assert set(ends) <= {"length", "abort"}
+    finished = [result for result, end in zip(results, ends, strict=True) if end == "length"]
+    assert len(finished) > 120
+    assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
+    assert retractions(finished) > 10
+    assert client.totals()["rounds"] > 100
+    assert_pool_is_whole(client)
+
+
+def test_enabled_false_is_plain_sglang(serve):
+    """Prevents a request that declines compression from being shortened all the same."""
+    response = serve().generate(prompt(70, 30), 200, custom_params=DENSE)
+    report = compression(response)
+    assert (report["rounds"], report["evicted_tokens"]) == (0, 0)
+    assert report["physical_length"] == report["logical_length"] == 30 + 199
