@@ -59,6 +59,11 @@ def report(rows: list[dict], path: str | None, quick: bool) -> None:
     """Prints `rows`, a table for each run of equal keys, and writes them to `path` with what made them."""
     for header, table in itertools.groupby(rows, key=lambda row: tuple(row)):
         print_table(header, [list(row.values()) for row in table])
+    write({"rows": rows}, path, quick)
+
+
+def write(results: dict, path: str | None, quick: bool) -> None:
+    """Writes `results` to `path`, if there is one, with what made them."""
     if path:
         content = {
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -66,7 +71,7 @@ def report(rows: list[dict], path: str | None, quick: bool) -> None:
             "quick": quick,
             "machine": machine(),
             "versions": versions(),
-            "rows": rows,
+            **results,
         }
         Path(path).write_text(json.dumps(content, indent=2) + "\n")
 

@@ -10,6 +10,7 @@ import pytest
 import harness
 import probe
 from server import running_server
+from tiny_model import TinyModel, build_tiny_model
 
 # Each takes about 3.5 GB of memory, and there are two test processes.
 KEPT_RUNNING = 2
@@ -18,7 +19,7 @@ KEPT_RUNNING = 2
 class Servers:
     """Running servers of the tiny model by their arguments; the one used longest ago makes room for a new one."""
 
-    def __init__(self, tiny: harness.TinyModel, folder) -> None:
+    def __init__(self, tiny: TinyModel, folder) -> None:
         self._tiny = tiny
         self._folder = folder
         self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
@@ -29,7 +30,7 @@ class Servers:
         *args: str,
         env: dict[str, str] | None = None,
         compressed: bool = True,
-        model: harness.TinyModel | None = None,
+        model: TinyModel | None = None,
     ) -> harness.Client:
         """The Client of a server with every memory check on; `args` are added to the usual ones."""
         model = model or self._tiny
@@ -69,7 +70,7 @@ class Servers:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    return harness.build_tiny_model(tmp_path_factory.mktemp("model"))
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import requests
 import torch
 
 from server import Server, device_args
+from tiny_model import VOCABULARY, TinyModel
 
 
 def own_core() -> int:
@@ -34,86 +34,6 @@ STRICT = {
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144
-VOCABULARY = 1024
-END = 2
-
-
-@dataclass(frozen=True)
-class TinyModel:
-    """A random Llama: small enough to decode over 100 tokens/s on a CPU, sharp enough that every token matters."""
-
-    path: Path
-    stats: Path
-    num_layers: int = 3
-    num_q_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    interleaved: bool = False
-
-    def load(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-ROPE_KINDS = {
-    "plain": {"rope_type": "default", "rope_theta": 10000.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 64,
-    },
-    "partial-interleaved": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-}
-
-
-def build_tiny_model(folder: Path, rope: str = "plain") -> TinyModel:
-    """Writes the model, with one of ROPE_KINDS, and random statistics of it."""
-    from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
-
-    from sglang_triattn.fingerprint import model_fingerprint
-    from sglang_triattn.rope import rope_of_transformers
-    from sglang_triattn.stats import QueryStats, save_stats
-
-    tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
-    torch.manual_seed(0)
-    config = (Glm4Config if tiny.interleaved else LlamaConfig)(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=tiny.num_layers,
-        num_attention_heads=tiny.num_q_heads,
-        num_key_value_heads=tiny.num_kv_heads,
-        head_dim=tiny.head_dim,
-        max_position_embeddings=8192,
-        rope_parameters=ROPE_KINDS[rope],
-        tie_word_embeddings=False,
-        initializer_range=0.12,
-        bos_token_id=1,
-        eos_token_id=END,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(tiny.path)
-    turns = rope_of_transformers(model.model, config)
-    pairs = turns.inv_freq.numel()
-    mean = torch.randn(tiny.num_layers, tiny.num_q_heads, pairs, dtype=torch.complex64)
-    spread = torch.rand(tiny.num_layers, tiny.num_q_heads, pairs)
-    save_stats(
-        QueryStats(
-            mean=mean,
-            abs_mean=mean.abs() + spread,
-            num_kv_heads=tiny.num_kv_heads,
-            head_dim=tiny.head_dim,
-            rope=turns,
-            fingerprint=model_fingerprint(str(tiny.path)),
-            token_count=1,
-            source="random",
-        ),
-        tiny.stats,
-    )
-    return tiny
 
 
 def plain_args() -> list[str]:

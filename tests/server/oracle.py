@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from harness import BUDGET, INTERVAL, RECENT, TinyModel
+from harness import BUDGET, INTERVAL, RECENT
+from tiny_model import TinyModel
 
 TOLERANCE = 2e-3
 """Between served and recomputed log-probabilities, whose sums run in other orders."""

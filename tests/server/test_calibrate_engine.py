@@ -26,6 +26,7 @@ from sglang_triattn.stats import QueryStats, load_stats
 import harness
 import probe
 from server import running_server, session_members
+from tiny_model import END, VOCABULARY
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
@@ -40,7 +41,7 @@ def folder(tiny, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("calibrate")
     shutil.copytree(tiny.path, folder / "model")
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
-    vocabulary |= {f"w{index}": index for index in range(3, harness.VOCABULARY)}
+    vocabulary |= {f"w{index}": index for index in range(3, VOCABULARY)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -50,7 +51,7 @@ def folder(tiny, tmp_path_factory) -> Path:
     draw = random.Random(0)
 
     def text(length: int) -> str:
-        return " ".join(f"w{draw.randrange(3, harness.VOCABULARY)}" for _ in range(length))
+        return " ".join(f"w{draw.randrange(3, VOCABULARY)}" for _ in range(length))
 
     (folder / "text.txt").write_text(text(MANY_TOKENS))
     (folder / "short.txt").write_text(text(600))
@@ -73,7 +74,7 @@ def latent_model(folder: Path) -> Path:
     """Configuration and tokenizer of a model that caches no keys per head; it is refused before its weights load."""
     target = folder / "mla"
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
-    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": harness.VOCABULARY}
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(target)
     return target
 
@@ -175,8 +176,8 @@ def test_scheduler_serves_after_calibration(tiny, tmp_path):
     traces = [[5, 6, 7], [8, 9]]
     alive = traces
     for tokens in steps:
-        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != harness.END]
-        for trace, token in zip(alive, (token for token in tokens if token != harness.END), strict=True):
+        alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != END]
+        for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
             trace.append(token)
     # The same texts once more, each in one pass.
     again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))

@@ -1,4 +1,4 @@
-"""What the scheduler makes of bounded requests: more of them at once, no retraction, and rounds when memory is short."""
+"""What the scheduler makes of bounded requests: more at once, no retraction, and rounds when memory is short."""
 
 from __future__ import annotations
 

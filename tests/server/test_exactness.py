@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from harness import BUDGET, END, INTERVAL, compression, prompt
+from harness import BUDGET, INTERVAL, compression, prompt
+from tiny_model import END
 
 OUTPUT = BUDGET + INTERVAL  # the last token's K/V is never computed, so private tokens stay one below the trigger
 

@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 
-from harness import build_tiny_model, compression, prompt
+from harness import compression, prompt
 from oracle import TOLERANCE, Oracle, oracle_of, served_logprobs
+from tiny_model import build_tiny_model
 
 
 @pytest.fixture(scope="module")
