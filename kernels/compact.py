@@ -47,6 +47,19 @@ def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(slots).scatter_(1, place, slots)
 
 
+def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
+    """How many private tokens stay where they are before the first that some set drops.
+
+    Args:
+        kept: [R, ..., keep] int64, ascending indices into the private tokens.
+
+    Returns:
+        [R] int64.
+    """
+    same = kept == torch.arange(kept.shape[-1], device=kept.device)
+    return same.long().cumprod(-1).sum(-1).flatten(1).amin(1) if kept.dim() > 2 else same.long().cumprod(-1).sum(-1)
+
+
 def list_moves(slots: torch.Tensor, kept: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The copies that bring each kept set to the front of its request's private slots.
 

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.requests import adopt, evicted_of, frozen_of, settings_of
-from sglang_triattn.request_settings import read_request
+from sglang_triattn.request_settings import Asked, read_request
 from sglang_triattn.rounds import row_bound
 
 
@@ -71,17 +73,19 @@ class Admission:
 
     Args:
         config: the server's settings.
+        conversations: idle rows that new requests may go on behind.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, conversations: Conversations) -> None:
         self._config = config
+        self._conversations = conversations
         self._scheduler: Any = None
 
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
         return [
             Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._adopt_and_limit, "self req"),
-            Hook(f"{scheduler}.get_prefill_adder_class", "after", lambda adder, _: bounded_adder(adder), "self"),
+            Hook(f"{scheduler}.get_prefill_adder_class", "after", self._bound_adder, "self"),
             Hook(
                 "sglang.srt.managers.utils.validate_input_length",
                 "around",
@@ -101,14 +105,22 @@ class Admission:
         """Called once the scheduler is built; requests come later."""
         self._scheduler = scheduler
 
+    def _bound_adder(self, adder: type, _: Any) -> type:
+        return bounded_adder(adder, self._conversations)
+
     def _adopt_and_limit(self, original: Callable, scheduler: Any, req: Any) -> None:
         """Reads a new request's settings, and lifts the cap on its answer that follows from the size of the pool."""
         try:
-            settings = read_request(self._config, req.sampling_params.custom_params)
+            asked = read_request(self._config, req.sampling_params.custom_params)
         except TriAttentionError as error:
             req.set_finish_with_abort(str(error))
-            settings = None
-        adopt(req, settings)
+            asked = Asked(None)
+        adopt(req, asked)
+        if asked.conversation is not None:
+            self._conversations.on_arrival(req)
+            if not self._fits(req):
+                # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
+                adopt(req, replace(asked, settings=replace(asked.settings, prompt="compact")))
         params = req.sampling_params
         asked, least = params.max_new_tokens, params.min_new_tokens
         original(scheduler, req)
@@ -167,8 +179,11 @@ class Admission:
         return self._scheduler.token_to_kv_pool_allocator.page_size
 
 
-def bounded_adder(adder: type) -> type:
-    """SGLang's PrefillAdder, with requests that have settings reserved by their bound."""
+def bounded_adder(adder: type, conversations: Conversations) -> type:
+    """SGLang's PrefillAdder, with requests that have settings reserved by their bound.
+
+    Rows of idle conversations make way for whoever is admitted.
+    """
 
     class BoundedPrefillAdder(adder):
         _chunk_in_progress = False
@@ -178,9 +193,14 @@ def bounded_adder(adder: type) -> type:
             if settings_of(req) is None:
                 return super().add_one_req(req, has_chunked_req, truncation_align_size)
             self._chunk_in_progress = has_chunked_req or self.new_chunked_req is not None
+            lent = conversations.lend(req)
             # SGLang's other way to admit, for requests without stop conditions and the tree off, knows no bound.
             with _attribute(req.sampling_params, "ignore_eos", False):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+            if self.can_run_list and self.can_run_list[-1] is req:
+                conversations.settle(req)
+            elif lent:
+                conversations.take_back(req)
             if self.new_chunked_req is req:
                 # A chunk cut short by memory leaves tokens in this pass, but SGLang tracks one unfinished prefill.
                 self.rem_chunk_tokens = 0
@@ -220,23 +240,23 @@ def bounded_adder(adder: type) -> type:
                 return growth + req.kv.kv_allocated_len - req.kv.cache_protected_len
             return growth
 
-        def _check_prefill_budget(self, req, *, extend_input_len, total_tokens, chunk_limit, **rest):
-            if settings_of(req) is None:
-                return super()._check_prefill_budget(
-                    req,
-                    extend_input_len=extend_input_len,
-                    total_tokens=total_tokens,
-                    chunk_limit=chunk_limit,
-                    **rest,
-                )
+        def _check_prefill_budget(self, req, **demand):
+            check = super()._check_prefill_budget if settings_of(req) is None else self._check_bound
+            found = check(req, **demand)
+            while not found[0] and conversations.drop_one():
+                found = check(req, **demand)
+            return found
+
+        def _check_bound(self, req, *, chunk_limit, **_):
             # All in whole pages, and what is in use or reserved is not counted in the room.
             end, room = len(req.full_untruncated_fill_ids), self._room()
-            whole = in_pages(end, self.page_size) + growth_of(req, self.page_size, held=end) - req.prefix_len
+            held = in_pages(req.prefix_len, self.page_size)
+            whole = in_pages(end, self.page_size) + growth_of(req, self.page_size, held=end) - held
             if whole <= room:
                 return True, chunk_limit
             if chunk_limit is None or self._chunk_in_progress or not can_prefill_in_rounds(req):
                 return False, None
-            bound = in_pages(bound_of(req, self.page_size), self.page_size) - req.prefix_len
+            bound = in_pages(bound_of(req, self.page_size), self.page_size) - held
             fits = max(bound, 2 * self.page_size) <= room
             return (True, min(chunk_limit, room - self.page_size)) if fits else (False, None)
 

@@ -16,21 +16,22 @@ are known on the host, so nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import needs_order, remap
+from sglang_triattn.kernels.compact import needs_order, remap, unchanged_start
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.prefill import resume_behind
 from sglang_triattn.patches.pressure import early_rounds
 from sglang_triattn.patches.requests import can_compact, lengths_of, settings_of, state_of
-from sglang_triattn.rounds import Plan, Totals, plan_round
+from sglang_triattn.rounds import FirstHole, Plan, Totals, plan_round
 
 
 class Compressor:
@@ -41,9 +42,12 @@ class Compressor:
         config: the server's settings.
         scorer: reads the keys of the scheduler's KV pool.
         mover: moves what is in it; None where a round only rewrites rows, see `make_mover`.
+        conversations: idle rows, which give way to running requests.
     """
 
-    def __init__(self, scheduler: Any, config: Config, scorer: Scorer, mover: Mover | None) -> None:
+    def __init__(
+        self, scheduler: Any, config: Config, scorer: Scorer, mover: Mover | None, conversations: Conversations
+    ) -> None:
         self.config = config
         self.totals = Totals()
         self._scheduler = scheduler
@@ -52,6 +56,9 @@ class Compressor:
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
         self._mover = mover
+        self._conversations = conversations
+        # With sets per head, each rank would let the tree have another part of a row.
+        self._alike_on_ranks = config.selection in SHARED or scheduler.tp_group.world_size == 1
 
     def run_due_rounds(self, batch: Any, *, joining: Any = None, chunked: Any = None) -> None:
         """One round for every request that has outgrown its budget, or that must make room.
@@ -62,7 +69,7 @@ class Compressor:
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
         """
         due = self._plan(batch.reqs)
-        pressed = early_rounds(self._scheduler, batch.reqs, joining, due)
+        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one)
         due += pressed
         self.totals.pressure_rounds += len(pressed)
         rounds = [(batch.reqs[index], plan) for index, plan in due]
@@ -81,15 +88,22 @@ class Compressor:
     def _compact(self, requests: Sequence[Any], plans: Sequence[Plan]) -> None:
         """One round of requests with equal settings that keep equally many private tokens each."""
         slots, facts = self._snapshot(requests, plans)
+        _, frozen, lengths, next_positions = facts
         settings, keep = settings_of(requests[0]), plans[0].kept_private
-        if self._mover is None:
-            self._remap(plans, slots, facts, keep, settings.recent)
+        ordered = None
+        with self._on_forward_stream(slots, facts):
+            kept = self._scorer.keep(slots, lengths, next_positions, keep, settings.recent)
+            holes = read_later(frozen + unchanged_start(kept))
+            if self._mover is None:
+                ordered = remap(slots, kept)
+            else:
+                self._mover.move(slots, kept, strategy_for(settings))
+        if ordered is not None:
+            self._rewrite(plans, ordered, facts, keep)
         else:
-            with self._on_forward_stream(slots, facts):
-                self._mover.move(slots, self._keep(slots, facts, keep, settings.recent), strategy_for(settings))
             self._free_tails(requests, plans)
-        for request, plan in zip(requests, plans, strict=True):
-            self._record(request, plan)
+        for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+            self._record(request, plan, lambda index=index: holes()[index])
 
     def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
         """(index, plan) of each due request."""
@@ -137,15 +151,8 @@ class Compressor:
         slots = self._rows[row, frozen + column.minimum(length - 1)]
         return slots, facts
 
-    def _keep(self, slots: torch.Tensor, facts: torch.Tensor, keep: int, recent: int) -> torch.Tensor:
-        """[R, keep] int64, ascending: the private tokens of each request that stay."""
-        _, _, lengths, next_positions = facts
-        return self._scorer.keep(slots, lengths, next_positions, keep, recent)
-
-    def _remap(self, plans: Sequence[Plan], slots: torch.Tensor, facts: torch.Tensor, keep: int, recent: int) -> None:
+    def _rewrite(self, plans: Sequence[Plan], ordered: torch.Tensor, facts: torch.Tensor, keep: int) -> None:
         """Puts the kept slots first in each row and frees the others; no K/V moves."""
-        with self._on_forward_stream(slots, facts):
-            ordered = remap(slots, self._keep(slots, facts, keep, recent))
         self._await_forward_stream(ordered)
         row, frozen, _, _ = facts.unsqueeze(-1)
         column = torch.arange(keep, device=self._rows.device)
@@ -160,9 +167,10 @@ class Compressor:
             if first_empty < plan.old_length:
                 self._scheduler.tree_cache.free_kv_row(request.kv, [(first_empty, plan.old_length)])
 
-    def _record(self, request: Any, plan: Plan) -> None:
-        """Books the round with the request; from here on the tree must never take its row."""
+    def _record(self, request: Any, plan: Plan, first_hole: FirstHole) -> None:
+        """Books the round with the request; from here on the tree must never take its row as a whole."""
         state = state_of(request)
+        state.holes.append(first_hole if self._alike_on_ranks else lambda: 0)
         state.rounds += 1
         state.evicted_tokens += plan.evicted_tokens
         state.freed_slots += plan.freed_slots
@@ -241,3 +249,19 @@ def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]
+
+
+def read_later(values: torch.Tensor) -> Callable[[], list[int]]:
+    """Starts a copy of a small device tensor to the host; calling the result waits for it, which by then is done."""
+    if not values.is_cuda:
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

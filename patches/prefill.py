@@ -42,16 +42,26 @@ def resume_behind(request: Any, length: int) -> None:
     request.already_computed = length
 
 
-def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any) -> None:
-    if getattr(req, _SHORTENED, False):
-        # SGLang completes these ids by their number, which is wrong now: an empty array makes it start over.
-        req.full_untruncated_fill_ids = array("q")
-        setattr(req, _SHORTENED, False)
-    original(req, *args, **kwargs)
-    evicted = evicted_of(req)
+def show_ids_behind(request: Any) -> None:
+    """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
+    evicted = evicted_of(request)
     if evicted:
-        req.full_untruncated_fill_ids = req.full_untruncated_fill_ids[evicted:]
-        setattr(req, _SHORTENED, True)
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
+        setattr(request, _SHORTENED, True)
+
+
+def show_all_ids(request: Any) -> None:
+    """Lets SGLang see all ids of a request again."""
+    if getattr(request, _SHORTENED, False):
+        # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
+        request.full_untruncated_fill_ids = array("q")
+        setattr(request, _SHORTENED, False)
+
+
+def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any) -> None:
+    show_all_ids(req)
+    original(req, *args, **kwargs)
+    show_ids_behind(req)
 
 
 def _keep_logical_lengths(_: None, batch: Any) -> None:

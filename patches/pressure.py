@@ -7,7 +7,7 @@ what is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sglang_triattn.config import Config
@@ -17,7 +17,11 @@ from sglang_triattn.rounds import Plan, plan_eviction
 
 
 def early_rounds(
-    scheduler: Any, requests: Sequence[Any], joining: Any, due: Sequence[tuple[int, Plan]]
+    scheduler: Any,
+    requests: Sequence[Any],
+    joining: Any,
+    due: Sequence[tuple[int, Plan]],
+    drop_one: Callable[[], bool],
 ) -> list[tuple[int, Plan]]:
     """(index in requests, plan) of rounds that give the next decode step the slots that it lacks, largest first.
 
@@ -25,10 +29,13 @@ def early_rounds(
         requests: the running requests.
         joining: as for `Compressor.run_due_rounds`.
         due: the rounds that run anyway.
+        drop_one: gives up memory that nobody uses now; False once there is none.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
-    missing = slots_of_next_step(requests, joining, page_size) - free_slots(scheduler)
-    missing -= sum(plan.freed_slots for _, plan in due)
+    needed = slots_of_next_step(requests, joining, page_size) - sum(plan.freed_slots for _, plan in due)
+    while needed > free_slots(scheduler) and drop_one():
+        pass
+    missing = needed - free_slots(scheduler)
     if missing <= 0:
         return []
     taken = {index for index, _ in due}

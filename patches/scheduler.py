@@ -12,12 +12,14 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import build_tables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.patches import handshake, positions, prefill, reporting, requests
+from sglang_triattn.patches import handshake, positions, prefill, reporting
 from sglang_triattn.patches.admission import Admission
 from sglang_triattn.patches.compressor import Compressor, kv_buffers, make_mover
+from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
 from sglang_triattn.patches.ranks import merge_over_ranks, own_heads
+from sglang_triattn.patches.rows import Rows
 from sglang_triattn.patches.scratch import Scratch
 from sglang_triattn.patches.served_model import check_pool, read_shape
 from sglang_triattn.patches.statistics import find_stats
@@ -35,7 +37,8 @@ class Compression:
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
         self.metrics: RoundMetrics | None = None
         self._scratch = Scratch(config)
-        self._admission = Admission(config)
+        self._conversations = Conversations(config.conversation_ttl)
+        self._admission = Admission(config, self._conversations)
         self._hooks = self._all_hooks()
 
     def hooks(self) -> list[Hook]:
@@ -56,15 +59,17 @@ class Compression:
             *self._admission.hooks(),
             *positions.hooks(),
             *prefill.hooks(),
-            *requests.hooks(),
+            *self._conversations.hooks(),
+            *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read),
         ]
 
     def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         self._admission.attach(scheduler)
+        self._conversations.attach(scheduler)
         try:
             check_in_place(self._hooks)
-            self.compressor = build_compressor(scheduler, self.config, self._scratch.memory)
+            self.compressor = build_compressor(scheduler, self.config, self._scratch.memory, self._conversations)
             self.refusal = None
         except TriAttentionError as error:
             self.refusal = str(error)
@@ -74,7 +79,10 @@ class Compression:
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
-        if self.compressor is None or not (running_batch.reqs or scheduler.chunked_req):
+        if self.compressor is None:
+            return
+        self._conversations.make_rows(scheduler.waiting_queue)
+        if not (running_batch.reqs or scheduler.chunked_req):
             return
         self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req)
         if self.metrics is not None:
@@ -87,7 +95,9 @@ class Compression:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
 
-def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None) -> Compressor:
+def build_compressor(
+    scheduler: Any, config: Config, memory: torch.Tensor | None, conversations: Conversations
+) -> Compressor:
     """A compressor for a fully built scheduler; its config names the statistics in use.
 
     Args:
@@ -123,4 +133,4 @@ def build_compressor(scheduler: Any, config: Config, memory: torch.Tensor | None
         memory=memory,
     )
     mover = make_mover(config, scheduler.token_to_kv_pool_allocator.page_size, runner.token_to_kv_pool)
-    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover)
+    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover, conversations)

@@ -39,6 +39,7 @@ class Config:
     sinks: int = 4
     prompt: str = "frozen"
     pressure_budget: int | None = None
+    conversation_ttl: int = 600
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -46,14 +47,15 @@ class Config:
                 f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
                 "`sglang-triattn calibrate`."
             )
-        lengths = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0}
+        lengths = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0}
         if self.pressure_budget is not None:
             lengths["pressure_budget"] = 1
         for name, least in lengths.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(
-                    f"{flag(name)} is {value!r}, but it must be a whole number of tokens, at least {least}."
+                    f"{flag(name)} is {value!r}, but it must be a whole number of "
+                    f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
         if self.recent > self.budget:
             raise TriAttentionError(
@@ -150,6 +152,12 @@ OPTIONS = (
         "TOKENS",
         "tokens of a request that a round keeps when the pool is full, before SGLang retracts anyone",
         default_note="the budget",
+    ),
+    Option(
+        "conversation_ttl",
+        int,
+        "SECONDS",
+        "how long the compressed row of a conversation waits for its next turn before it may be dropped",
     ),
 )
 

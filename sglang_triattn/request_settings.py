@@ -7,17 +7,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_triattn.config import PROMPTS, Config
 from sglang_triattn.errors import TriAttentionError
 
 KEY = "triattention"
-FIELDS = ("enabled", "budget", "interval", "recent", "prompt")
+FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "conversation", "release")
+LONGEST_NAME = 256
 
 
-def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Config | None:
-    """Settings of one request, or None where it asks not to be compressed.
+@dataclass
+class Asked:
+    """What a request asked for, and what became of its conversation.
+
+    Attributes:
+        settings: None where it asked not to be compressed.
+        conversation: the name under which its row is kept, and looked for at its start.
+        release: whether the conversation ends with it.
+        start: how it started, once it was admitted: new, resumed, lost or diverged.
+        kept: whether its row waits for the next turn.
+        arrived: when it came, in seconds of the scheduler's clock.
+        lent: its conversation's row, during an attempt at admission.
+    """
+
+    settings: Config | None
+    conversation: str | None = None
+    release: bool = False
+    start: str | None = None
+    kept: bool = False
+    arrived: float = 0.0
+    lent: Any = None
+
+
+def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Asked:
+    """What one request asks for.
 
     Args:
         config: the server's settings.
@@ -28,7 +53,7 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Con
     """
     asked = (custom_params or {}).get(KEY)
     if asked is None:
-        return config
+        return Asked(config)
     if not isinstance(asked, Mapping):
         raise TriAttentionError(f"custom_params.{KEY} is {asked!r}, but it must be an object with {', '.join(FIELDS)}.")
     unknown = sorted(str(name) for name in asked if name not in FIELDS)
@@ -36,23 +61,49 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Con
         raise TriAttentionError(
             f"custom_params.{KEY}.{unknown[0]} is not a setting of a request; these are {', '.join(FIELDS)}."
         )
-    enabled = asked.get("enabled", True)
-    if not isinstance(enabled, bool):
-        raise TriAttentionError(f"custom_params.{KEY}.enabled is {enabled!r}, but it must be true or false.")
+    enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
     budget = _tokens(asked, "budget", 1, config.budget)
     interval = _tokens(asked, "interval", 1, config.interval)
     recent = _tokens(asked, "recent", 0, budget, default=min(config.recent, budget))
     prompt = asked.get("prompt", config.prompt)
     if prompt not in PROMPTS:
         raise TriAttentionError(f"custom_params.{KEY}.prompt is {prompt!r}, but it must be {' or '.join(PROMPTS)}.")
+    conversation = _name(asked)
+    if release and conversation is None:
+        raise TriAttentionError(f"custom_params.{KEY}.release names no conversation: add the field conversation.")
     if not enabled:
-        return None
+        if conversation is not None:
+            raise TriAttentionError(
+                f"custom_params.{KEY}.conversation does not work with enabled false, because only compressed requests "
+                "leave a row behind: leave one of the two out."
+            )
+        return Asked(None)
     pressure = config.pressure_budget
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
-    return dataclasses.replace(
+    settings = dataclasses.replace(
         config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure
     )
+    return Asked(settings, conversation, release)
+
+
+def _switch(asked: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = asked.get(name, default)
+    if not isinstance(value, bool):
+        raise TriAttentionError(f"custom_params.{KEY}.{name} is {value!r}, but it must be true or false.")
+    return value
+
+
+def _name(asked: Mapping[str, Any]) -> str | None:
+    if "conversation" not in asked:
+        return None
+    name = asked["conversation"]
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise TriAttentionError(
+            f"custom_params.{KEY}.conversation is {str(name)[:64]!r}, but it must be a name of 1 to {LONGEST_NAME} "
+            "characters."
+        )
+    return name
 
 
 def _tokens(asked: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:

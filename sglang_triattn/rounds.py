@@ -13,9 +13,13 @@ same and nothing waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 
 from sglang_triattn.config import Config
+
+FirstHole = Callable[[], int]
+"""The first position of a row at which a round kept another token than was there."""
 
 
 @dataclass
@@ -23,13 +27,20 @@ class RequestState:
     """What compression did to one request since it got its row; dropped together with the row.
 
     Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `kept_length`: physical length
-    after the last round.
+    after the last round. `prompt_length`: where a resumed conversation's first prompt ends; None where the request's
+    own does. `holes`: for each round, what reads from the device where its first hole is.
     """
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
     kept_length: int = 0
+    prompt_length: int | None = None
+    holes: list[FirstHole] = field(default_factory=list)
+
+    def exact_length(self) -> int:
+        """Entries of the row before its first hole, in whatever head or layer: they lie at their logical positions."""
+        return min((hole() for hole in self.holes), default=0)
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,8 @@ class Report:
     """`meta_info["triattention"]` of a finished request; lengths in tokens.
 
     `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length`
-    those still held: the difference is `evicted_tokens`.
+    those still held: the difference is `evicted_tokens`. Of a request that names a conversation, `conversation` says
+    how it started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
     """
 
     rounds: int
@@ -77,9 +89,12 @@ class Report:
     frozen_length: int
     physical_length: int
     logical_length: int
+    conversation: str | None = None
+    conversation_kept: bool | None = None
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, int | str | bool]:
+        """Without what does not apply."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def frozen_length(config: Config, protected: int, prompt_length: int, page_size: int) -> int:

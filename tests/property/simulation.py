@@ -28,6 +28,9 @@ from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import prefill as prefill_patch
 from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.compressor import Compressor, make_mover
+from sglang_triattn.patches.conversations import Conversations
+from sglang_triattn.patches.rows import Rows
+from sglang_triattn.request_settings import Asked
 
 LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
 POOL, ROWS, CONTEXT = 192, 6, 160
@@ -87,14 +90,19 @@ class Simulation:
         generator = torch.Generator().manual_seed(0)
         mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
         inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
+        scheduler = SimpleNamespace(
+            enable_overlap=False,
+            tp_group=SimpleNamespace(world_size=1),
+            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.rows,
+            tree_cache=self.tree,
+            stash_chunked_request=self._stash,
+        )
+        self.conversations = Conversations(ttl=600)
+        self.conversations.attach(scheduler)
+        self.ends = Rows(self.conversations)
         self.compressor = Compressor(
-            SimpleNamespace(
-                enable_overlap=False,
-                token_to_kv_pool_allocator=self.allocator,
-                req_to_token_pool=self.rows,
-                tree_cache=self.tree,
-                stash_chunked_request=self._stash,
-            ),
+            scheduler,
             self.config,
             Scorer(
                 self.pool.k_buffer,
@@ -105,13 +113,14 @@ class Simulation:
                 kernels=kernels,
             ),
             make_mover(self.config, page_size, self.pool, kernels=kernels),
+            self.conversations,
         )
 
     def request(self, prompt: list[int]) -> Running:
         self._serial += 1
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
-        requests_patch.adopt(req, self.config)
+        requests_patch.adopt(req, Asked(self.config))
         return Running(req)
 
     def admit(self, running: Running, chunk: int, between_chunks=None) -> bool:
@@ -158,7 +167,7 @@ class Simulation:
         return end == len(req.full_untruncated_fill_ids)
 
     def _stash(self, req: Req) -> None:
-        requests_patch._checkpoint_prompt_only(checkpoint_kv_cache, req, self.tree)
+        self.ends.checkpoint(checkpoint_kv_cache, req, self.tree)
 
     def _next_input(self, req: Req, *tree) -> None:
         prefill_patch._show_ids_behind_row(Req.init_next_round_input, req, *tree)
@@ -198,7 +207,7 @@ class Simulation:
         if finish:
             running.req.finished_reason = FINISH_LENGTH(length=len(running.req.output_ids))
             self.finished.append(running.tokens[:-1])
-        requests_patch._release_with_state(release_kv_cache, running.req, self.tree, checkpoint=finish)
+        self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=finish)
 
     def retract(self, running: Running) -> None:
         self.release(running, finish=False)

@@ -17,8 +17,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.compressor import Compressor
+from sglang_triattn.patches.rows import Rows
 
 from checks import check_books, check_rounds, check_row
 from simulation import POOL, Simulation
@@ -199,15 +199,15 @@ def test_the_oracle_notices_a_poisoned_tree(page_size, monkeypatch):
     assert poisoned_history(page_size) >= 5
     record = Compressor._record
 
-    def record_and_forget_the_bar(self, request, plan):
-        record(self, request, plan)
+    def record_and_forget_the_bar(self, request, plan, first_hole):
+        record(self, request, plan, first_hole)
         request.skip_radix_cache_insert = False
 
-    def release_without_guard(original, req, tree_cache, *, checkpoint):
+    def release_without_guard(self, original, req, tree_cache, *, checkpoint):
         original(req, tree_cache, checkpoint=checkpoint)
 
     monkeypatch.setattr(Compressor, "_record", record_and_forget_the_bar)
     # The package's own guard would notice first.
-    monkeypatch.setattr(requests_patch, "_release_with_state", release_without_guard)
+    monkeypatch.setattr(Rows, "release", release_without_guard)
     with pytest.raises(AssertionError, match="hold other content"):
         poisoned_history(page_size)

@@ -12,9 +12,9 @@ GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
 def test_defaults():
     """Prevents the documented defaults from drifting."""
-    assert read_settings(GOOD) == Config(
-        "s.safetensors", 2048, 128, 128, "shared-mean", "mean", "private", 4, "frozen", None
-    )
+    lengths = {"budget": 2048, "interval": 128, "recent": 128, "sinks": 4, "pressure_budget": None}
+    choices = {"selection": "shared-mean", "aggregation": "mean", "budget_scope": "private", "prompt": "frozen"}
+    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600)
     assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
@@ -52,6 +52,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_aggregation": "median"}, "'median'"),
         ({"triattention_budget_scope": "all"}, "'all'"),
         ({"triattention_sinks": -1}, "--triattention-sinks is -1"),
+        ({"triattention_conversation_ttl": -1}, "whole number of seconds"),
         ({"triattention_prompt": "private"}, "'private'"),
         ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
         ({"triattention_pressure_budget": 100}, "between --triattention-recent (128)"),

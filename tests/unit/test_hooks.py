@@ -9,7 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_triattn import patches
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches import calibration_launch, handshake, hooks, positions, reporting, requests
+from sglang_triattn.patches import calibration_launch, handshake, hooks, reporting
 from sglang_triattn.patches import server_args as args_patch
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler import Compression
@@ -86,9 +86,7 @@ def test_every_hook_fits_the_installed_sglang():
         *reporting.main_hooks(),
         *calibration_launch.main_hooks(),
         *calibration_launch.scheduler_hooks(None),
-        *positions.hooks(),
-        *requests.hooks(),
-        *Compression(None).hooks(),
+        *Compression(Config()).hooks(),
     ]
     for hook in every:
         hooks.check_target(hook)

@@ -6,18 +6,19 @@ import pytest
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.request_settings import read_request
+from sglang_triattn.request_settings import Asked, read_request
 
 CONFIG = Config("s", budget=256, interval=64, recent=32)
 
 
 def ask(**fields):
-    return read_request(CONFIG, {"triattention": fields, "thinking_budget": 7})
+    return read_request(CONFIG, {"triattention": fields, "thinking_budget": 7}).settings
 
 
 def test_defaults_are_the_servers():
     """Prevents requests that ask for nothing from being treated in another way than the flags say."""
-    assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == ask() == CONFIG
+    assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == Asked(CONFIG)
+    assert ask() == CONFIG
 
 
 def test_each_field_is_taken():
@@ -25,13 +26,15 @@ def test_each_field_is_taken():
     asked = ask(budget=100, interval=20, recent=9, prompt="compact")
     assert asked == dataclasses.replace(CONFIG, budget=100, interval=20, recent=9, prompt="compact")
     assert ask(enabled=False) is None
+    named = read_request(CONFIG, {"triattention": {"conversation": "c", "release": True}})
+    assert named == Asked(CONFIG, conversation="c", release=True)
 
 
 def test_smaller_budgets_stay_consistent():
     """Prevents a small budget from being refused for the server's recent tokens or floor, or exceeded by them."""
     assert ask(budget=20).recent == 20
     config = dataclasses.replace(CONFIG, pressure_budget=128)
-    assert read_request(config, {"triattention": {"budget": 64}}).pressure_budget == 64
+    assert read_request(config, {"triattention": {"budget": 64}}).settings.pressure_budget == 64
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,12 @@ def test_smaller_budgets_stay_consistent():
         ({"prompt": None}, "prompt is None"),
         ({"enabled": 1}, "true or false"),
         ({"enabled": False, "budget": 0}, "budget is 0"),
+        ({"conversation": ""}, "1 to 256 characters"),
+        ({"conversation": 7}, "conversation is '7'"),
+        ({"conversation": "c" * 257}, "1 to 256 characters"),
+        ({"conversation": "c", "enabled": False}, "does not work with enabled false"),
+        ({"conversation": "c", "release": "yes"}, "release is 'yes'"),
+        ({"release": True}, "names no conversation"),
         ({"bugdet": 3}, "triattention.bugdet"),
         ("compact", "must be an object"),
     ],

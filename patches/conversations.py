@@ -1,0 +1,231 @@
+"""Compressed rows of idle conversations, so that the next turn prefills its new tokens alone.
+
+SGLang parts: `Req.kv` and its tree lock (sglang/srt/managers/schedule_batch.py), `UnifiedRadixCache.session_records`,
+through which SGLang's own books count rows that no request holds.
+
+A request that names a conversation leaves its row here when it ends: slots, tree lock on the frozen prefix, and the
+token ids that were computed, evicted ones included. The next request of that name whose ids start with all of these
+goes on behind the row, as one does between two chunks of a prefill (`prefill`). Any other starts afresh.
+
+Who owns a row:
+
+    running request --keep--> conversation --lend--> request at admission --settle--> running request
+                                   |     <--take back, if not admitted--
+                                   +--drop: least recently used first, when others need memory or rows; too old; flush
+
+Token counts, ids and the order of requests decide, which are equal on all tensor-parallel ranks; the time is rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.prefill import show_ids_behind
+from sglang_triattn.patches.requests import asked_of, begin_state, drop_state, settings_of, state_of
+
+REMEMBERED = 4096
+"""Dropped conversations whose next turn is still told so."""
+
+NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One idle row.
+
+    Attributes:
+        kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
+        lock: the tree lock on its frozen prefix, ended at `last_node`.
+        ids: token ids of its logical positions.
+        owner: what else must be equal for K/V to be reused: adapter, extra key, salt.
+        state: what rounds did to it.
+        used: when its last turn arrived, seconds.
+    """
+
+    kv: Any
+    lock: Any
+    last_node: Any
+    ids: array
+    owner: tuple
+    state: Any
+    used: float
+
+
+class Conversations:
+    """All idle conversations of a scheduler, least recently used first."""
+
+    def __init__(self, ttl: int) -> None:
+        self._ttl = ttl
+        self._scheduler: Any = None
+        self._idle: OrderedDict[str, Conversation] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+        self._now = 0.0
+
+    def hooks(self) -> list[Hook]:
+        return [
+            Hook(
+                "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.session_records",
+                "after",
+                self._add_records,
+                "self",
+            ),
+            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "before", self._on_flush, "self empty_cache"),
+        ]
+
+    def attach(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def on_arrival(self, request: Any) -> None:
+        """Drops what is too old; called for each request that names a conversation."""
+        group = self._scheduler.tp_group
+        self._now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
+        for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < self._now]:
+            self._drop(name)
+        asked_of(request).arrived = self._now
+
+    def matches(self, request: Any) -> bool:
+        """Whether the request can go on behind its conversation's row."""
+        idle = self._idle.get(asked_of(request).conversation)
+        return idle is not None and _continues(idle, request)
+
+    def lend(self, request: Any) -> bool:
+        """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
+        asked = asked_of(request)
+        if asked.conversation is None or request.kv.holds_kv or asked.start is not None:
+            return False
+        if not self.matches(request):
+            return False
+        idle = self._idle.pop(asked.conversation)
+        asked.lent = idle
+        request.kv = idle.kv
+        begin_state(request, replace(idle.state))
+        show_ids_behind(request)
+        request.prefix_len = idle.kv.kv_allocated_len
+        request.last_node = request.best_match_node = request.last_host_node = idle.last_node
+        request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
+        return True
+
+    def take_back(self, request: Any) -> None:
+        """The attempt failed: the row is the conversation's again."""
+        asked = asked_of(request)
+        self._idle[asked.conversation], asked.lent = asked.lent, None
+        request.detach_kv()
+        drop_state(request)
+        request.prefix_len, request.last_node = 0, None
+
+    def settle(self, request: Any) -> None:
+        """A request was admitted: a lent row is its own now, and its conversation knows how it started."""
+        asked = asked_of(request)
+        if asked.conversation is None or asked.start is not None:
+            return
+        idle, asked.lent = asked.lent, None
+        if idle is not None:
+            # Admission has locked the same node for the request.
+            self._scheduler.tree_cache.unlock(idle.lock)
+            request.skip_radix_cache_insert = True
+            # The evicted tokens were not computed again either.
+            request.cached_tokens += idle.state.evicted_tokens
+            asked.start = RESUMED
+        elif asked.conversation in self._idle:
+            self._drop(asked.conversation)
+            asked.start = DIVERGED
+        else:
+            asked.start = LOST if asked.conversation in self._lost else NEW
+
+    def keep(self, request: Any, physical: int) -> bool:
+        """Takes over the row of a request that has ended, `physical` entries of it; False where it must be released."""
+        asked, tree = asked_of(request), self._scheduler.tree_cache
+        if asked.conversation is None or asked.release or _was_aborted(request):
+            return False
+        state = state_of(request)
+        if not state.evicted_tokens and not tree.disable:
+            # All of it is exact: the tree takes it, for everybody.
+            return False
+        name = asked.conversation
+        self._drop(name)
+        kv, page_size = request.kv, tree.page_size
+        first_empty = physical + -physical % page_size
+        if first_empty < kv.kv_allocated_len:
+            tree.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
+        kv.kv_committed_len = kv.kv_allocated_len = physical
+        ids = (request.origin_input_ids + request.output_ids_through_stop)[: physical + state.evicted_tokens]
+        self._idle[name] = Conversation(
+            kv=request.detach_kv(),
+            lock=request.lock,
+            last_node=request.last_node,
+            ids=ids,
+            owner=_owner(request),
+            state=state,
+            used=asked.arrived,
+        )
+        request.lock = None
+        self._lost.pop(name, None)
+        return True
+
+    def drop_one(self) -> bool:
+        """Gives the least recently used conversation's memory back; False where there is none."""
+        if not self._idle:
+            return False
+        self._drop(next(iter(self._idle)))
+        return True
+
+    def make_rows(self, waiting: list) -> None:
+        """Drops conversations until every waiting request that cannot resume one finds a row."""
+        if not self._idle:
+            return
+        wanted = {asked_of(request).conversation for request in waiting}
+        rows = self._scheduler.req_to_token_pool
+        needed = sum(asked_of(request).conversation not in self._idle for request in waiting)
+        unwanted = [name for name in self._idle if name not in wanted]
+        while rows.available_size() < needed and unwanted:
+            self._drop(unwanted.pop(0))
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def _drop(self, name: str) -> None:
+        idle = self._idle.pop(name, None)
+        if idle is None:
+            return
+        tree = self._scheduler.tree_cache
+        tree.free_kv_row(idle.kv, [(idle.kv.cache_protected_len, idle.kv.kv_allocated_len)])
+        tree.unlock(idle.lock)
+        self._scheduler.req_to_token_pool.free(idle)
+        idle.kv.mark_kv_released()
+        self._lost[name] = None
+        if len(self._lost) > REMEMBERED:
+            self._lost.popitem(last=False)
+
+    def _on_flush(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        while self.drop_one():
+            pass
+
+    def _add_records(self, records: dict, _: Any) -> dict:
+        return {**records, **{f"triattention {name}": idle.kv for name, idle in self._idle.items()}}
+
+
+def _continues(idle: Conversation, request: Any) -> bool:
+    ids = request.origin_input_ids + request.output_ids
+    wants_prompt = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
+    return (
+        not wants_prompt
+        and len(ids) > len(idle.ids)
+        and ids[: len(idle.ids)] == idle.ids
+        and idle.owner == _owner(request)
+        and settings_of(request) is not None
+    )
+
+
+def _owner(request: Any) -> tuple:
+    return request.lora_id, request.extra_key, request.cache_salt
+
+
+def _was_aborted(request: Any) -> bool:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return not request.finished() or isinstance(request.finished_reason, FINISH_ABORT)
