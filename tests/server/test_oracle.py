@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from harness import build_tiny_model, compression, prompt
+from harness import build_tiny_model, compression, prompt, served_logprobs, two_cores
 from oracle import Oracle, oracle_of
 
 TOLERANCE = 2e-3
@@ -16,14 +14,6 @@ TOLERANCE = 2e-3
 @pytest.fixture(scope="module")
 def oracle(tiny):
     return oracle_of(tiny)
-
-
-def served_logprobs(response) -> torch.Tensor:
-    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
-    top = response["meta_info"]["output_top_logprobs"]
-    values = torch.tensor([[entry[0] for entry in step] for step in top])
-    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
-    return values, tokens
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -90,10 +80,8 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
 
 def test_logits_on_two_ranks(serve, oracle):
     """Prevents ranks from keeping different tokens, or the tokens that one rank's heads alone would keep."""
-    cores = sorted(os.sched_getaffinity(0))
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     ids = prompt(9, 40)
-    response = serve("--tp-size", "2", env=binding).generate(ids, 200, logprobs=True)
+    response = serve("--tp-size", "2", env=two_cores()).generate(ids, 200, logprobs=True)
     expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
     assert compression(response)["rounds"] == rounds >= 4
     values, tokens = served_logprobs(response)
