@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 from common import MODELS, Model, report
@@ -59,7 +60,10 @@ def count_bytes(model: Model, kept: torch.Tensor, strategy: str, private: int) -
 
 def milliseconds(model: Model, selection: str, strategy: str, requests: int, private: int, keep: int, device: str,
                  layers: int, repeats: int) -> float:  # fmt: skip
-    """Median time of one round's compaction of the first `layers` layers."""
+    """Median time of one round's compaction of the first `layers` layers.
+
+    Raises SystemExit unless the first run, which is not timed, brings the kept tokens of every head to the front.
+    """
     count = requests * private
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     slots = order.to(device, torch.int32).view(requests, private)
@@ -67,15 +71,35 @@ def milliseconds(model: Model, selection: str, strategy: str, requests: int, pri
     kept = kept_sets(shape_of_sets(selection, requests, part), private, keep, device)
     shape = (count, model.kv_heads, model.head_dim)
     pools = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * layers)]
+    for pool in pools:
+        pool[..., 0] = torch.rand(shape[:2], device=device)
+    expected = [held(pool, slots, kept_of(kept, layer % layers, model)) for layer, pool in enumerate(pools)]
     mover = None if strategy == "remap" else Mover(pools[:layers], pools[layers:])
+    first = torch.arange(keep, device=device).expand(requests, model.kv_heads, -1)
     times = []
-    for _ in range(repeats + 1):
+    for run in range(repeats + 1):
         wait(device)
         start = time.perf_counter()
-        remap(slots, kept) if mover is None else mover.move(slots, kept, strategy)
+        moved = remap(slots, kept) if mover is None else mover.move(slots, kept, strategy)
         wait(device)
         times.append(1e3 * (time.perf_counter() - start))
+        if run == 0:
+            row = slots if moved is None else moved
+            if not all(torch.equal(a, held(pool, row, first)) for a, pool in zip(expected, pools, strict=True)):
+                raise SystemExit(f"{model.name}: {strategy} with {selection} loses kept tokens")
     return statistics.median(times[1:])
+
+
+def kept_of(kept: torch.Tensor, layer: int, model: Model) -> torch.Tensor:
+    """[R, H_kv, keep]: the kept sets of one layer."""
+    kept = kept[:, layer] if kept.ndim == 4 else kept
+    return kept if kept.ndim == 3 else kept[:, None].expand(-1, model.kv_heads, -1)
+
+
+def held(pool: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[R, H_kv, keep]: what marks each of `tokens` of a row in `pool`, sorted, because their order does not matter."""
+    at = slots.long()[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens)
+    return pool[..., 0].T.gather(1, at.transpose(0, 1).flatten(1)).unflatten(1, (len(slots), -1)).sort(-1).values
 
 
 def wait(device: str) -> None:
@@ -149,14 +173,14 @@ def measure_pages(private: int, keep: int) -> list[dict]:
     return rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Bytes, time and freed memory of a round's compaction.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, help="layers to time (all on a GPU, 1 elsewhere: layers cost alike)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 requests and 2 runs; less than a minute")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     requests, arguments.repeats = (2, 2) if arguments.quick else (8, arguments.repeats)
     report(measure(arguments, requests, 2176, 2048) + measure_pages(16384, 1638), arguments.json, arguments.quick)
 

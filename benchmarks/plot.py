@@ -70,9 +70,10 @@ DRAWN = {"score_traffic": draw_traffic, "score_speed": draw_speed, "compact": dr
 
 def main() -> None:
     for name, draw in DRAWN.items():
-        path = RESULTS / f"{name}.json"
-        draw(json.loads(path.read_text()), path.with_suffix(".png"))
-        print(path.with_suffix(".png"))
+        # Also those of a GPU, which have its name in theirs.
+        for path in sorted(RESULTS.glob(f"{name}*.json")):
+            draw(json.loads(path.read_text()), path.with_suffix(".png"))
+            print(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from common import MODELS, Model, report
@@ -116,7 +116,7 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of the scorer against a copy and against a plain version.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="1 layer, 3 runs, rows an eighth as long; less than a minute"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rows = []
     for model in MODELS:
         layers = arguments.layers or (model.layers if arguments.device == "cuda" else 1)

@@ -9,6 +9,10 @@ import os
 import pytest
 import torch
 
+import checkout
+
+checkout.make_importable()
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 RUNNABLE = INTERPRETED or torch.cuda.is_available()
 

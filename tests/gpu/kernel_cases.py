@@ -1,10 +1,23 @@
 """Random models and requests for kernel tests, and scores written out in float64."""
 
+from pathlib import Path
+
 import torch
 
 from sglang_triattn.kernels.score import OFFSETS, build_tables
 
 POISON_SLOT = (1 << 31) - 1
+
+
+def published_means(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a statistics file as published with the paper: [L, H_q, F] complex64 mean, float32 mean of absolute values."""
+    heads = sorted(torch.load(path, map_location="cpu", weights_only=True)["stats"].items())
+    count = sum(name.startswith("layer00_") for name, _ in heads)
+    real, imag, size = (
+        torch.stack([head[field].float() for _, head in heads]).unflatten(0, (-1, count))
+        for field in ("q_mean_real", "q_mean_imag", "q_abs_mean")
+    )
+    return torch.complex(real, imag), size
 
 
 class KernelCase:

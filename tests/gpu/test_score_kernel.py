@@ -1,7 +1,5 @@
 """The score kernel against its definition in float64, in every dtype and shape it is shipped for."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,11 +7,9 @@ import torch
 from sglang_triattn.kernels.key_pools import key_pools
 from sglang_triattn.kernels.score import CHUNK, build_tables
 from sglang_triattn.kernels.score_triton import score_triton
-from sglang_triattn.stats import load_stats
 
-from kernel_cases import KernelCase
+from kernel_cases import KernelCase, published_means
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 SENTINEL = -12345.0
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -187,12 +183,13 @@ def test_unusable_pools_are_refused(device):
     ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
-def test_golden_scores(device, name, aggregation, field, tolerance):
+def test_golden_scores(device, reference_files, name, aggregation, field, tolerance):
     """Prevents drifting from the published method on a real model's statistics."""
-    stats, golden = load_stats(GOLDEN / "qwen3_8b.pt"), np.load(GOLDEN / f"{name}.npz")
+    golden = np.load(reference_files / f"{name}.npz")
+    mean, abs_mean = published_means(reference_files / "qwen3_8b.pt")
     layers, kv_heads = torch.tensor(golden["layers"]), int(golden["num_kv_heads"])
     inv_freq = torch.tensor(golden["inv_freq"])
-    tables = build_tables(stats.mean[layers], stats.abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
+    tables = build_tables(mean[layers], abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
     pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
     # Seventeen offsets take the interpreter long; a key's score knows of no other key.
     count = 40 if aggregation == "max" else pools[0].shape[0]

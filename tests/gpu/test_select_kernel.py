@@ -1,7 +1,5 @@
 """The selection kernels against a plain numpy rendering of spec 2.3, and kept sets against the published ones."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,11 +11,8 @@ from sglang_triattn.kernels.score import CHUNK, build_tables
 from sglang_triattn.kernels.score_triton import score_triton
 from sglang_triattn.kernels.select import SELECTIONS, importance_naive, keep_naive, select_naive
 from sglang_triattn.kernels.select_triton import select_triton
-from sglang_triattn.stats import load_stats
 
-from kernel_cases import KernelCase
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+from kernel_cases import KernelCase, published_means
 
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
@@ -187,12 +182,13 @@ def test_impossible_requests_are_refused(device):
 
 @pytest.mark.parametrize("selection", ["union", "per-head", "per-layer-head"])
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
-def test_golden_kept_sets(device, name, selection):
+def test_golden_kept_sets(device, reference_files, name, selection):
     """Prevents keeping other tokens than the published method; at most one near-tie in 64 may swap."""
-    stats, golden = load_stats(GOLDEN / "qwen3_8b.pt"), np.load(GOLDEN / f"{name}.npz")
+    golden = np.load(reference_files / f"{name}.npz")
+    mean, abs_mean = published_means(reference_files / "qwen3_8b.pt")
     layers, kv_heads, keep = torch.tensor(golden["layers"]), int(golden["num_kv_heads"]), int(golden["keep"])
     inv_freq = torch.tensor(golden["inv_freq"])
-    tables = build_tables(stats.mean[layers], stats.abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
+    tables = build_tables(mean[layers], abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
     pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
     count = pools[0].shape[0]
     slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -85,7 +86,7 @@ def serve(tiny, tmp_path_factory):
 def probed(serve, tmp_path_factory):
     """`probed(*args)` gives a Client and a function that returns what the probe wrote since its last call."""
     folder = tmp_path_factory.mktemp("probe")
-    probe.install(folder)
+    harness.install_plugin(folder, "probe", Path(probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
     def start(*args: str):

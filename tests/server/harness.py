@@ -22,6 +22,12 @@ def own_core() -> int:
     return cores[-1 - int(worker) % len(cores)]
 
 
+def two_cores() -> dict[str, str]:
+    """The environment in which two ranks run on a core each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+
+
 # SGLang's own checks of its books: they end the scheduler at the first slot that is lost, owned twice or freed twice.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -59,7 +65,9 @@ class Client:
     def post(self, path: str, **body: Any) -> requests.Response:
         return requests.post(self.url + path, json=body, timeout=600)
 
-    def generate(self, ids: list[int], tokens: int, *, logprobs: bool = False, **sampling: Any) -> dict[str, Any]:
+    def generate(
+        self, ids: list[int], tokens: int, *, logprobs: bool = False, lora: str | None = None, **sampling: Any
+    ) -> dict[str, Any]:
         """One greedy request that ignores the end-of-text token, unless `sampling` says otherwise."""
         response = self.post(
             "/generate",
@@ -67,6 +75,7 @@ class Client:
             sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling},
             return_logprob=logprobs,
             top_logprobs_num=5 if logprobs else 0,
+            lora_path=lora,
         )
         assert response.status_code == 200, response.text
         return response.json()
@@ -109,6 +118,23 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def compression(response: dict[str, Any]) -> dict[str, int]:
     return response["meta_info"]["triattention"]
+
+
+def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
+    top = response["meta_info"]["output_top_logprobs"]
+    values = torch.tensor([[entry[0] for entry in step] for step in top])
+    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
+    return values, tokens
+
+
+def install_plugin(folder: Path, name: str, source: str) -> None:
+    """Makes `folder`, once on PYTHONPATH, an installed SGLang plugin: a module `name` that has an `activate`."""
+    info = folder / f"triattn_{name}-0.0.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triattn-{name}\nVersion: 0.0.0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\ntriattn_{name} = {name}:activate\n")
+    (folder / f"{name}.py").write_text(source)
 
 
 def python_path(*folders: Path) -> str:

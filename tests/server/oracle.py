@@ -9,7 +9,6 @@ formula than the one that serves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -199,11 +198,3 @@ def oracle_of(tiny: TinyModel) -> Oracle:
         recent=RECENT,
         interleaved=tiny.interleaved,
     )
-
-
-def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
-    top = response["meta_info"]["output_top_logprobs"]
-    values = torch.tensor([[entry[0] for entry in step] for step in top])
-    tokens = torch.tensor([[entry[1] for entry in step] for step in top])
-    return values, tokens

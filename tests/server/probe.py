@@ -1,7 +1,7 @@
 """A second SGLang plugin, for tests alone: writes down every decode batch as the real scheduler runs it.
 
-Loaded through an entry point of its own (see `install`), it sees the rows, lengths and K/V that the next forward pass
-will use, and appends one JSON line for each decode step to the file named by PROBE_FILE.
+Loaded through an entry point of its own (see `harness.install_plugin`), it sees the rows, lengths and K/V that the next
+forward pass will use, and appends one JSON line for each decode step to the file named by PROBE_FILE.
 """
 
 from __future__ import annotations
@@ -9,16 +9,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from pathlib import Path
-
-
-def install(folder: Path) -> None:
-    """Makes `folder`, once on PYTHONPATH, an installed distribution with this plugin."""
-    info = folder / "triattn_probe-0.0.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triattn-probe\nVersion: 0.0.0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\ntriattn_probe = probe:activate\n")
-    (folder / "probe.py").write_text(Path(__file__).read_text())
 
 
 def activate() -> None:

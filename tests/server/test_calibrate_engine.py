@@ -24,7 +24,6 @@ from sglang_triattn.calibration_job import CalibrationJob
 from sglang_triattn.stats import QueryStats, load_stats
 
 import harness
-import probe
 from server import running_server, session_members
 from tiny_model import END, VOCABULARY
 
@@ -127,10 +126,8 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(folder):
 
 def test_tensor_parallel_ranks_measure_their_own_heads(folder):
     """Prevents heads that are lost, doubled or out of order when they are split over ranks."""
-    cores = sorted(os.sched_getaffinity(0))
     options = ["--data", str(folder / "short.txt"), "--data", str(folder / "chats.jsonl"), *SERVER, "--tp", "2"]
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    ended = run(folder, "tp.safetensors", *options, env=binding)
+    ended = run(folder, "tp.safetensors", *options, env=harness.two_cores())
     assert ended.code == 0, ended.output[-3000:]
     expected = calibrate(str(folder / "model"), [str(folder / "short.txt"), str(folder / "chats.jsonl")], device="cpu")
     assert_agree(load_stats(folder / "tp.safetensors"), expected)
@@ -160,8 +157,7 @@ def activate():
 
 def test_scheduler_serves_after_calibration(tiny, tmp_path):
     """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
-    probe.install(tmp_path)
-    (tmp_path / "probe.py").write_text(_SERVING)
+    harness.install_plugin(tmp_path, "calibrating", _SERVING)
     chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
     env = {**harness.STRICT, "PYTHONPATH": harness.python_path(tmp_path)}
     env |= {"CHOSEN": str(chosen), "MEASURED": str(measured)}

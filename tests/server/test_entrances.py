@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import yaml
 from launches import launch, run_python
 
-from harness import STRICT, Client, compressed_args, compression, prompt
+from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
 from server import free_port, running_process, wait_until_healthy
 
 
@@ -88,9 +87,7 @@ def test_offline_engine(tiny, tmp_path):
 
 def test_data_parallel_replicas(serve):
     """Prevents a replica behind the data-parallel controller from running dense."""
-    cores = sorted(os.sched_getaffinity(0))
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    client = serve("--page-size", "1", "--dp-size", "2", env=binding)
+    client = serve("--page-size", "1", "--dp-size", "2", env=two_cores())
     responses = [client.generate(prompt(2, 20), 200) for _ in range(4)]
     assert {response["meta_info"]["dp_rank"] for response in responses} == {0, 1}
     assert {compression(response)["rounds"] for response in responses} == {4}

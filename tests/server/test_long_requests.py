@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness import compression, prompt
-from oracle import TOLERANCE, oracle_of, served_logprobs
+from harness import compression, prompt, served_logprobs
+from oracle import TOLERANCE, oracle_of
 
 SMALL_POOL = ["--max-total-tokens", "1500"]
 WIDE = ["--triattention-budget", "256", "--triattention-interval", "64"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-from harness import compression, prompt
-from oracle import TOLERANCE, Oracle, oracle_of, served_logprobs
+from harness import compression, prompt, served_logprobs, two_cores
+from oracle import TOLERANCE, Oracle, oracle_of
 from tiny_model import build_tiny_model
 
 
@@ -81,10 +79,8 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
 
 def test_logits_on_two_ranks(serve, oracle):
     """Prevents ranks from keeping different tokens, or the tokens that one rank's heads alone would keep."""
-    cores = sorted(os.sched_getaffinity(0))
-    binding = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     ids = prompt(9, 40)
-    response = serve("--tp-size", "2", env=binding).generate(ids, 200, logprobs=True)
+    response = serve("--tp-size", "2", env=two_cores()).generate(ids, 200, logprobs=True)
     expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
     assert compression(response)["rounds"] == rounds >= 4
     values, tokens = served_logprobs(response)

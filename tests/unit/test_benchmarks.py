@@ -70,13 +70,55 @@ def test_no_figure_for_unequal_answers(monkeypatch):
         speed.measure(*shape)
 
 
+def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
+    """Prevents figures of copies that leave a kept token behind."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compact = importlib.import_module("compact")
+    plain = compact.list_moves
+    for selection, strategy in (("shared-mean", "remap"), ("shared-mean", "fill"), ("per-layer-head", "slide")):
+        shape = (compact.MODELS[2], selection, strategy, 2, 300, 200, "cpu", 2, 1)
+        assert compact.milliseconds(*shape) > 0
+        with monkeypatch.context() as broken:
+            mover = importlib.import_module("sglang_triattn.kernels.mover")
+            broken.setattr(mover, "list_moves", lambda slots, kept, how: [x[..., 1:] for x in plain(slots, kept, how)])
+            broken.setattr(compact, "remap", lambda slots, kept: slots)
+            with pytest.raises(SystemExit, match="loses kept tokens"):
+                compact.milliseconds(*shape)
+
+
+def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
+    """Prevents figures of a CPU under a GPU's name, figures that go nowhere, and a quick run over a whole one's."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="There is no CUDA device here"):
+        gpu.main(["--json", str(tmp_path)])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="is not a folder"):
+        gpu.main(["--json", str(tmp_path / "none")])
+    given = []
+    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "NVIDIA H200 (80 GB)"})
+    for benchmark in (gpu.score_speed, gpu.compact):
+        monkeypatch.setattr(benchmark, "main", given.append)
+    gpu.main(["--json", str(tmp_path), "--layers", "3"])
+    gpu.main(["--json", str(tmp_path), "--quick"])
+    files = [Path(arguments[-1]) for arguments in given]
+    assert [file.parent for file in files] == [tmp_path] * 4
+    assert [file.stem for file in files] == [
+        f"{name}-nvidia-h200-80-gb{end}" for end in ("", "-quick") for name in ("score_speed", "compact")
+    ]
+    assert given[0][:-2] == ["--device", "cuda", "--repeats", "5", "--layers", "3"]
+    assert given[2][:-2] == ["--device", "cuda", "--repeats", "5", "--quick"]
+
+
 def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     """Prevents figures and the script that draws them from drifting apart."""
     monkeypatch.syspath_prepend(str(FOLDER))
     plot = importlib.import_module("plot")
     for path in plot.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    for name in plot.DRAWN:
+    for name in (*plot.DRAWN, "compact-some-gpu"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

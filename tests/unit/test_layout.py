@@ -1,6 +1,9 @@
 """The packages depend on one another in one direction."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +52,45 @@ def test_files_stay_short():
     for folder in ("kernels", "sglang_triattn", "patches", "tests", "benchmarks", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
             assert len(path.read_text().splitlines()) <= 400, path
+
+
+# What a machine for kernels has, and what no kernel may need.
+BARE_MACHINE = """
+import sys
+import pytest
+for name in ("sglang", "transformers", "safetensors", "hypothesis", "requests", "matplotlib", "tqdm"):
+    sys.modules[name] = None
+sys.exit(pytest.main(["-q", "--collect-only", "tests/gpu"]))
+"""
+
+
+def test_gpu_tests_need_no_sglang():
+    """Prevents kernel tests that run only where all of SGLang is installed."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    allowed = {"checkout", "flashinfer", "numpy", "pytest", "torch", "triton"} | sys.stdlib_module_names
+    files = list((ROOT / "tests" / "gpu").glob("*.py"))
+    own = {path.stem for path in files}
+    for path in files:
+        for name in imports(path):
+            kernels = (name + ".").startswith("sglang_triattn.kernels.")
+            assert kernels or name.partition(".")[0] in allowed | own, f"{path.name} imports {name}"
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-P", "-c", BARE_MACHINE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " tests collected" in done.stdout
+
+
+def test_a_checkout_that_is_not_installed():
+    """Prevents the kernels' tests and benchmarks from needing an installer.
+
+    Without site-packages nothing is installed, not even this package.
+    """
+    code = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import checkout; checkout.make_importable(); "
+    code += "import sglang_triattn.kernels, sglang_triattn.rounds; print(sglang_triattn.kernels.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(ROOT / "kernels" / "__init__.py"), done.stderr

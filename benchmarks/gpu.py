@@ -1,0 +1,51 @@
+"""What do the kernels cost on this GPU? Runs score_speed and compact on it, one after the other, and keeps the figures.
+
+Each ends without a figure when its answers are wrong. The JSON files are named after the benchmark and the GPU. Needs
+torch and Triton; neither SGLang nor an installed package.
+
+    python benchmarks/gpu.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import compact
+import score_speed
+import torch
+from common import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def result(folder: Path, name: str, gpu: str, quick: bool) -> Path:
+    """Such as results/compact-nvidia-h200.json; a quick run never replaces a whole one."""
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return folder / f"{name}-{slug}{'-quick' if quick else ''}.json"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="All benchmarks of the kernels, on the GPU of this machine.")
+    parser.add_argument("--json", metavar="FOLDER", type=Path, default=RESULTS, help="write the figures here")
+    parser.add_argument("--layers", type=int, help="layers to time (default: all of each model)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="as the benchmarks' own --quick")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device here, and these figures are of one: use a machine with a GPU.")
+    if not arguments.json.is_dir():
+        raise SystemExit(f"{arguments.json} is not a folder, and figures need one: name it with --json.")
+    options = ["--device", "cuda", "--repeats", str(arguments.repeats)]
+    options += ["--layers", str(arguments.layers)] if arguments.layers else []
+    options += ["--quick"] if arguments.quick else []
+    for benchmark in (score_speed, compact):
+        path = result(arguments.json, benchmark.__name__, str(machine()["gpu"]), arguments.quick)
+        print(f"{path.name}\n")
+        benchmark.main([*options, "--json", str(path)])
+
+
+if __name__ == "__main__":
+    main()

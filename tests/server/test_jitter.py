@@ -1,0 +1,85 @@
+"""SGLang's own consistency stress: the same context, scored again among other requests, gives the same bits.
+
+On a CUDA device SGLang also delays streams at random, which races show up under. Without one there are no streams; the
+workload is the same: shuffled requests in batches of changing size, a pool that is too small, requests retracted. There
+logprobs may differ in their last bits, because a CPU's matrix products add up in an order that depends on the batch.
+"""
+
+import json
+
+import pytest
+import torch
+from launches import run_python
+
+from harness import STRICT, VOCABULARY
+
+# One process for one engine: SGLang's script form, because an Engine starts its processes by spawning.
+WORKLOAD = """
+import functools, json, sys
+
+def nearly_equal(tolerance, a, b):
+    lowest = {token: min(other.values()) for one, other in ((a, b), (b, a)) for token in one.keys() - other.keys()}
+    differences = [abs(a[token] - b[token]) for token in a.keys() & b.keys()]
+    differences += [abs((a | b)[token] - lowest[token]) for token in lowest]
+    return len(a) == len(b) and max(differences) <= tolerance
+
+def main():
+    from sglang.test import cache_consistency_jitter
+    from sglang.test.cache_consistency_jitter import get_jitter_engine, run_jitter_test
+    tolerance, jitter, engine_settings, workload = json.loads(sys.argv[1])
+    if tolerance:
+        cache_consistency_jitter._topk_equal = functools.partial(nearly_equal, tolerance)
+    with get_jitter_engine(**jitter, **engine_settings) as engine:
+        try:
+            run_jitter_test(engine, **workload)
+            failure = None
+        except AssertionError as error:
+            failure = str(error)
+        state = engine.get_server_info()["internal_states"][0]["triattention"]
+    print("RESULTS" + json.dumps({"failure": failure, "rounds": state["rounds"]}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+# A request that is prefilled from `cut` tokens on has them in its frozen part, and a retracted one scores its output
+# again in full: either rightly keeps other tokens than its baseline does. So contexts are the same for all where
+# nothing is evicted, or where every request has the same prompt and none is retracted.
+CASES = {
+    "below-budget": {
+        "budget": 2048, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 768,
+    },
+    "rounds": {
+        "budget": 24, "interval": 8, "new_tokens": 64, "retract_interval": 10**9, "retracted": 0, "pool": 4096,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equal_contexts_give_equal_bits(tiny, tmp_path, case):
+    """Prevents K/V that depend on who shares the batch, or on whose slots were taken over."""
+    cuda = torch.cuda.is_available()
+    tolerance = 0 if cuda else 1e-4
+    # Without delays SGLang's engine starts as always and needs no device.
+    jitter = {"jitter_probability": 0.1 if cuda else 0.0, "retract_interval": case["retract_interval"]}
+    settings = {
+        "model_path": str(tiny.path), "skip_tokenizer_init": True, "max_total_tokens": case["pool"],
+        "chunked_prefill_size": 64, "random_seed": 1, "enable_triattention": True,
+        "triattention_stats": str(tiny.stats), "triattention_budget": case["budget"],
+        "triattention_interval": case["interval"], "triattention_recent": 8,
+        **({"enable_deterministic_inference": True, "attention_backend": "triton"} if cuda else
+           {"device": "cpu", "dtype": "float32"}),
+    }  # fmt: skip
+    workload = {
+        "num_unique_prefixes": 3, "requests_per_prefix": 3, "prefix_len_min": 48, "prefix_len_max": 80, "topk": 5,
+        "new_tokens": case["new_tokens"], "min_retracted_requests": case["retracted"], "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    script = tmp_path / "workload.py"
+    script.write_text(WORKLOAD)
+    ended = run_python(str(script), json.dumps([tolerance, jitter, settings, workload]), env=STRICT)
+    line = next((line for line in ended.output.splitlines() if line.startswith("RESULTS")), None)
+    assert line is not None, ended.output[-3000:]
+    results = json.loads(line.removeprefix("RESULTS"))
+    assert results["failure"] is None
+    # Each of the 12 requests of the second case has one at 32 private tokens and at every 8 that follow, up to 63.
+    assert results["rounds"] == (0 if case["budget"] > case["new_tokens"] else 48)
