@@ -8,7 +8,8 @@ The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. T
   ahead of step n+1;
 - the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
   (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
-- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step.
+- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, where
+  a prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
 
 Without overlap there is one stream and all of this is plain program order. Only token counts steer a round, and they
 are known on the host, so nothing waits for the device.

@@ -6,6 +6,8 @@ platform needs torch alone, so that everything but the CUDA kernels can be run a
 
 import os
 
+from sglang_triattn.patches import cpu_host_tier
+
 PLATFORM_CLASS = "sglang_triattn.patches.cpu_platform.PlainCpuPlatform"
 
 
@@ -53,6 +55,13 @@ def __getattr__(name: str):
 
         def is_pin_memory_available(self, device=None) -> bool:
             return False
+
+        def apply_server_args_defaults(self, server_args) -> None:
+            # The other io backends of --enable-hierarchical-cache are GPU kernels.
+            server_args.hicache_io_backend = cpu_host_tier.IO_BACKEND
+
+        def init_backend(self) -> None:
+            cpu_host_tier.install()
 
     globals()[name] = PlainCpuPlatform
     return PlainCpuPlatform

@@ -67,7 +67,12 @@ SETTINGS = (
         "its keys cannot be scored",
         "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
     ),
-    Refusal("enable_hierarchical_cache", _set, "copies of the KV in host memory are not yet tested with rounds"),
+    Refusal(
+        "hicache_host_memory_mode",
+        lambda value: value == "buffer_only",
+        "the copies that it stages for a storage are not tested with rounds",
+        "use --hicache-host-memory-mode cache",
+    ),
     Refusal("enable_lmcache", _set, _OWN_KV),
     Refusal("enable_flexkv", _set, _OWN_KV),
     Refusal("enable_unified_cache_external_linker", _set, _OWN_KV),

@@ -18,7 +18,17 @@ SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
     (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
-    (["--enable-hierarchical-cache"], {}, ["--enable-hierarchical-cache"]),
+    (
+        [
+            "--enable-hierarchical-cache",
+            "--hicache-storage-backend",
+            "file",
+            "--hicache-host-memory-mode",
+            "buffer_only",
+        ],
+        {},
+        ["--hicache-host-memory-mode", "buffer_only", "use --hicache-host-memory-mode cache"],
+    ),
     (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
     (["--kv-canary", "log"], {}, ["--kv-canary"]),
     (["--enable-return-routed-experts"], {}, ["--enable-return-routed-experts"]),

@@ -1,0 +1,153 @@
+"""The tier of KV in host memory and the storage behind it: prompts go there and come back, rounds or not.
+
+`meta_info["cached_tokens_details"]` tells which tier each cached token of a prompt came from.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
+
+import pytest
+
+from harness import BUDGET, INTERVAL, Client, compression, prompt
+
+HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report", "--max-total-tokens", "1024")
+# Page size, when the tree's nodes are copied to the host (at once, or when they must leave), layout on the host.
+WAYS = {
+    "write_through": ("--page-size", "1", "--hicache-mem-layout", "layer_first"),
+    "write_back": ("--page-size", "16"),
+}
+# SGLang sets memory aside for all that a request may still generate; here several must share a small pool.
+RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "32"}
+
+
+@pytest.fixture(params=WAYS)
+def tiered(serve, request) -> Client:
+    """A server whose host tier holds four times the tokens of its small KV pool; both are empty."""
+    way = ("--hicache-write-policy", request.param, "--hicache-ratio", "4", *WAYS[request.param])
+    client = serve(*HOST_TIER, *way, env=RESERVE)
+    client.flush()
+    return client
+
+
+def hits(response: dict) -> dict[str, int]:
+    """Cached tokens of a prompt by tier."""
+    found = response["meta_info"]["cached_tokens_details"] or {}
+    tiers = {tier: found.get(tier, 0) for tier in ("device", "host", "storage")}
+    assert sum(tiers.values()) == response["meta_info"]["cached_tokens"]
+    return tiers
+
+
+def assert_same_answer(one: dict, other: dict) -> None:
+    assert one["output_ids"] == other["output_ids"]
+    pairs = zip(one["meta_info"]["output_top_logprobs"], other["meta_info"]["output_top_logprobs"], strict=True)
+    for these, those in pairs:
+        assert [entry[0] for entry in these] == pytest.approx([entry[0] for entry in those], abs=2e-3)
+
+
+def fill_the_pool(client: Client, seed: int) -> None:
+    """Has everything else leave the KV pool."""
+    for index in range(4):
+        client.generate(prompt(seed + index, 400), 1)
+
+
+def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> list[tuple[int, dict]]:
+    """(index of the text, response), over and over for as long as the futures run."""
+    answers = []
+    for index in cycle(range(len(texts))):
+        response = client.generate(texts[index], 8, logprobs=True)
+        if any(future.done() for future in until):
+            return answers
+        answers.append((index, response))
+
+
+def test_prompts_return_from_the_host_beside_rounds(tiered):
+    """Prevents prompts that left the KV pool from coming back altered, or over the rows of compressed requests.
+
+    Five prompts, more than the pool holds, are asked for in turn while two requests go through rounds all the time.
+    """
+    texts = [prompt(300 + i, 280) for i in range(5)]
+    others = [prompt(310 + i, 40) for i in range(2)]
+    alone = [tiered.generate(ids, 400)["output_ids"] for ids in others]
+    tiered.flush()
+    cold = [tiered.generate(ids, 8, logprobs=True) for ids in texts]
+    assert not any(response["meta_info"]["cached_tokens"] for response in cold)
+
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(tiered.generate, ids, 400) for ids in others]
+        answers = ask_in_turn(tiered, texts, running)
+    returned = [response for _, response in answers if hits(response)["host"] > 256]
+    assert len(returned) >= 5
+    for index, response in answers:
+        assert_same_answer(response, cold[index])
+    for future, ids, expected in zip(running, others, alone, strict=True):
+        report = compression(future.result())
+        assert report["rounds"] >= (400 - BUDGET - INTERVAL) // INTERVAL
+        assert report["physical_length"] <= len(ids) + BUDGET + INTERVAL
+        assert future.result()["output_ids"] == expected
+    tiered.flush()
+    assert tiered.slots_in_use() == 0
+
+
+def test_generated_tokens_reach_no_tier(tiered):
+    """Prevents K/V with holes, or computed after an eviction, from being kept for later requests in either tier."""
+    for seed, tier in ((320, "device"), (330, "host")):
+        ids = prompt(seed, 48)
+        first = tiered.generate(ids, 300)
+        assert compression(first)["rounds"] > 0
+        turn = ids + first["output_ids"] + prompt(seed + 1, 20)
+        if tier == "host":
+            fill_the_pool(tiered, seed + 2)
+        warm = tiered.generate(turn, 8, logprobs=True)
+        assert hits(warm) == {"device": 0, "host": 0, "storage": 0, tier: 48}
+        tiered.flush()
+        cold = tiered.generate(turn, 8, logprobs=True)
+        assert cold["meta_info"]["cached_tokens"] == 0
+        assert_same_answer(warm, cold)
+
+
+def test_retraction_beside_the_host_tier(tiered):
+    """Prevents slots from being lost where requests lose their rows and find their prompts on the host again."""
+    responses = tiered.generate_all([prompt(340 + i, 64) for i in range(12)], 150)
+    assert sum(response["meta_info"]["num_retractions"] for response in responses) > 0
+    for response in responses:
+        report = compression(response)
+        assert response["meta_info"]["completion_tokens"] == 150
+        assert report["frozen_length"] <= 64
+        assert report["physical_length"] <= 64 + BUDGET + INTERVAL
+    tiered.flush()
+    tiered.assert_alive()
+    assert tiered.slots_in_use() == 0
+
+
+def test_storage_holds_prompts_alone(serve, tmp_path_factory):
+    """Prevents compacted K/V from outliving the server in a storage that other servers read."""
+    folder = tmp_path_factory.mktemp("storage")
+    client = serve(
+        *HOST_TIER,
+        *("--page-size", "16", "--hicache-storage-backend", "file"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        env={**RESERVE, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)},
+    )
+    ids = prompt(360, 320)
+    first = client.generate(ids, 300)
+    assert compression(first)["rounds"] > 0
+    # Pages are stored one after another: once the later prompt's are there, nothing of the first is still to come.
+    client.generate(prompt(361, 32), 1)
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < (320 + 32) // 16 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(list(folder.iterdir())) == (320 + 32) // 16
+
+    turn = ids + first["output_ids"] + prompt(362, 20)
+    client.flush()
+    warm = client.generate(turn, 8, logprobs=True)
+    assert hits(warm) == {"device": 0, "host": 0, "storage": 320}
+    for page in folder.iterdir():
+        page.unlink()
+    client.flush()
+    cold = client.generate(turn, 8, logprobs=True)
+    assert cold["meta_info"]["cached_tokens"] == 0
+    assert_same_answer(warm, cold)
