@@ -8,6 +8,7 @@ formula than the one that serves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,14 @@ class Oracle:
 
     @torch.no_grad()
     def logprobs(
-        self, ids: list[int], prompt_length: int, frozen: int, *, cached: int = 0, chunk: int | None = None
+        self,
+        ids: list[int],
+        prompt_length: int,
+        frozen: int,
+        *,
+        cached: int = 0,
+        chunk: int | None = None,
+        pauses: Sequence[tuple[int, int]] = (),
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -78,6 +86,7 @@ class Oracle:
             frozen: first position that may be evicted.
             cached: first tokens of the prompt that were computed beforehand.
             chunk: tokens of the prompt that are computed at once, with rounds between; the whole by default.
+            pauses: [first, behind the last) tokens during which no round runs.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -107,6 +116,11 @@ class Oracle:
             else:
                 # Up to the next round every query sees what it sees now, and the tokens since.
                 size = min(max(keep + self.interval - private, 1), len(ids) - done)
+            for first, behind in pauses:
+                if first <= done < behind:
+                    size = behind - done
+                elif done < first:
+                    size = min(size, first - done)
 
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)

@@ -1,0 +1,163 @@
+"""Turns that go on behind the compressed row of the turn before, and everything that must send them back to the start."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness import assert_pool_is_whole, compression, prompt, served_logprobs
+from oracle import TOLERANCE, oracle_of
+
+
+def named(name: str, **fields) -> dict:
+    return {"triattention": {"conversation": name, **fields}}
+
+
+def turn(client, ids, tokens, name, *, logprobs=False, **fields):
+    return client.generate(ids, tokens, logprobs=logprobs, custom_params=named(name, **fields))
+
+
+def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[int]:
+    """The next turn's prompt: what was said so far, and a new message."""
+    return ids + response["output_ids"] + prompt(seed, length)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--page-size", "1"), ("--page-size", "16", "--triattention-selection", "per-layer-head")]
+)
+def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
+    """Prevents wrong positions, kept sets or tokens behind a row that waited: a turn must go on as if never ended."""
+    client = serve(*flags)
+    oracle = oracle_of(tiny)
+    oracle.selection = "per-layer-head" if "per-layer-head" in flags else "shared-mean"
+    ids = prompt(31, 48)
+    first = turn(client, ids, 150, f"long {flags}", logprobs=True)
+    assert (compression(first)["conversation"], compression(first)["conversation_kept"]) == ("new", True)
+    following = follow(ids, first, 32)
+    second = turn(client, following, 150, f"long {flags}", logprobs=True)
+    report = compression(second)
+    assert (report["conversation"], report["conversation_kept"]) == ("resumed", True)
+    assert report["frozen_length"] == 48
+    # Only the message and the last sampled token, which has no K/V yet, are computed.
+    assert second["meta_info"]["cached_tokens"] == len(ids) + 149
+    assert second["meta_info"]["prompt_tokens"] == len(following)
+    # The message is prefilled at once, and rounds wait until it is.
+    expected, _ = oracle.logprobs(
+        following + second["output_ids"][:-1], 48, 48, pauses=[(len(ids) + 149, len(following) + 1)]
+    )
+    values, tokens = served_logprobs(second)
+    tail = expected[len(following) - 48 :]
+    assert (tail.gather(1, tokens) - values).abs().max() < TOLERANCE
+    turn(client, prompt(33, 5), 1, f"long {flags}", release=True)
+    assert_pool_is_whole(client)
+
+
+def cold_answer(client, ids, tokens):
+    """Of a request that names no conversation, with nothing cached."""
+    client.flush()
+    return client.generate(ids, tokens, logprobs=True)
+
+
+def assert_same_start(one: dict, other: dict, count: int) -> None:
+    """The first answers agree, as long as none of the two has evicted anything."""
+    for a, b in zip(
+        one["meta_info"]["output_token_logprobs"][:count],
+        other["meta_info"]["output_token_logprobs"][:count],
+        strict=True,
+    ):
+        assert a[1] == b[1]
+        assert a[0] == pytest.approx(b[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_everything_else_starts_afresh(serve, page_size):
+    """Prevents a turn from going on behind another's text: other ids, another client's row, a row that was released."""
+    client = serve("--page-size", str(page_size))
+    ids = prompt(41, 40)
+    first = turn(client, ids, 150, "a")
+    following = follow(ids, first, 42)
+    other = [*following[:60], 7, *following[61:]]
+    diverged = turn(client, other, 20, "a", logprobs=True)
+    assert compression(diverged)["conversation"] == "diverged"
+    again = turn(client, following, 20, "a", logprobs=True)
+    assert compression(again)["conversation"] == "lost"
+    elsewhere = turn(client, following, 20, "b", logprobs=True)
+    assert compression(elsewhere)["conversation"] == "new"
+    client.flush()
+    assert_same_start(diverged, cold_answer(client, other, 20), 20)
+    cold = cold_answer(client, following, 20)
+    assert_same_start(again, cold, 20)
+    assert_same_start(elsewhere, cold, 20)
+
+    kept = turn(client, ids, 150, "c")
+    released = turn(client, follow(ids, kept, 43), 150, "c", release=True)
+    assert (compression(released)["conversation"], compression(released)["conversation_kept"]) == ("resumed", False)
+    after = turn(client, follow(follow(ids, kept, 43), released, 44), 5, "c")
+    assert compression(after)["conversation"] in ("new", "lost")
+    assert_pool_is_whole(client)
+
+
+def test_two_clients_with_one_name(serve):
+    """Prevents two turns that run at once from sharing a row."""
+    client = serve("--page-size", "16")
+    ids = prompt(51, 40)
+    first = turn(client, ids, 150, "shared")
+    turns = [follow(ids, first, 52), follow(ids, first, 53)]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda ids: turn(client, ids, 150, "shared", logprobs=True), turns))
+    starts = sorted(compression(answer)["conversation"] for answer in answers)
+    assert starts == ["new", "resumed"]
+    for ids, answer in zip(turns, answers, strict=True):
+        if compression(answer)["conversation"] == "new":
+            assert_same_start(answer, cold_answer(client, ids, 40), 40)
+    assert_pool_is_whole(client)
+
+
+def test_conversations_give_way(serve):
+    """Prevents idle rows from starving requests of memory or rows, and from outliving a flush or their time."""
+    client = serve(
+        *("--page-size", "1", "--max-total-tokens", "1024", "--max-running-requests", "8"),
+        *("--triattention-conversation-ttl", "3"),
+    )
+    for number in range(30):
+        response = turn(client, prompt(60 + number, 30), 110, f"idle {number}")
+        assert compression(response)["conversation_kept"] is True
+    held = client.slots_in_use()
+    assert 300 < held <= 1024
+    # More than is left: the oldest rows go.
+    wide = client.generate(prompt(99, 600), 200)
+    assert wide["meta_info"]["completion_tokens"] == 200
+    assert client.slots_in_use() < held
+    time.sleep(3.5)
+    turn(client, prompt(98, 5), 1, "newcomer")
+    assert client.slots_in_use() == 0
+    assert_pool_is_whole(client)
+
+
+def test_a_thousand_abandoned_conversations(serve):
+    """Prevents a leak of a few slots or rows for each conversation that nobody comes back to."""
+    client = serve("--page-size", "16")
+
+    def abandon(number: int) -> str:
+        params = named(f"abandoned {number}", budget=8, interval=4, recent=2)
+        response = client.generate(prompt(number, 9), 20, custom_params=params)
+        return compression(response)["conversation"]
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(abandon, range(1000))) == {"new"}
+    assert_pool_is_whole(client)
+
+
+def test_exact_start_of_an_answer_is_shared(serve):
+    """Prevents exact K/V in front of the first hole from being thrown away, and any behind it from being shared."""
+    client = serve("--page-size", "1")
+    ids = prompt(71, 40)
+    # One round, which drops one token: what lies before it was computed, and lies, as if nothing had happened.
+    response = client.generate(ids, 66, custom_params={"triattention": {"interval": 1}})
+    assert compression(response)["evicted_tokens"] == 1
+    following = follow(ids, response, 72)
+    warm = client.generate(following, 20, logprobs=True)
+    assert 40 < warm["meta_info"]["cached_tokens"] < 40 + 64
+    assert_same_start(warm, cold_answer(client, following, 20), 20)
