@@ -9,11 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
+from tiny_model import END
 
 DENSE = {"triattention": {"enabled": False}}
 COMPACT = {"triattention": {"prompt": "compact"}}
 # SGLang's estimate of what answers will need, at its boldest.
 BOLD = ["--schedule-conservativeness", "0.1"]
+# An answer of full length that SGLang must expect to end at any time.
+WITHOUT_END = {"ignore_eos": False, "logit_bias": {str(END): -1000.0}}
 
 
 def retractions(responses: list[dict]) -> int:
@@ -32,8 +35,8 @@ def test_admitted_requests_fit_at_their_bound(probed, page_size):
     assert retractions(responses) == 0
     assert client.totals()["pressure_rounds"] == 0
     running = max(len(step["requests"]) for step in steps())
-    # Dense, each would have reserved 332 tokens: three at once.
-    assert running == 1024 // bound == 8
+    # Dense, each would have reserved 332 tokens: three at once. Who is close to its end reserves less than its bound.
+    assert 1024 // bound <= running <= 1024 // bound + 1
     assert_pool_is_whole(client)
 
 
@@ -43,7 +46,7 @@ def test_early_rounds_before_anyone_is_retracted(serve):
     Requests that decline compression are admitted on SGLang's bold estimate, and outgrow it.
     """
     client = serve("--max-total-tokens", "1024", "--triattention-pressure-budget", "32", *BOLD)
-    dense = {"custom_params": DENSE, "ignore_eos": False, "min_new_tokens": 250}
+    dense = {"custom_params": DENSE, **WITHOUT_END}
     with ThreadPoolExecutor(2) as pool:
         compressed = pool.submit(client.generate_all, [prompt(40 + i, 20) for i in range(4)], 300)
         declined = pool.submit(client.generate_all, [prompt(50 + i, 20) for i in range(4)], 250, **dense)
@@ -122,9 +125,8 @@ def test_storm_under_pressure(serve, page_size):
             priority=rng.randrange(6),
             sampling_params={
                 "max_new_tokens": tokens,
-                "min_new_tokens": tokens,
-                "ignore_eos": rng.random() < 0.5,
                 "temperature": 0.8,
+                **(WITHOUT_END if rng.random() < 0.5 else {"ignore_eos": True}),
                 "custom_params": {"triattention": asked},
             },
         )

@@ -1,4 +1,4 @@
-"""Turns that go on behind the compressed row of the turn before, and everything that must send them back to the start."""
+"""Turns that go on behind the compressed row of the turn before, and what must send them back to the start."""
 
 from __future__ import annotations
 
@@ -119,18 +119,18 @@ def test_conversations_give_way(serve):
     """Prevents idle rows from starving requests of memory or rows, and from outliving a flush or their time."""
     client = serve(
         *("--page-size", "1", "--max-total-tokens", "1024", "--max-running-requests", "8"),
-        *("--triattention-conversation-ttl", "3"),
+        *("--triattention-conversation-ttl", "12"),
     )
-    for number in range(30):
-        response = turn(client, prompt(60 + number, 30), 110, f"idle {number}")
-        assert compression(response)["conversation_kept"] is True
+    with ThreadPoolExecutor(8) as pool:
+        turns = list(pool.map(lambda n: turn(client, prompt(60 + n, 30), 110, f"idle {n}"), range(30)))
+    assert all(compression(response)["conversation_kept"] for response in turns)
     held = client.slots_in_use()
     assert 300 < held <= 1024
     # More than is left: the oldest rows go.
     wide = client.generate(prompt(99, 600), 200)
     assert wide["meta_info"]["completion_tokens"] == 200
     assert client.slots_in_use() < held
-    time.sleep(3.5)
+    time.sleep(12.5)
     turn(client, prompt(98, 5), 1, "newcomer")
     assert client.slots_in_use() == 0
     assert_pool_is_whole(client)
