@@ -1,10 +1,10 @@
 """What does a turn of an agent cost, with exact reuse and with compressed continuation?
 
-Several agents at once share a long first prompt (instructions and tools). In every turn each of them adds a short message
-and generates an answer that outgrows its budget. `exact` prefills again of the last answer what the tree could not take,
-`continued` names a conversation and goes on behind its compressed row. For every turn: tokens that were prefilled and
-milliseconds until the first token, medians over the agents. `answers_equal_cold` says whether each answer equals that of
-a server with nothing cached; a continued one sees less of the past than that.
+Several agents at once share a long first prompt (instructions and tools). In every turn each of them adds a short
+message and generates an answer that outgrows its budget. `exact` prefills again of the last answer what the tree could
+not take, `continued` names a conversation and goes on behind its compressed row. For every turn: tokens that were
+prefilled and milliseconds until the first token, medians over the agents. `answers_equal_cold` says whether each answer
+equals that of a server with nothing cached; a continued one sees less of the past than that.
 
     python benchmarks/agents.py --json agents.json
 """

@@ -185,8 +185,9 @@ class Conversations:
         while rows.available_size() < needed and unwanted:
             self._drop(unwanted.pop(0))
 
-    def __len__(self) -> int:
-        return len(self._idle)
+    def records(self) -> dict[str, Any]:
+        """SGLang's records of the idle rows, for its books."""
+        return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
 
     def _drop(self, name: str) -> None:
         idle = self._idle.pop(name, None)
@@ -206,7 +207,7 @@ class Conversations:
             pass
 
     def _add_records(self, records: dict, _: Any) -> dict:
-        return {**records, **{f"triattention {name}": idle.kv for name, idle in self._idle.items()}}
+        return {**records, **self.records()}
 
 
 def _continues(idle: Conversation, request: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.prefill import show_all_ids
 from sglang_triattn.patches.requests import (
     asked_of,
     drop_state,
@@ -90,6 +91,7 @@ def publish_start(req: Any, state: RequestState, tree_cache: Any) -> None:
     exact = state.exact_length()
     exact -= exact % tree_cache.page_size
     if exact > req.kv.cache_protected_len:
+        show_all_ids(req)
         req.refresh_fill_ids()
         tree_cache.checkpoint(req, up_to=exact)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 
-from simulation import Running, Simulation, contents
+from simulation import ROWS, Running, Simulation, contents
 
 
 def check_books(sim: Simulation) -> None:
     """Every slot is owned once: free, in the tree, or private to one request."""
     page = sim.page_size
-    private = sum(kv_private_tokens(running.req.kv, page) for running in sim.running)
+    idle = sim.conversations.records()
+    private = sum(kv_private_tokens(kv, page) for kv in (*(running.req.kv for running in sim.running), *idle.values()))
     tree = sim.tree.evictable_size() + sim.tree.protected_size()
     assert sim.allocator.available_size() + tree + private == sim.pool_size
     free = sim.allocator.get_all_free_pages().tolist()
@@ -22,6 +23,10 @@ def check_books(sim: Simulation) -> None:
     for running in sim.running:
         protected = running.req.kv.cache_protected_len
         claim(owned, pages(sim.row(running)[protected:], page), running.req.rid)
+    for name, kv in idle.items():
+        slots = sim.rows.req_to_token[kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len]
+        claim(owned, pages(slots, page), name)
+    assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
     assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
 
 
@@ -60,6 +65,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     tree_bytes = sim.content(tree_slots)
     free = sim.allocator.available_size()
     missing = slots_of_next_step(sim) - free - sim.tree.evictable_size()
+    idle = idle_slots(sim)
     batch = sim.compress(chunked)
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
     freed, early = {True: 0, False: 0}, 0
@@ -83,9 +89,13 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         assert batch.seq_lens_cpu[index] == batch.seq_lens[index] == running.req.kv.kv_allocated_len
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted
     sim.early_rounds += early
-    came_back = sim.allocator.available_size() - free
+    came_back = sim.allocator.available_size() - free - (idle - idle_slots(sim))
     # The tree, given a chunk, frees what it held already.
     assert came_back == sum(freed.values()) or (chunked and came_back > sum(freed.values()))
+
+
+def idle_slots(sim: Simulation) -> int:
+    return sum(kv_private_tokens(kv, sim.page_size) for kv in sim.conversations.records().values())
 
 
 def slots_of_next_step(sim: Simulation) -> int:
@@ -116,7 +126,7 @@ def kept_private(config, frozen: int) -> int:
 
 def frozen_length(sim: Simulation, running: Running) -> int:
     """What rounds must leave alone: the tree's, the first tokens, and a frozen prompt's whole pages."""
-    prompt = len(running.req.origin_input_ids) if sim.config.prompt == "frozen" else 0
+    prompt = running.prompt_length if sim.config.prompt == "frozen" else 0
     return max(running.req.kv.cache_protected_len, sim.config.sinks, prompt - prompt % sim.page_size)
 
 

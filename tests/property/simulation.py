@@ -42,11 +42,13 @@ class Running:
     """A request and the independent account of it: the logical position of every KV entry of its row.
 
     positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
+    prompt_length: of its first turn, where it goes on behind another's row.
     """
 
     req: Req
     positions: torch.Tensor = field(default_factory=lambda: same_for_all([]))
     first_tainted: int | None = None
+    prompt_length: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -85,6 +87,9 @@ class Simulation:
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.finished: list[list[int]] = []
+        self.talks: dict[str, tuple] = {}
+        self.spoken: dict[str, list[int]] = {}
+        self.resumed = self.shared_starts = 0
         self.rounds = self.early_rounds = self.prefill_rounds = 0
         self._serial = 0
         generator = torch.Generator().manual_seed(0)
@@ -116,11 +121,11 @@ class Simulation:
             self.conversations,
         )
 
-    def request(self, prompt: list[int]) -> Running:
+    def request(self, prompt: list[int], conversation: str | None = None) -> Running:
         self._serial += 1
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
-        requests_patch.adopt(req, Asked(self.config))
+        requests_patch.adopt(req, Asked(self.config, conversation))
         return Running(req)
 
     def admit(self, running: Running, chunk: int, between_chunks=None) -> bool:
@@ -130,18 +135,28 @@ class Simulation:
         """
         req = running.req
         self._next_input(req, self.tree)
+        lent = self.conversations.lend(req)
         req.lock = self.tree.lock(req.last_node)
-        if not self._make_room(len(running.tokens) - req.prefix_len + self.page_size) or not self.rows.available_size():
+        needed = len(req.full_untruncated_fill_ids) - req.prefix_len + self.page_size
+        if not self._make_room(needed) or not (lent or self._make_row()):
             self.tree.unlock(req.lock)
             req.lock = None
+            if lent:
+                self.conversations.take_back(req)
             return False
         self.rows.alloc([req])
         row = self.rows.req_to_token[req.kv.req_pool_idx]
-        if req.prefix_len:
-            row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
         req.is_retracted = False
-        running.positions = same_for_all(range(req.prefix_len))
-        running.first_tainted = None
+        if lent:
+            talk = self.talks[requests_patch.asked_of(req).conversation]
+            running.positions, running.first_tainted, running.prompt_length, req.serial = talk
+            self.resumed += 1
+        else:
+            if req.prefix_len:
+                row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
+            running.positions = same_for_all(range(req.prefix_len))
+            running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
+        self.conversations.settle(req)
         while not self._prefill(running, row, chunk):
             if between_chunks is not None:
                 between_chunks(running)
@@ -207,7 +222,19 @@ class Simulation:
         if finish:
             running.req.finished_reason = FINISH_LENGTH(length=len(running.req.output_ids))
             self.finished.append(running.tokens[:-1])
+        exact = exact_length(running.positions) // self.page_size * self.page_size
+        protected = running.req.kv.cache_protected_len
         self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=finish)
+        if finish and self.radix and not requests_patch.asked_of(running.req).kept:
+            found = Req("probe", "", array("q", running.tokens), SamplingParams(max_new_tokens=1))
+            found.init_next_round_input(self.tree)
+            assert found.prefix_len >= exact, "exact K/V was thrown away"
+            self.shared_starts += running.first_tainted is not None and exact > protected
+        asked = requests_patch.asked_of(running.req)
+        if finish and asked.conversation is not None:
+            talk = running.positions, running.first_tainted, running.prompt_length, running.req.serial
+            self.talks[asked.conversation] = talk
+            self.spoken[asked.conversation] = running.tokens
 
     def retract(self, running: Running) -> None:
         self.release(running, finish=False)
@@ -241,11 +268,25 @@ class Simulation:
     def _make_room(self, tokens: int) -> bool:
         if self.allocator.available_size() < tokens and self.radix:
             evict_from_tree_cache(self.tree, tokens)
+        while self.allocator.available_size() < tokens and self.conversations.drop_one():
+            if self.radix:
+                evict_from_tree_cache(self.tree, tokens)
         return self.allocator.available_size() >= tokens
+
+    def _make_row(self) -> bool:
+        while not self.rows.available_size() and self.conversations.drop_one():
+            pass
+        return bool(self.rows.available_size())
 
     def _next_token(self, running: Running) -> int:
         # A function of what came before, so that retracted and repeated requests go on alike.
         return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5
+
+
+def exact_length(positions: torch.Tensor) -> int:
+    """Entries of a row before the first hole in any layer or head."""
+    there = (positions == torch.arange(positions.shape[-1])).all(0).all(0)
+    return int(there.long().cumprod(0).sum())
 
 
 def same_for_all(positions) -> torch.Tensor:

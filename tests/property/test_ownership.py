@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -39,6 +39,8 @@ class Histories(RuleBasedStateMachine):
     rounds = 0
     early_rounds = 0
     prefill_rounds = 0
+    resumed = 0
+    shared_starts = 0
 
     @initialize()
     def start(self):
@@ -64,6 +66,24 @@ class Histories(RuleBasedStateMachine):
         """A multi-turn client: what a finished request said comes back as a prompt."""
         history = self.sim.finished[which % len(self.sim.finished)]
         self._admit(self.sim.request([*history[:90], *tail]), 1000)
+
+    @rule(
+        name=st.sampled_from("ab"),
+        tail=st.lists(TOKENS, min_size=1, max_size=4),
+        chunk=CHUNKS,
+        other=st.sampled_from([False, False, False, True]),
+        steps=st.integers(0, 30),
+    )
+    def talk(self, name, tail, chunk, other, steps):
+        """A turn of a conversation: it goes on from what was said, or says something else under the same name."""
+        said = self.sim.spoken.get(name, [])
+        if other or len(said) > 110:
+            said = [7] * 3
+        turn = self.sim.request([*said, *tail], conversation=name)
+        if self._admit(turn, chunk):
+            self.decode(steps)
+            if steps % 2 and turn in self.sim.running:
+                self.sim.release(turn, finish=True)
 
     @precondition(lambda self: self.sim.running)
     @rule(steps=st.integers(1, 25))
@@ -94,6 +114,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: not self.sim.running and self.radix)
     @rule()
     def flush(self):
+        self.sim.conversations._on_flush(None)
         self.sim.tree.reset()
         self.sim.allocator.clear()
         self.sim.rows.clear()
@@ -113,6 +134,10 @@ class Histories(RuleBasedStateMachine):
         for running in list(self.sim.running):
             self.sim.release(running, finish=True)
         check_books(self.sim)
+        while self.sim.conversations.drop_one():
+            check_books(self.sim)
+        type(self).resumed += self.sim.resumed
+        type(self).shared_starts += self.sim.shared_starts
         type(self).rounds += self.sim.rounds
         type(self).early_rounds += self.sim.early_rounds
         type(self).prefill_rounds += self.sim.prefill_rounds
@@ -128,10 +153,13 @@ def run_histories(examples: int, least_rounds: int = 3, **options) -> type[Histo
             stateful_step_count=40,
             derandomize=True,
             deadline=None,
+            # A failure is found again by its seed; making it smaller takes minutes.
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),
     )
     assert machine.rounds > least_rounds * examples
+    assert machine.resumed > 0
     return machine
 
 
@@ -167,6 +195,7 @@ def test_random_histories_of_compacted_prompts(page_size, selection):
     settings = {"prompt": "compact", "selection": selection}
     machine = run_histories(24, page_size=page_size, settings=settings)
     assert machine.prefill_rounds > 12
+    assert page_size > 1 or machine.shared_starts > 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -154,10 +154,10 @@ def test_exact_start_of_an_answer_is_shared(serve):
     """Prevents exact K/V in front of the first hole from being thrown away, and any behind it from being shared."""
     client = serve("--page-size", "1")
     ids = prompt(71, 40)
-    # One round, which drops one token: what lies before it was computed, and lies, as if nothing had happened.
-    response = client.generate(ids, 66, custom_params={"triattention": {"interval": 1}})
-    assert compression(response)["evicted_tokens"] == 1
+    # Of a compacted prompt the first tokens at least stay; they are computed, and lie, as if nothing had happened.
+    response = client.generate(ids, 100, custom_params={"triattention": {"prompt": "compact"}})
+    assert compression(response)["rounds"] > 0
     following = follow(ids, response, 72)
     warm = client.generate(following, 20, logprobs=True)
-    assert 40 < warm["meta_info"]["cached_tokens"] < 40 + 64
+    assert 4 <= warm["meta_info"]["cached_tokens"] < 40
     assert_same_start(warm, cold_answer(client, following, 20), 20)
