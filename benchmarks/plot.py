@@ -65,7 +65,25 @@ def draw_compact(content: dict, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-DRAWN = {"score_traffic": draw_traffic, "score_speed": draw_speed, "compact": draw_compact}
+def draw_capacity(content: dict, path: Path) -> None:
+    figure, axes = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
+    for name, color in (("plain", "#cc6677"), ("compressed", "#4477aa")):
+        seconds, running, used = zip(*content[name]["timeline"], strict=True)
+        axes[0].plot(seconds, running, color=color, label=name)
+        axes[1].plot(seconds, used, color=color, label=name)
+    axes[0].set_ylabel("running requests")
+    axes[0].legend()
+    axes[1].set_ylabel("KV slots in use")
+    axes[1].axhline(content["setting"]["pool"], color="black", linestyle="--", linewidth=1)
+    axes[1].set_xlabel("seconds")
+    machine, setting = content["machine"], content["setting"]
+    figure.suptitle(
+        f"{setting['model']}, {setting['requests']} requests of {setting['tokens']} tokens, {machine['cpu']}"
+    )
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+DRAWN = {"score_traffic": draw_traffic, "score_speed": draw_speed, "compact": draw_compact, "capacity": draw_capacity}
 
 
 def main() -> None:

@@ -159,7 +159,8 @@ def run_histories(examples: int, least_rounds: int = 3, **options) -> type[Histo
         ),
     )
     assert machine.rounds > least_rounds * examples
-    assert machine.resumed > 0
+    # In a full pool, idle rows do not last.
+    assert machine.resumed > 0 or machine.pool < POOL
     return machine
 
 
