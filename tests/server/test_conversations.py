@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs
+from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, oracle_of
 
 
@@ -25,11 +25,17 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
 
 
 @pytest.mark.parametrize(
-    "flags", [("--page-size", "1"), ("--page-size", "16", "--triattention-selection", "per-layer-head")]
+    "flags",
+    [
+        ("--page-size", "1"),
+        ("--page-size", "16", "--triattention-selection", "per-layer-head"),
+        ("--page-size", "1", "--tp-size", "2"),
+    ],
+    ids=["page 1", "page 16, per-layer-head", "two ranks"],
 )
 def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     """Prevents wrong positions, kept sets or tokens behind a row that waited: a turn must go on as if never ended."""
-    client = serve(*flags)
+    client = serve(*flags, env=two_cores() if "--tp-size" in flags else None)
     oracle = oracle_of(tiny)
     oracle.selection = "per-layer-head" if "per-layer-head" in flags else "shared-mean"
     ids = prompt(31, 48)

@@ -112,5 +112,10 @@ def test_help_names_every_flag():
         "(default: mean)",
         "--triattention-budget-scope",
         "(default: private)",
+        "--triattention-sinks TOKENS",
+        "--triattention-prompt frozen|compact",
+        "--triattention-pressure-budget TOKENS",
+        "(default: the budget)",
+        "--triattention-conversation-ttl SECONDS",
     ):
         assert words in text
