@@ -68,10 +68,10 @@ def _activate_main() -> None:
 
 def _enable_main(server_args: Any) -> None:
     """Called in the main process once a launch asks for compression."""
-    from sglang_triattn.patches import handshake, hooks, launch, reporting
+    from sglang_triattn.patches import handshake, hooks, launch, reporting, request_checks
 
     launch.check_at_resolution()
-    hooks.install([*handshake.main_hooks(), *reporting.main_hooks()])
+    hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_checks.main_hooks()])
 
 
 def _caller() -> tuple[str | None, Any]:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from words import with_tokenizer
 
 import harness
 import probe
@@ -32,21 +33,32 @@ class Servers:
         env: dict[str, str] | None = None,
         compressed: bool = True,
         model: TinyModel | None = None,
+        tokenizer: bool = False,
     ) -> harness.Client:
-        """The Client of a server with every memory check on; `args` are added to the usual ones."""
+        """The Client of a server with every memory check on.
+
+        Args:
+            args: added to the usual arguments.
+            env: added to the environment.
+            compressed: whether to compress.
+            model: served instead of the tiny model.
+            tokenizer: whether the model has a tokenizer, so that requests may be texts.
+        """
         model = model or self._tiny
-        key = (args, tuple(sorted((env or {}).items())), compressed, model)
+        key = (args, tuple(sorted((env or {}).items())), compressed, model, tokenizer)
         if key not in self._running:
             while len(self._running) >= KEPT_RUNNING:
                 self._stop(next(iter(self._running)))
-            self._running[key] = self._start(args, env or {}, compressed, model)
+            self._running[key] = self._start(args, env or {}, compressed, model, tokenizer)
         self._running.move_to_end(key)
         client, _ = self._running[key]
         client.assert_alive()
         return client
 
-    def _start(self, args, env, compressed, model) -> tuple[harness.Client, ExitStack]:
+    def _start(self, args, env, compressed, model, tokenizer) -> tuple[harness.Client, ExitStack]:
         full = harness.compressed_args(model, *args) if compressed else [*harness.plain_args(), *args]
+        if tokenizer:
+            full.remove("--skip-tokenizer-init")
         self._started += 1
         log = self._folder / f"server-{self._started}.log"
         stack = ExitStack()
@@ -76,10 +88,23 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def serve(tiny, tmp_path_factory):
-    """`serve(*args, env={}, compressed=True, model=tiny)` gives the Client of a server with these arguments."""
+    """`serve(*args, **options)` gives the Client of a server with these arguments, see `Servers.__call__`."""
     servers = Servers(tiny, tmp_path_factory.mktemp("logs"))
     yield servers
     servers.stop_all()
+
+
+@pytest.fixture(scope="session")
+def talking(tiny, tmp_path_factory):
+    """The tiny model with a tokenizer and a chat template, see `words`."""
+    return with_tokenizer(tiny, tmp_path_factory.mktemp("talking") / "model")
+
+
+@pytest.fixture
+def chatty(serve, talking):
+    """The Client of a compressing server that takes and gives text, and parses tool calls and reasoning."""
+    parsers = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
+    return serve("--enable-cache-report", *parsers, model=talking, tokenizer=True)
 
 
 @pytest.fixture(scope="session")

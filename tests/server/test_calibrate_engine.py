@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -16,8 +15,8 @@ import pytest
 import torch
 from launches import Ended, run_python
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DeepseekV3Config, PreTrainedTokenizerFast
+from transformers import DeepseekV3Config
+from words import text, with_tokenizer
 
 from sglang_triattn.calibrate import calibrate, run_job
 from sglang_triattn.calibration_job import CalibrationJob
@@ -29,7 +28,6 @@ from tiny_model import END, VOCABULARY
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
-TEMPLATE = "{% for m in messages %}w{{ loop.index }} {{ m.role }} {{ m.content }} {% endfor %}"
 # So many that an interrupt after the first save comes well before the end.
 MANY_TOKENS = 150_000
 
@@ -38,24 +36,11 @@ MANY_TOKENS = 150_000
 def folder(tiny, tmp_path_factory) -> Path:
     """The tiny model with a tokenizer of words, a long text, and chats."""
     folder = tmp_path_factory.mktemp("calibrate")
-    shutil.copytree(tiny.path, folder / "model")
-    vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
-    vocabulary |= {f"w{index}": index for index in range(3, VOCABULARY)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
-    tokenizer.save_pretrained(folder / "model")
-    draw = random.Random(0)
-
-    def text(length: int) -> str:
-        return " ".join(f"w{draw.randrange(3, VOCABULARY)}" for _ in range(length))
-
-    (folder / "text.txt").write_text(text(MANY_TOKENS))
-    (folder / "short.txt").write_text(text(600))
-    chats = [{"messages": [{"role": "user", "content": text(90)}, {"role": "assistant", "content": text(200)}]}]
-    chats += [[{"from": "human", "value": text(40)}, {"from": "gpt", "value": text(80)}]]
+    with_tokenizer(tiny, folder / "model")
+    (folder / "text.txt").write_text(text(0, MANY_TOKENS))
+    (folder / "short.txt").write_text(text(1, 600))
+    chats = [{"messages": [{"role": "user", "content": text(2, 90)}, {"role": "assistant", "content": text(3, 200)}]}]
+    chats += [[{"from": "human", "value": text(4, 40)}, {"from": "gpt", "value": text(5, 80)}]]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder
 

@@ -1,0 +1,209 @@
+"""Clients that people use, on one server that takes and gives text: the packages openai and anthropic, plain HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import openai
+import pytest
+import requests
+from words import text, word_tokenizer
+
+from harness import BUDGET, Client, assert_pool_is_whole, compression
+
+# Without words that the text of an answer leaves out, so that what is sent back are the ids that were generated.
+WORDS_ONLY = {"0": -100, "1": -100, "2": -100}
+PLAIN = {"ignore_eos": True, "separate_reasoning": False}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+
+
+@pytest.fixture
+def ask(chatty):
+    """`ask(**options)` sends a greedy chat with the openai client."""
+    client = openai.OpenAI(base_url=f"{chatty.url}/v1", api_key="none", max_retries=0, timeout=600)
+
+    def create(*, messages=None, words=40, seed=1, settings=None, body=None, **options):
+        custom = {} if settings is None else {"custom_params": {"triattention": settings}}
+        return client.chat.completions.create(
+            **{"model": "default", "temperature": 0, "max_tokens": 150, "logit_bias": WORDS_ONLY, **options},
+            messages=messages or [user(text(seed, words))],
+            extra_body={**PLAIN, **custom, **(body or {})},
+        )
+
+    create.client = client
+    return create
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def rounds_of(client: Client, act) -> tuple[int, object]:
+    """Rounds of the server while `act()` ran, and what it returned."""
+    before = client.totals()["rounds"]
+    result = act()
+    return client.totals()["rounds"] - before, result
+
+
+def test_chat_plain_and_streamed(chatty, ask):
+    """Prevents chunks that are lost or doubled around a round, and lengths of the compressed row in the usage."""
+    rounds, whole = rounds_of(chatty, ask)
+    assert rounds == 2
+    answer = whole.choices[0].message.content
+    assert len(answer.split()) == 150
+    assert whole.choices[0].finish_reason == "length"
+    # The message, and the words user, done and assistant of the template.
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (43, 150, 193)
+
+    rounds, chunks = rounds_of(chatty, lambda: list(ask(stream=True, stream_options={"include_usage": True})))
+    assert rounds == 2
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (43, 150, 193)
+    assert usage.prompt_tokens_details.cached_tokens == 42
+    assert_pool_is_whole(chatty)
+
+
+def test_choices_of_one_prompt(chatty, ask):
+    """Prevents one of several answers from compressing for the others, or the usage from counting only one."""
+    rounds, response = rounds_of(chatty, lambda: ask(n=3, temperature=1.0))
+    answers = [choice.message.content for choice in response.choices]
+    assert [len(answer.split()) for answer in answers] == [150] * 3
+    assert len(set(answers)) == 3
+    assert rounds == 6
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (43, 450)
+    assert_pool_is_whole(chatty)
+
+
+def test_settings_of_a_request(chatty, ask):
+    """Prevents `extra_body` from being lost between the openai client and the scheduler."""
+    assert rounds_of(chatty, ask)[0] == 2
+    assert rounds_of(chatty, lambda: ask(settings={"enabled": False}))[0] == 0
+    small = {"budget": 32, "interval": 8, "recent": 8}
+    # The first at 40 tokens, then every 8; the last sampled token is never computed.
+    assert rounds_of(chatty, lambda: ask(settings=small))[0] == (149 - 40) // 8 + 1
+    streamed = rounds_of(chatty, lambda: list(ask(settings=small, stream=True)))
+    assert streamed[0] == 14
+    completion = {"model": "default", "prompt": text(2, 40), "max_tokens": 150, "temperature": 0}
+    extra = {"ignore_eos": True, "custom_params": {"triattention": small}}
+    assert rounds_of(chatty, lambda: ask.client.completions.create(**completion, extra_body=extra))[0] == 14
+
+
+def test_chat_that_goes_on_behind_its_row(chatty, ask):
+    """Prevents a usage that counts what was evicted as new, and turns of a chat that are computed from the start."""
+    messages = [user(text(11, 40))]
+    settings = {"conversation": "chat"}
+    first = ask(messages=messages, settings=settings)
+    # At most the word with which every prompt begins.
+    assert first.usage.prompt_tokens_details.cached_tokens <= 1
+    messages += [{"role": "assistant", "content": first.choices[0].message.content}, user(text(12, 10))]
+    second = ask(messages=messages, settings=settings)
+    # Done; user, ten words, done; assistant.
+    assert second.usage.prompt_tokens == 43 + 150 + 1 + 12 + 1
+    assert second.usage.prompt_tokens_details.cached_tokens == 43 + 149
+    assert second.usage.completion_tokens == 150
+    messages += [{"role": "assistant", "content": second.choices[0].message.content}, user(text(13, 10))]
+    chunks = list(ask(messages=messages, settings=settings, stream=True, stream_options={"include_usage": True}))
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens == second.usage.total_tokens + 14
+    assert usage.prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
+    assert usage.completion_tokens == 150
+    assert_pool_is_whole(chatty)
+
+
+def test_reasoning_and_tools(chatty, ask):
+    """Prevents compressed answers from losing their reasoning, or requests with tools from failing."""
+    rounds, response = rounds_of(chatty, lambda: ask(tools=[TOOL], body={"separate_reasoning": True}))
+    message = response.choices[0].message
+    assert rounds == 2
+    assert not message.tool_calls
+    # A random model never stops thinking.
+    assert not message.content
+    assert len(message.reasoning_content.split()) == 150
+    assert response.usage.reasoning_tokens == 150
+    chunks = list(ask(tools=[TOOL], body={"separate_reasoning": True}, stream=True))
+    thoughts = [getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks if chunk.choices]
+    assert "".join(thoughts).split() == message.reasoning_content.split()
+    messages = [user(text(3, 20)), {"role": "tool", "tool_call_id": "1", "content": text(4, 20)}]
+    assert ask(messages=messages, tools=[TOOL]).usage.completion_tokens == 150
+
+
+BAD = {
+    "budget": (
+        {"budget": 0},
+        "custom_params.triattention.budget is 0, but it must be a whole number of tokens from 1 to "
+        f"{BUDGET}, what the server was started with.",
+    ),
+    "unknown": (
+        {"bugdet": 32},
+        "custom_params.triattention.bugdet is not a setting of a request; these are enabled, budget, interval, recent, "
+        "prompt, conversation, release.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_wrong_settings_are_refused(chatty, ask, case, stream):
+    """Prevents a stream that begins with status 200, and tokens, for a request that cannot be served."""
+    settings, sentence = BAD[case]
+    with pytest.raises(openai.BadRequestError) as chat:
+        ask(settings=settings, stream=stream)
+    assert chat.value.body["message"] == sentence
+    custom = {"custom_params": {"triattention": settings}}
+    with pytest.raises(openai.BadRequestError) as completion:
+        ask.client.completions.create(model="default", prompt=["w5", "w6"], stream=stream, extra_body=custom)
+    assert completion.value.body["message"] == sentence
+    for body in (
+        {"text": "w5 w6", "sampling_params": custom},
+        {"text": ["w5", "w6"], "sampling_params": [{}, custom]},
+    ):
+        response = requests.post(f"{chatty.url}/generate", json={**body, "stream": stream}, timeout=60)
+        assert (response.status_code, response.json()) == (400, {"error": {"message": sentence}})
+    assert_pool_is_whole(chatty)
+
+
+def test_anthropic_messages(chatty):
+    """Prevents Messages, whole or streamed, from running uncompressed or counting the compressed row."""
+    client = anthropic.Anthropic(base_url=chatty.url, api_key="none", max_retries=0, timeout=600)
+    # The endpoint knows no ignore_eos: this answer happens not to end earlier.
+    request = {"model": "default", "max_tokens": 150, "messages": [user(text(5, 40))], "extra_body": {"temperature": 0}}
+    rounds, message = rounds_of(chatty, lambda: client.messages.create(**request))
+    assert rounds == 2
+    assert message.stop_reason == "max_tokens"
+    usage = message.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == 43
+    assert usage.output_tokens == 150
+    thoughts = "".join(block.thinking for block in message.content if block.type == "thinking")
+    assert thoughts
+
+    def stream():
+        with client.messages.stream(**request) as events:
+            return events.get_final_message()
+
+    rounds, streamed = rounds_of(chatty, stream)
+    assert rounds == 2
+    assert "".join(block.thinking for block in streamed.content if block.type == "thinking").split() == thoughts.split()
+    assert streamed.usage.output_tokens == 150
+    assert_pool_is_whole(chatty)
+
+
+def test_native_text(chatty):
+    """Prevents text of /generate, whole or streamed, from differing from the ids that it stands for."""
+    sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+    body = {"text": text(6, 40), "sampling_params": sampling}
+    whole = chatty.post("/generate", **body).json()
+    assert compression(whole)["rounds"] == 2
+    assert whole["text"] == word_tokenizer().decode(whole["output_ids"], skip_special_tokens=True)
+    lines = requests.post(f"{chatty.url}/generate", json={**body, "stream": True}, timeout=600).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    last = json.loads(lines[-3].removeprefix("data: "))
+    assert (last["text"], compression(last)) == (whole["text"], compression(whole))

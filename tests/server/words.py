@@ -1,0 +1,56 @@
+"""A tokenizer of words for the tiny model, and a chat template whose next turn starts with all ids of the last."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tiny_model import VOCABULARY, TinyModel
+
+NAMED = ("system", "user", "assistant", "tool", "done")
+"""The words that the template needs; all others are w3, w4 and so on."""
+FIRST, LAST = 3, VOCABULARY - len(NAMED) - 1
+"""Token ids of the first and the last numbered word."""
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} done {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def with_tokenizer(tiny: TinyModel, folder: Path) -> TinyModel:
+    """A copy of the model in `folder` that has a tokenizer with a chat template."""
+    shutil.copytree(tiny.path, folder)
+    word_tokenizer().save_pretrained(folder)
+    return replace(tiny, path=folder)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens are words with the space in front of them, as in most models, so that texts join to what was generated."""
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
+    vocabulary |= {f" w{index}": index for index in range(FIRST, LAST + 1)}
+    vocabulary |= {f" {word}": LAST + 1 + index for index, word in enumerate(NAMED)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Prepend(" ")]
+    )
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r" [^ ]+"), "isolated")
+    words.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def text(seed: int, length: int) -> str:
+    """`length` random words, a token each."""
+    draw = random.Random(seed)
+    return " ".join(f"w{draw.randint(FIRST, LAST)}" for _ in range(length))
