@@ -145,7 +145,7 @@ class Admission:
         return error
 
     def _check_prompt(self, scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
-        """Ends a request that relies on rounds in its prefill, but whose prefill allows none."""
+        """Holds a prompt to the pool that was to be compacted, but whose prefill allows no rounds."""
         settings = settings_of(req)
         if settings is None or req.to_finish is not None or settings.prompt == "frozen" or can_prefill_in_rounds(req):
             return
@@ -155,6 +155,11 @@ class Admission:
                 "compacted while it is prefilled because its log-probabilities or embeddings were asked for: leave "
                 "these out, or shorten the prompt."
             )
+            return
+        # Prompt and answer must be prefilled again as a whole, should SGLang retract the request.
+        page_size = self._page_size()
+        room = self._capacity() - page_size - in_pages(len(req.origin_input_ids), page_size)
+        req.sampling_params.max_new_tokens = max(min(req.sampling_params.max_new_tokens, room - 1), 0)
 
     def _limit_prefix(self, length: int, req: Any, _: int) -> int | None:
         """Matches less of a prompt in the tree where the whole match, which is frozen, would fill the pool."""

@@ -66,6 +66,13 @@ def test_a_request_that_can_never_fit_is_told(serve):
     response = client.generate(prompt(60, 200), 400)
     assert response["meta_info"]["finish_reason"]["type"] == "length"
     assert 40 < response["meta_info"]["completion_tokens"] < 56
+    # Nor does a prompt whose log-probabilities are asked for, which no round may shorten, even if it may be compacted.
+    params = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": COMPACT}
+    asked = client.post(
+        "/generate", input_ids=prompt(60, 200), sampling_params=params, return_logprob=True, logprob_start_len=0
+    )
+    assert 40 < asked.json()["meta_info"]["completion_tokens"] < 56
+    assert len(asked.json()["meta_info"]["input_token_logprobs"]) == 200
     # A whole match would freeze nearly all of the pool.
     again = client.generate(prompt(60, 200) + prompt(61, 30), 120, custom_params=COMPACT)
     assert again["meta_info"]["completion_tokens"] == 120
