@@ -159,7 +159,9 @@ class Admission:
         # Prompt and answer must be prefilled again as a whole, should SGLang retract the request.
         page_size = self._page_size()
         room = self._capacity() - page_size - in_pages(len(req.origin_input_ids), page_size)
-        req.sampling_params.max_new_tokens = max(min(req.sampling_params.max_new_tokens, room - 1), 0)
+        params = req.sampling_params
+        params.max_new_tokens = max(min(params.max_new_tokens, room - 1), 0)
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
     def _limit_prefix(self, length: int, req: Any, _: int) -> int | None:
         """Matches less of a prompt in the tree where the whole match, which is frozen, would fill the pool."""
