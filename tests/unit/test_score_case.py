@@ -7,6 +7,8 @@ import pytest
 
 from sglang_triattn.cli import main
 
+pytestmark = pytest.mark.usefixtures("reference_files")
+
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 STATS = str(GOLDEN / "qwen3_8b.pt")
 INPUTS = ("layers", "num_q_heads", "num_kv_heads", "keys_cached", "positions", "next_position", "inv_freq", "keep")
