@@ -101,17 +101,19 @@ def test_generated_tokens_reach_no_tier(tiered):
         if tier == "host":
             fill_the_pool(tiered, seed + 2)
         warm = tiered.generate(turn, 8, logprobs=True)
-        assert hits(warm) == {"device": 0, "host": 0, "storage": 0, tier: 48}
+        # The prompt, and of the answer at most what lies before the first hole.
+        assert 48 <= hits(warm)[tier] < 48 + 16
+        assert hits(warm) == {"device": 0, "host": 0, "storage": 0, tier: hits(warm)[tier]}
         tiered.flush()
         cold = tiered.generate(turn, 8, logprobs=True)
         assert cold["meta_info"]["cached_tokens"] == 0
         assert_same_answer(warm, cold)
 
 
-def test_retraction_beside_the_host_tier(tiered):
-    """Prevents slots from being lost where requests lose their rows and find their prompts on the host again."""
+def test_full_pool_beside_the_host_tier(tiered):
+    """Prevents slots from being lost, and requests retracted, where more of them wait than the pool can hold."""
     responses = tiered.generate_all([prompt(340 + i, 64) for i in range(12)], 150)
-    assert sum(response["meta_info"]["num_retractions"] for response in responses) > 0
+    assert sum(response["meta_info"]["num_retractions"] for response in responses) == 0
     for response in responses:
         report = compression(response)
         assert response["meta_info"]["completion_tokens"] == 150
