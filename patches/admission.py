@@ -116,7 +116,7 @@ class Admission:
             req.set_finish_with_abort(str(error))
             asked = Asked(None)
         adopt(req, asked)
-        if asked.conversation is not None:
+        if asked.conversation is not None and settings_of(req) is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
                 # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
