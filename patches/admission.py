@@ -22,14 +22,14 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.requests import adopt, evicted_of, frozen_of, settings_of
+from sglang_triattn.patches.requests import adopt, evicted_of, frozen_of, settings_of, wants_prompt_logprobs
 from sglang_triattn.request_settings import Asked, read_request
-from sglang_triattn.rounds import row_bound
+from sglang_triattn.rounds import pages, row_bound
 
 
 def in_pages(length: int, page_size: int) -> int:
     """Slots of the whole pages that hold `length` tokens."""
-    return -(-length // page_size) * page_size
+    return pages(length, page_size) * page_size
 
 
 def logical_end(request: Any) -> int:
@@ -57,12 +57,11 @@ def growth_of(request: Any, page_size: int, *, held: int) -> int:
 def can_prefill_in_rounds(request: Any) -> bool:
     """Whether rounds may run between the chunks of a request's prefill.
 
-    Log-probabilities of a prompt are looked up by its tokens' places, which rounds change; embeddings likewise.
+    They change the places by which a prompt's log-probabilities and embeddings are looked up.
     """
-    wants_prompt = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
     compacts_prompt = settings_of(request).prompt == "compact"
     return (
-        not (compacts_prompt and wants_prompt)
+        not (compacts_prompt and wants_prompt_logprobs(request))
         and request.input_embeds is None
         and request.positional_embed_overrides is None
     )
@@ -122,12 +121,12 @@ class Admission:
                 # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
                 adopt(req, replace(asked, settings=replace(asked.settings, prompt="compact")))
         params = req.sampling_params
-        asked, least = params.max_new_tokens, params.min_new_tokens
+        most, least = params.max_new_tokens, params.min_new_tokens
         original(scheduler, req)
         if settings_of(req) is None or req.to_finish is not None or not self._fits(req):
             return
         limit = scheduler.model_config.context_len - 2 - len(req.origin_input_ids)
-        for other in (asked, scheduler.max_new_tokens_limit or None):
+        for other in (most, scheduler.max_new_tokens_limit or None):
             limit = limit if other is None else min(limit, other)
         params.max_new_tokens = max(limit, params.max_new_tokens)
         params.min_new_tokens = min(least, params.max_new_tokens)

@@ -26,7 +26,14 @@ from typing import Any
 
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.prefill import show_ids_behind
-from sglang_triattn.patches.requests import asked_of, begin_state, drop_state, settings_of, state_of
+from sglang_triattn.patches.requests import (
+    asked_of,
+    begin_state,
+    drop_state,
+    settings_of,
+    state_of,
+    wants_prompt_logprobs,
+)
 
 REMEMBERED = 4096
 """Dropped conversations whose next turn is still told so."""
@@ -64,7 +71,6 @@ class Conversations:
         self._scheduler: Any = None
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
-        self._now = 0.0
 
     def hooks(self) -> list[Hook]:
         return [
@@ -83,25 +89,20 @@ class Conversations:
     def on_arrival(self, request: Any) -> None:
         """Drops what is too old; called for each request that names a conversation."""
         group = self._scheduler.tp_group
-        self._now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
-        for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < self._now]:
+        now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
+        for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
             self._drop(name)
-        asked_of(request).arrived = self._now
-
-    def matches(self, request: Any) -> bool:
-        """Whether the request can go on behind its conversation's row."""
-        idle = self._idle.get(asked_of(request).conversation)
-        return idle is not None and _continues(idle, request)
+        asked_of(request).arrived = now
 
     def lend(self, request: Any) -> bool:
         """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
         asked = asked_of(request)
         if asked.conversation is None or request.kv.holds_kv or asked.start is not None:
             return False
-        if not self.matches(request):
+        idle = self._idle.get(asked.conversation)
+        if idle is None or not _continues(idle, request):
             return False
-        idle = self._idle.pop(asked.conversation)
-        asked.lent = idle
+        asked.lent = self._idle.pop(asked.conversation)
         request.kv = idle.kv
         begin_state(request, replace(idle.state))
         show_ids_behind(request)
@@ -212,9 +213,8 @@ class Conversations:
 
 def _continues(idle: Conversation, request: Any) -> bool:
     ids = request.origin_input_ids + request.output_ids
-    wants_prompt = request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
     return (
-        not wants_prompt
+        not wants_prompt_logprobs(request)
         and len(ids) > len(idle.ids)
         and ids[: len(idle.ids)] == idle.ids
         and idle.owner == _owner(request)

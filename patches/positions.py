@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.requests import evicted_of
+from sglang_triattn.patches.prefill import evicted_in
 
 PARAMETERS = (
     "cls batch model_runner capture_hidden_mode return_hidden_states_before_norm extend_position_info "
@@ -36,11 +36,8 @@ def _use_logical_positions(forward: Any, cls: type, batch: Any, *_: Any, **__: A
     if forward.forward_mode.is_decode():
         forward.positions = forward.positions + (batch.orig_seq_lens - batch.seq_lens)
     elif forward.forward_mode.is_extend():
-        evicted = [evicted_of(request) for request in batch.reqs]
-        if any(evicted):
-            device = forward.positions.device
-            shift = torch.tensor(evicted, dtype=forward.positions.dtype, pin_memory=device.type == "cuda")
-            shift = shift.to(device, non_blocking=True)
+        evicted = evicted_in(batch)
+        if evicted is not None:
             forward.positions = forward.positions + torch.repeat_interleave(
-                shift, forward.extend_seq_lens.long(), output_size=len(forward.positions)
+                evicted, forward.extend_seq_lens.long(), output_size=len(forward.positions)
             )

@@ -64,9 +64,17 @@ def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any
     show_ids_behind(req)
 
 
+def evicted_in(batch: Any) -> torch.Tensor | None:
+    """[batch] int64 on the batch's device: tokens evicted from each row; None where no row has lost any."""
+    evicted = [evicted_of(request) for request in batch.reqs]
+    if not any(evicted):
+        return None
+    host = torch.tensor(evicted, dtype=torch.int64, pin_memory=batch.seq_lens.is_cuda)
+    return host.to(batch.seq_lens.device, non_blocking=True)
+
+
 def _keep_logical_lengths(_: None, batch: Any) -> None:
     """Makes `orig_seq_lens` the logical lengths, from which the positions of decoded tokens follow."""
-    evicted = [evicted_of(request) for request in batch.reqs]
-    if any(evicted):
-        shift = torch.tensor(evicted, dtype=torch.int64, pin_memory=batch.seq_lens.is_cuda)
-        batch.orig_seq_lens = (batch.seq_lens + shift.to(batch.seq_lens.device, non_blocking=True)).int()
+    evicted = evicted_in(batch)
+    if evicted is not None:
+        batch.orig_seq_lens = (batch.seq_lens + evicted).int()

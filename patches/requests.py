@@ -100,6 +100,11 @@ def lengths_of(request: Any, page_size: int) -> dict[str, int]:
     }
 
 
+def wants_prompt_logprobs(request: Any) -> bool:
+    """Whether log-probabilities of prompt tokens were asked for, which are looked up by the tokens' places."""
+    return request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
+
+
 def can_compact(request: Any) -> bool:
     """Whether a request may be compressed, goes on, and holds its row alone."""
     return (
