@@ -31,7 +31,7 @@ from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.prefill import resume_behind
 from sglang_triattn.patches.pressure import early_rounds
-from sglang_triattn.patches.requests import can_compact, lengths_of, settings_of, state_of
+from sglang_triattn.patches.requests import can_compact, free_tail, lengths_of, settings_of, state_of
 from sglang_triattn.rounds import FirstHole, Plan, Totals, plan_round
 
 
@@ -102,7 +102,9 @@ class Compressor:
         if ordered is not None:
             self._rewrite(plans, ordered, facts, keep)
         else:
-            self._free_tails(requests, plans)
+            # The kept K/V has moved forward within each request's slots.
+            for request, plan in zip(requests, plans, strict=True):
+                free_tail(request.kv, plan.new_length, self._scheduler.tree_cache)
         for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
             self._record(request, plan, lambda index=index: holes()[index])
 
@@ -161,17 +163,10 @@ class Compressor:
         evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
         self._allocator.free(torch.cat(evicted).long())
 
-    def _free_tails(self, requests: Sequence[Any], plans: Sequence[Plan]) -> None:
-        """Frees the pages that become empty once the kept K/V has moved forward within each request's slots."""
-        for request, plan in zip(requests, plans, strict=True):
-            first_empty = plan.new_length + -plan.new_length % self._page_size
-            if first_empty < plan.old_length:
-                self._scheduler.tree_cache.free_kv_row(request.kv, [(first_empty, plan.old_length)])
-
     def _record(self, request: Any, plan: Plan, first_hole: FirstHole) -> None:
         """Books the round with the request; from here on the tree must never take its row as a whole."""
         state = state_of(request)
-        state.holes.append(first_hole if self._alike_on_ranks else lambda: 0)
+        state.add_hole(first_hole if self._alike_on_ranks else lambda: 0)
         state.rounds += 1
         state.evicted_tokens += plan.evicted_tokens
         state.freed_slots += plan.freed_slots

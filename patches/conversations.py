@@ -30,6 +30,7 @@ from sglang_triattn.patches.requests import (
     asked_of,
     begin_state,
     drop_state,
+    free_tail,
     settings_of,
     state_of,
     wants_prompt_logprobs,
@@ -149,10 +150,8 @@ class Conversations:
             return False
         name = asked.conversation
         self._drop(name)
-        kv, page_size = request.kv, tree.page_size
-        first_empty = physical + -physical % page_size
-        if first_empty < kv.kv_allocated_len:
-            tree.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
+        kv = request.kv
+        free_tail(kv, physical, tree)
         kv.kv_committed_len = kv.kv_allocated_len = physical
         ids = (request.origin_input_ids + request.output_ids_through_stop)[: physical + state.evicted_tokens]
         self._idle[name] = Conversation(

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.request_settings import Asked
-from sglang_triattn.rounds import Report, RequestState, frozen_length
+from sglang_triattn.rounds import Report, RequestState, frozen_length, pages
 
 _ASKED = "triattention_asked"
 _WITHHELD = "triattention_withheld"
@@ -98,6 +98,13 @@ def lengths_of(request: Any, page_size: int) -> dict[str, int]:
         "evicted_before": evicted_of(request),
         "page_size": page_size,
     }
+
+
+def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
+    """Frees the pages of a row that lie wholly behind its first `length` entries."""
+    first_empty = pages(length, tree_cache.page_size) * tree_cache.page_size
+    if first_empty < kv.kv_allocated_len:
+        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
 
 
 def wants_prompt_logprobs(request: Any) -> bool:

@@ -14,7 +14,7 @@ same and nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from sglang_triattn.config import Config
 
@@ -28,7 +28,8 @@ class RequestState:
 
     Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `kept_length`: physical length
     after the last round. `prompt_length`: where a resumed conversation's first prompt ends; None where the request's
-    own does. `holes`: for each round, what reads from the device where its first hole is.
+    own does. `first_hole`: the first of all rounds but those of `unread_holes`, the last two, whose copies from the
+    device may still be on their way.
     """
 
     rounds: int = 0
@@ -36,11 +37,20 @@ class RequestState:
     freed_slots: int = 0
     kept_length: int = 0
     prompt_length: int | None = None
-    holes: list[FirstHole] = field(default_factory=list)
+    first_hole: int | None = None
+    unread_holes: tuple[FirstHole, ...] = ()
+
+    def add_hole(self, first_hole: FirstHole) -> None:
+        """Books a round's first hole, and reads that of the round before the last: its copy has long been made."""
+        if len(self.unread_holes) == 2:
+            oldest = self.unread_holes[0]()
+            self.first_hole = oldest if self.first_hole is None else min(oldest, self.first_hole)
+        self.unread_holes = (*self.unread_holes[-1:], first_hole)
 
     def exact_length(self) -> int:
         """Entries of the row before its first hole, in whatever head or layer: they lie at their logical positions."""
-        return min((hole() for hole in self.holes), default=0)
+        holes = [hole() for hole in self.unread_holes]
+        return min(holes if self.first_hole is None else [*holes, self.first_hole], default=0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from sglang_triattn.config import Config
-from sglang_triattn.rounds import frozen_length, plan_eviction, plan_round, row_bound
+from sglang_triattn.rounds import RequestState, frozen_length, plan_eviction, plan_round, row_bound
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
 
@@ -78,3 +78,14 @@ def test_rounds_under_pressure_keep_less():
     assert early(length=64 + 41).kept_private == 40
     assert early(length=64 + 40) is None
     assert CONFIG.under_pressure().kept_private(64) == 100
+
+
+@pytest.mark.parametrize("holes", [[], [9], [9, 7], [5, 7, 9, 8], [9, 8, 5, 7], [9, 8, 7, 0]])
+def test_exact_length_is_the_first_hole_of_all_rounds(holes):
+    """Prevents K/V behind a hole from entering the tree, and a request of ten thousand rounds that keeps them all."""
+    state, unread = RequestState(), []
+    for number, hole in enumerate(holes):
+        unread.append(number)
+        state.add_hole(lambda number=number, hole=hole: unread.remove(number) or hole)
+        assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
+    assert state.exact_length() == min(holes, default=0)
