@@ -57,7 +57,7 @@ def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
         [R] int64.
     """
     same = kept == torch.arange(kept.shape[-1], device=kept.device)
-    return same.long().cumprod(-1).sum(-1).flatten(1).amin(1) if kept.dim() > 2 else same.long().cumprod(-1).sum(-1)
+    return same.long().cumprod(-1).sum(-1).view(len(kept), -1).amin(1)
 
 
 def list_moves(slots: torch.Tensor, kept: torch.Tensor, strategy: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,9 +48,7 @@ class PagedCase:
         held: per request [L, H_kv, physical length] int64, the tokens that each head kept, in no particular order.
     """
 
-    def __init__(
-        self, device: str, dtype: torch.dtype, page_size: int, private: tuple[int, ...] = (61, 40, 53)
-    ) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, page_size: int) -> None:
         self._random = torch.Generator().manual_seed(0)
         private = (61, 40, 53)
         self.page_size, self.device, self.dtype = page_size, device, dtype
