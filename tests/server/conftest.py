@@ -11,7 +11,7 @@ from words import with_tokenizer
 
 import harness
 import probe
-from server import running_server
+import warm
 from tiny_model import TinyModel, build_tiny_model
 
 # Each takes about 3.5 GB of memory, and there are two test processes.
@@ -21,7 +21,8 @@ KEPT_RUNNING = 2
 class Servers:
     """Running servers of the tiny model by their arguments; the one used longest ago makes room for a new one."""
 
-    def __init__(self, tiny: TinyModel, folder) -> None:
+    def __init__(self, nursery: warm.Nursery, tiny: TinyModel, folder: Path) -> None:
+        self._nursery = nursery
         self._tiny = tiny
         self._folder = folder
         self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
@@ -62,7 +63,7 @@ class Servers:
         self._started += 1
         log = self._folder / f"server-{self._started}.log"
         stack = ExitStack()
-        running = running_server(model.path, full, env={**harness.STRICT, **env}, log_path=log)
+        running = warm.running_server(self._nursery, model.path, full, {**harness.STRICT, **env}, log)
         return harness.Client(stack.enter_context(running)), stack
 
     def _stop(self, key: tuple) -> None:
@@ -87,9 +88,16 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def serve(tiny, tmp_path_factory):
+def nursery():
+    found = warm.Nursery()
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="session")
+def serve(nursery, tiny, tmp_path_factory):
     """`serve(*args, **options)` gives the Client of a server with these arguments, see `Servers.__call__`."""
-    servers = Servers(tiny, tmp_path_factory.mktemp("logs"))
+    servers = Servers(nursery, tiny, tmp_path_factory.mktemp("logs"))
     yield servers
     servers.stop_all()
 

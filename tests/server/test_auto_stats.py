@@ -22,7 +22,8 @@ from sglang_triattn.kernels.select import SELECTIONS, select_naive
 from sglang_triattn.stats import load_stats
 
 import harness
-from server import device_args, running_server
+from server import device_args
+from warm import running_server
 
 BUDGET, INTERVAL = 96, 32
 
@@ -37,12 +38,12 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def serve_and_ask(model, cache, log) -> tuple[str, dict]:
+def serve_and_ask(nursery, model, cache, log) -> tuple[str, dict]:
     """What the log of one launch says of the statistics, and a compressed answer's report."""
     args = ["--enable-triattention", "--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
     args += ["--max-total-tokens", "6144", "--sleep-on-idle", *device_args()]
     env = {**harness.STRICT, "XDG_CACHE_HOME": str(cache)}
-    with running_server(model, args, env=env, log_path=log) as server:
+    with running_server(nursery, model, args, env, log) as server:
         client = harness.Client(server)
         response = client.generate(list(range(1000, 1040)), BUDGET + 2 * INTERVAL)
         served = client.totals()["stats"]
@@ -52,8 +53,8 @@ def serve_and_ask(model, cache, log) -> tuple[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def first_launch(smollm, cache, tmp_path_factory):
-    return serve_and_ask(smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
+def first_launch(nursery, smollm, cache, tmp_path_factory):
+    return serve_and_ask(nursery, smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
@@ -65,9 +66,9 @@ def test_the_first_launch_measures_and_says_so(first_launch, cache):
     assert log.index(stated) < log.index(shown) < log.index(kept)
 
 
-def test_the_next_launch_finds_them(first_launch, smollm, cache, tmp_path):
+def test_the_next_launch_finds_them(nursery, first_launch, smollm, cache, tmp_path):
     """Prevents measuring at every launch, and tells that a folder that cannot be written is no obstacle."""
-    served, log = serve_and_ask(smollm[0], cache, tmp_path / "next.log")
+    served, log = serve_and_ask(nursery, smollm[0], cache, tmp_path / "next.log")
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
     assert "expects this to take" not in log

@@ -23,8 +23,9 @@ from sglang_triattn.calibration_job import CalibrationJob
 from sglang_triattn.stats import QueryStats, load_stats
 
 import harness
-from server import running_server, session_members
+from server import session_members
 from tiny_model import END, VOCABULARY
+from warm import running_server
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
@@ -140,7 +141,7 @@ def activate():
 """
 
 
-def test_scheduler_serves_after_calibration(tiny, tmp_path):
+def test_scheduler_serves_after_calibration(nursery, tiny, tmp_path):
     """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
     harness.install_plugin(tmp_path, "calibrating", _SERVING)
     chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
@@ -148,7 +149,7 @@ def test_scheduler_serves_after_calibration(tiny, tmp_path):
     env |= {"CHOSEN": str(chosen), "MEASURED": str(measured)}
     log = tmp_path / "log"
     arguments = [*harness.plain_args(), "--page-size", "16"]
-    with running_server(tiny.path, arguments, env=env, log_path=log) as server:
+    with running_server(nursery, tiny.path, arguments, env, log) as server:
         client = harness.Client(server)
         client.generate_all([harness.prompt(seed, 40) for seed in range(4)], 60)
         client.flush()

@@ -9,15 +9,16 @@ import prepare_model
 import pytest
 
 from harness import STRICT, Client, compression
-from server import device_args, running_server
+from server import device_args
+from warm import running_server
 
 
 @pytest.fixture(scope="module")
-def smollm(tmp_path_factory):
+def smollm(nursery, tmp_path_factory):
     model, stats = prepare_model.prepare()
     args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
     args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle", *device_args()]
-    with running_server(model, args, env=STRICT, log_path=tmp_path_factory.mktemp("logs") / "log") as server:
+    with running_server(nursery, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
         yield Client(server)
 
 
