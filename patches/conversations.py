@@ -31,6 +31,7 @@ from sglang_triattn.patches.requests import (
     begin_state,
     drop_state,
     free_tail,
+    rows_of,
     settings_of,
     state_of,
     wants_prompt_logprobs,
@@ -180,7 +181,7 @@ class Conversations:
             return
         wanted = {asked_of(request).conversation for request in waiting}
         rows = self._scheduler.req_to_token_pool
-        needed = sum(asked_of(request).conversation not in self._idle for request in waiting)
+        needed = sum(rows_of(request) for request in waiting if asked_of(request).conversation not in self._idle)
         unwanted = [name for name in self._idle if name not in wanted]
         while rows.available_size() < needed and unwanted:
             self._drop(unwanted.pop(0))

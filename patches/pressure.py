@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact import needs_order
-from sglang_triattn.patches.requests import can_compact, lengths_of, settings_of, state_of
+from sglang_triattn.patches.requests import can_compact, lengths_of, rows_of, settings_of, state_of
 from sglang_triattn.rounds import Plan, plan_eviction
 
 
@@ -50,10 +50,10 @@ def early_rounds(
 
 
 def slots_of_next_step(requests: Sequence[Any], joining: Any, page_size: int) -> int:
-    """KV slots, whole pages, that the next decode step allocates."""
+    """KV slots, whole pages, that the next decode step allocates; one for each beam, at page size 1."""
     joining = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
     holders = [request for request in (*requests, *joining) if request.kv.holds_kv and not request.finished()]
-    return page_size * sum(request.kv.kv_allocated_len % page_size == 0 for request in holders)
+    return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
 
 
 def free_slots(scheduler: Any) -> int:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.server_args import config_of
-from sglang_triattn.request_settings import read_request
+from sglang_triattn.request_settings import KEY, read_request
 
 
 def main_hooks() -> list[Hook]:
@@ -41,7 +42,7 @@ def _check_tokenized(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Raises TriAttentionError, a ValueError, for which SGLang answers 400 and `sglang.Engine` raises it."""
     config = config_of(manager.server_args)
     if config is not None:
-        read_request(config, tokenized.sampling_params.custom_params)
+        _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width)
 
 
 async def _check_before_stream(original: Callable, obj: Any, request: Any) -> Any:
@@ -52,7 +53,16 @@ async def _check_before_stream(original: Callable, obj: Any, request: Any) -> An
         try:
             for params in obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]:
                 if isinstance(params, Mapping):
-                    read_request(config, params.get("custom_params"))
+                    _check(config, params.get("custom_params"), params.get("beam_width"))
         except TriAttentionError as error:
             return http_server._create_error_response(error)
     return await original(obj, request)
+
+
+def _check(config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None) -> None:
+    asked = read_request(config, custom_params)
+    if asked.conversation is not None and (beam_width or 1) > 1:
+        raise TriAttentionError(
+            f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
+            "compressed and leaves no row behind: leave one of the two out."
+        )

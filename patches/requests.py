@@ -100,6 +100,11 @@ def lengths_of(request: Any, page_size: int) -> dict[str, int]:
     }
 
 
+def rows_of(request: Any) -> int:
+    """Rows that a request takes: one for each of its beams."""
+    return 1 if request.beam_group is None else request.beam_group.beam_width
+
+
 def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
     """Frees the pages of a row that lie wholly behind its first `length` entries."""
     first_empty = pages(length, tree_cache.page_size) * tree_cache.page_size
