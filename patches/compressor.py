@@ -31,7 +31,7 @@ from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.prefill import resume_behind
 from sglang_triattn.patches.pressure import early_rounds
-from sglang_triattn.patches.requests import can_compact, free_tail, lengths_of, settings_of, state_of
+from sglang_triattn.patches.requests import can_compact, free_tail, lengths_of, recent_of, settings_of, state_of
 from sglang_triattn.rounds import FirstHole, Plan, Totals, plan_round
 
 
@@ -79,26 +79,30 @@ class Compressor:
             rounds.append((chunked, between_chunks))
         if not rounds:
             return
-        for group in grouped(rounds):
-            self._compact(*zip(*group, strict=True))
+        for launch, group in grouped(rounds, self._launch_of).items():
+            self._compact(*zip(*group, strict=True), *launch)
         if due:
             self._shorten(batch, due)
         if between_chunks is not None:
             resume_behind(chunked, between_chunks.new_length)
 
-    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan]) -> None:
-        """One round of requests with equal settings that keep equally many private tokens each."""
+    def _launch_of(self, request: Any, plan: Plan) -> tuple[int, int, str]:
+        """What rounds share a launch: private tokens that stay, newest ones among them, and the strategy."""
+        strategy = "remap" if self._mover is None else strategy_for(settings_of(request))
+        return plan.kept_private, recent_of(request), strategy
+
+    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan], keep: int, recent: int, strategy: str) -> None:
+        """One round of requests that share a launch."""
         slots, facts = self._snapshot(requests, plans)
         _, frozen, lengths, next_positions = facts
-        settings, keep = settings_of(requests[0]), plans[0].kept_private
         ordered = None
         with self._on_forward_stream(slots, facts):
-            kept = self._scorer.keep(slots, lengths, next_positions, keep, settings.recent)
+            kept = self._scorer.keep(slots, lengths, next_positions, keep, recent)
             holes = read_later(frozen + unchanged_start(kept))
-            if self._mover is None:
+            if strategy == "remap":
                 ordered = remap(slots, kept)
             else:
-                self._mover.move(slots, kept, strategy_for(settings))
+                self._mover.move(slots, kept, strategy)
         if ordered is not None:
             self._rewrite(plans, ordered, facts, keep)
         else:
@@ -106,7 +110,7 @@ class Compressor:
             for request, plan in zip(requests, plans, strict=True):
                 free_tail(request.kv, plan.new_length, self._scheduler.tree_cache)
         for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            self._record(request, plan, lambda index=index: holes()[index])
+            self._record(request, plan, strategy, lambda index=index: holes()[index])
 
     def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
         """(index, plan) of each due request."""
@@ -163,14 +167,14 @@ class Compressor:
         evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
         self._allocator.free(torch.cat(evicted).long())
 
-    def _record(self, request: Any, plan: Plan, first_hole: FirstHole) -> None:
+    def _record(self, request: Any, plan: Plan, strategy: str, first_hole: FirstHole) -> None:
         """Books the round with the request; from here on the tree must never take its row as a whole."""
         state = state_of(request)
         state.add_hole(first_hole if self._alike_on_ranks else lambda: 0)
         state.rounds += 1
         state.evicted_tokens += plan.evicted_tokens
         state.freed_slots += plan.freed_slots
-        state.kept_length = plan.new_length
+        state.mixed_length = plan.new_length if strategy == "fill" else min(state.mixed_length, plan.new_length)
         self.totals.add(plan)
         request.kv.kv_committed_len = request.kv.kv_allocated_len = plan.new_length
         request.skip_radix_cache_insert = True
@@ -231,14 +235,12 @@ def strategy_for(settings: Config) -> str:
     return "slide" if needs_order(settings.recent, settings.interval) else "fill"
 
 
-def grouped(rounds: Sequence[tuple[Any, Plan]]) -> list[list[tuple[Any, Plan]]]:
-    """Rounds that can share a launch: one group, unless requests or frozen prefixes change how many tokens stay."""
+def grouped(rounds: Sequence[tuple[Any, Plan]], key: Callable[[Any, Plan], tuple]) -> dict[tuple, list]:
+    """Rounds by what `key` says of them: one group, unless requests or frozen prefixes make a difference."""
     groups: dict[tuple, list[tuple[Any, Plan]]] = {}
     for request, plan in rounds:
-        settings = settings_of(request)
-        key = (plan.kept_private, settings.recent, strategy_for(settings))
-        groups.setdefault(key, []).append((request, plan))
-    return list(groups.values())
+        groups.setdefault(key(request, plan), []).append((request, plan))
+    return groups
 
 
 def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import needs_order
-from sglang_triattn.patches.requests import can_compact, lengths_of, rows_of, settings_of, state_of
+from sglang_triattn.patches.requests import can_compact, lengths_of, recent_of, rows_of, settings_of
 from sglang_triattn.rounds import Plan, plan_eviction
 
 
@@ -70,13 +68,6 @@ def worthwhile(candidates: Iterator[tuple[int, Any]], page_size: int) -> Iterato
         plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
         if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
             continue
-        if knows_newest(request, settings):
+        # A regular round can wait for no token; this one waits until it can tell which are the newest.
+        if recent_of(request) == settings.recent:
             yield index, plan
-
-
-def knows_newest(request: Any, settings: Config) -> bool:
-    """Whether the row's last `recent` entries are the newest tokens, as they are not soon after a `fill`."""
-    state = state_of(request)
-    if state.rounds == 0 or needs_order(settings.recent, settings.interval):
-        return True
-    return request.kv.kv_allocated_len - state.kept_length >= settings.recent

@@ -105,6 +105,14 @@ def rows_of(request: Any) -> int:
     return 1 if request.beam_group is None else request.beam_group.beam_width
 
 
+def recent_of(request: Any) -> int:
+    """Newest tokens that a round of a request with settings keeps: what was asked for, as far as the order tells.
+
+    Fewer only where little came since a round that mixed up the order: early rounds, and turns with other settings.
+    """
+    return min(settings_of(request).recent, request.kv.kv_allocated_len - state_of(request).mixed_length)
+
+
 def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
     """Frees the pages of a row that lie wholly behind its first `length` entries."""
     first_empty = pages(length, tree_cache.page_size) * tree_cache.page_size

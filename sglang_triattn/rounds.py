@@ -26,16 +26,19 @@ FirstHole = Callable[[], int]
 class RequestState:
     """What compression did to one request since it got its row; dropped together with the row.
 
-    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1). `kept_length`: physical length
-    after the last round. `prompt_length`: where a resumed conversation's first prompt ends; None where the request's
-    own does. `first_hole`: the first of all rounds but those of `unread_holes`, the last two, whose copies from the
-    device may still be on their way.
+    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1).
+
+    Attributes:
+        mixed_length: entries at the front of the row that rounds have brought out of order.
+        prompt_length: where a resumed conversation's first prompt ends; None where the request's own does.
+        first_hole: the first of all rounds but those of `unread_holes`, the last two, whose copies from the device may
+            still be on their way.
     """
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
-    kept_length: int = 0
+    mixed_length: int = 0
     prompt_length: int | None = None
     first_hole: int | None = None
     unread_holes: tuple[FirstHole, ...] = ()

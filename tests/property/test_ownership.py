@@ -229,8 +229,8 @@ def test_the_oracle_notices_a_poisoned_tree(page_size, monkeypatch):
     assert poisoned_history(page_size) >= 5
     record = Compressor._record
 
-    def record_and_forget_the_bar(self, request, plan, first_hole):
-        record(self, request, plan, first_hole)
+    def record_and_forget_the_bar(self, request, *rest):
+        record(self, request, *rest)
         request.skip_radix_cache_insert = False
 
     def release_without_guard(self, original, req, tree_cache, *, checkpoint):

@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_triattn.config import Config
+from sglang_triattn.patches.requests import adopt, begin_state, recent_of
+from sglang_triattn.request_settings import Asked
 from sglang_triattn.rounds import RequestState, frozen_length, plan_eviction, plan_round, row_bound
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
@@ -89,3 +92,12 @@ def test_exact_length_is_the_first_hole_of_all_rounds(holes):
         state.add_hole(lambda number=number, hole=hole: unread.remove(number) or hole)
         assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
     assert state.exact_length() == min(holes, default=0)
+
+
+@pytest.mark.parametrize(("mixed", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
+def test_a_resumed_row_says_how_many_of_its_newest_tokens_are_known(mixed, recent):
+    """Prevents old tokens from being kept as the newest ones in a row whose order an earlier turn's round mixed up."""
+    request = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=SimpleNamespace(kv_allocated_len=200))
+    adopt(request, Asked(CONFIG))
+    begin_state(request, RequestState(rounds=3, mixed_length=mixed))
+    assert recent_of(request) == recent
