@@ -23,9 +23,11 @@ serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server optio
 	@$(ENV) && "$$py" tools/serve.py --port $(PORT) $(ARGS)
 
 # -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to two
-# servers of 3.5 GB. A file stays in one process, because its tests share servers.
+# servers of 3.5 GB. A file stays in one process, because its tests share servers. In the order of the folders, so that
+# the many short files of tests/unit come last and both processes end together. One thread for each process: threads
+# that wait for one another spin, and where more of them run than there are cores everything is many times slower.
 test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are more pytest options
-	@$(ENV) && "$$py" -P -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py
