@@ -8,7 +8,9 @@ statistics before that. Then the engine is shut down. SGLang parts: `Engine` and
 
 from __future__ import annotations
 
+import pickle
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +49,9 @@ _REFUSED = {
 class Request:
     """What the schedulers are asked to do."""
 
-    job: CalibrationJob
+    job_file: str
+    """The job, pickled. It is too long for a pipe: this process would wait for the last child to import SGLang."""
+
     out: str
     """Statistics file to write (.safetensors), absolute."""
 
@@ -84,10 +88,12 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     if args_patch.config_of(record) is not None:
         raise TriAttentionError("--enable-triattention has no place in a calibration: leave it out.")
     _check(record)
-    args_patch.ask_for_calibration(record, Request(job, str(out.absolute())))
     install(main_hooks())
     engine = None
-    with _children_without_interrupts():
+    with tempfile.NamedTemporaryFile(prefix="sglang-triattn-") as job_file, _children_without_interrupts():
+        job_file.write(pickle.dumps(job))
+        job_file.flush()
+        args_patch.ask_for_calibration(record, Request(job_file.name, str(out.absolute())))
         try:
             engine = _engine_class()(server_args=record)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
@@ -138,13 +144,14 @@ class _Scheduler:
         from sglang_triattn.patches.calibration import calibrate_scheduler
         from sglang_triattn.stats import save_stats
 
+        job = pickle.loads(Path(self._request.job_file).read_bytes())
         first = scheduler.tp_group.rank_in_group == 0
-        with tqdm(total=self._request.job.tokens, unit="token", desc="calibrate", disable=not first) as bar:
+        with tqdm(total=job.tokens, unit="token", desc="calibrate", disable=not first) as bar:
 
             def show(done: int, most: int) -> None:
                 bar.update(done - bar.n)
 
-            stats = calibrate_scheduler(scheduler, self._request.job, show)
+            stats = calibrate_scheduler(scheduler, job, show)
         if first:
             save_stats(stats, self._request.out)
         layers, heads, _ = stats.mean.shape
