@@ -144,10 +144,14 @@ def _with_log(server: Server, sentence: str) -> str:
     return f"{server.log_tail()}\n{sentence}; its last lines are above, the whole log is {server.log_path}."
 
 
+def environment(env: dict[str, str] | None = None) -> dict[str, str]:
+    """That of this process, offline, and `env`."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
+
+
 @contextmanager
 def running_process(command: Sequence[str], port: int, env: dict | None = None, log_path: Path | None = None):
     """Runs `command` as the leader of a session of its own and stops that whole session at the end."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
     if log_path is not None:
         log_path = Path(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +160,7 @@ def running_process(command: Sequence[str], port: int, env: dict | None = None, 
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment,
+                env=environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
