@@ -95,9 +95,9 @@ class Client:
         loads = requests.get(self.url + "/v1/loads?include=core", timeout=60).json()["loads"]
         return sum(load["num_used_tokens"] for load in loads)
 
-    def flush(self) -> None:
-        # SGLang sends the last token of an answer a step before it is idle, and waits for that as long as it is told.
-        response = requests.post(self.url + "/flush_cache?timeout=30", timeout=60)
+    def flush(self, wait_s: int = 30) -> None:
+        """Waits until the server is idle: SGLang sends the last token of an answer a step before."""
+        response = requests.post(f"{self.url}/flush_cache?timeout={wait_s}", timeout=60)
         assert response.status_code == 200, response.text
 
     def assert_alive(self) -> None:
