@@ -5,6 +5,7 @@ temporary folder (a folder of the checkout would shadow packages of the same nam
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -49,9 +50,10 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, below those that the system gives to connections: it is bound seconds later."""
+    while not port_is_free(port := secrets.choice(range(20_000, 30_000))):
+        pass
+    return port
 
 
 def port_is_free(port: int) -> bool:
