@@ -21,7 +21,7 @@ from common import MODELS, Model, report
 
 from sglang_triattn.kernels.compact import list_moves, remap
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.rounds import pages
+from sglang_triattn.rounds import in_pages
 
 SELECTIONS = ("shared-mean", "per-head", "per-layer-head")
 RECENT = 128
@@ -140,12 +140,12 @@ def measure(arguments: argparse.Namespace, requests: int, private: int, keep: in
 
 def freed_slots(private: int, keep: int, page_size: int) -> int:
     """Slots that come back once the kept tokens are in front."""
-    return (pages(private, page_size) - pages(keep, page_size)) * page_size
+    return in_pages(private, page_size) - in_pages(keep, page_size)
 
 
 def freed_without_compaction(kept: torch.Tensor, private: int, page_size: int) -> int:
     """Slots of the pages on which every token was evicted."""
-    stays = torch.zeros(pages(private, page_size) * page_size, dtype=torch.bool)
+    stays = torch.zeros(in_pages(private, page_size), dtype=torch.bool)
     stays[kept] = True
     return int((~stays.view(-1, page_size).any(1)).sum()) * page_size
 

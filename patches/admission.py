@@ -24,12 +24,7 @@ from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.requests import adopt, evicted_of, frozen_of, settings_of, wants_prompt_logprobs
 from sglang_triattn.request_settings import Asked, read_request
-from sglang_triattn.rounds import pages, row_bound
-
-
-def in_pages(length: int, page_size: int) -> int:
-    """Slots of the whole pages that hold `length` tokens."""
-    return pages(length, page_size) * page_size
+from sglang_triattn.rounds import in_pages, row_bound
 
 
 def logical_end(request: Any) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.request_settings import Asked
-from sglang_triattn.rounds import Report, RequestState, frozen_length, pages
+from sglang_triattn.rounds import Report, RequestState, frozen_length, in_pages
 
 _ASKED = "triattention_asked"
 _WITHHELD = "triattention_withheld"
@@ -115,7 +115,7 @@ def recent_of(request: Any) -> int:
 
 def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
     """Frees the pages of a row that lie wholly behind its first `length` entries."""
-    first_empty = pages(length, tree_cache.page_size) * tree_cache.page_size
+    first_empty = in_pages(length, tree_cache.page_size)
     if first_empty < kv.kv_allocated_len:
         tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
 

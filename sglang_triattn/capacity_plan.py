@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_triattn.config import Config
 from sglang_triattn.model_sizes import FP8_KV, ModelSizes
-from sglang_triattn.rounds import frozen_length, pages, row_bound
+from sglang_triattn.rounds import frozen_length, in_pages, row_bound
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> in
     if config is not None:
         frozen = frozen_length(config, 0, workload.prompt, page_size)
         held = row_bound(config, frozen=frozen, logical_end=held)
-    return pages(held, page_size) * page_size
+    return in_pages(held, page_size)
 
 
 def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_dtype: str) -> list[Capacity]:

@@ -158,7 +158,7 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
         old_length=length,
         new_length=new_length,
         next_position=length + evicted_before,
-        freed_slots=(pages(length, page_size) - pages(new_length, page_size)) * page_size,
+        freed_slots=in_pages(length, page_size) - in_pages(new_length, page_size),
     )
 
 
@@ -171,9 +171,9 @@ def scored_tokens(config: Config, context: int) -> tuple[int, int]:
     return due, max(due, context)
 
 
-def pages(length: int, page_size: int) -> int:
-    """Pages that hold `length` tokens."""
-    return -(-length // page_size)
+def in_pages(length: int, page_size: int) -> int:
+    """Slots of the whole pages that hold `length` tokens."""
+    return -(-length // page_size) * page_size
 
 
 @dataclass
