@@ -1,33 +1,42 @@
 # The environment, the model and the logs live in $XDG_CACHE_HOME/sglang-triattn (~/.cache by default), never here.
 PYTHON ?= python3
 PORT ?= 30000
+# One that tools/prepare_model.py knows. Not ?=: other programs use a variable of that name.
+MODEL = smollm2-135m
 ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model demo serve test kernels lint python help
+.PHONY: setup model quality-model demo serve test soak-properties kernels lint python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
 	@$(ENV)
 
-model: ## prepare the demonstration model and its statistics; print both paths
-	@$(ENV) && "$$py" tools/prepare_model.py
+model: ## prepare the demonstration model, or MODEL=..., and its statistics; print both paths
+	@$(ENV) && "$$py" tools/prepare_model.py --model $(MODEL)
+
+quality-model: ## prepare the model of the quality benchmark and its statistics; print both paths
+	@$(MAKE) --no-print-directory model MODEL=qwen2.5-coder-0.5b
 
 demo: ## serve the model, send requests that outgrow the budget, show what was evicted and freed
-	@$(ENV) && "$$py" tools/demo.py
+	@$(ENV) && "$$py" tools/demo.py --model $(MODEL)
 
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
-	@$(ENV) && "$$py" tools/serve.py --port $(PORT) $(ARGS)
+	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
 
 # -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to two
-# servers of 3.5 GB. A file stays in one process, because its tests share servers. In the order of the folders, so that
-# the many short files of tests/unit come last and both processes end together. One thread for each process: threads
+# servers of 3.5 GB. A file stays in one process, because its tests share servers. First the files that tests/conftest.py
+# names, then in the order of the folders, so that the many short ones of tests/unit come last and both processes end
+# together. One thread for each process: threads
 # that wait for one another spin, and where more of them run than there are cores everything is many times slower.
 test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are more pytest options
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak-properties: ## random histories under random settings for STEPS=100000 steps, from SEED=1 on
+	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py
 
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py
@@ -39,4 +48,4 @@ python: ## print the path of the environment's python
 	@$(ENV) && echo "$$py"
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\): *[a-z]* *## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 10
+	@sed -n 's/^\([a-z-]*\): *[a-z]* *## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18

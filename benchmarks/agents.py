@@ -32,12 +32,15 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return [3 + (seed * 7919 + i * (2 * seed + 31) + i * i) % (VOCABULARY - 3) for i in range(count)]
 
 
-def ask(url: str, ids: list[int], tokens: int, conversation: str | None) -> dict:
-    """One streamed turn: output ids, prefilled tokens, milliseconds until the first token, and how it started."""
+def ask(url: str, ids: list[int], tokens: int, conversation: str | None, key: str | None = None) -> dict:
+    """One streamed turn: output ids, prefilled tokens, milliseconds until the first token, and how it started.
+
+    key: SGLang's `extra_key`: the turn finds in the tree only what turns of the same key left there.
+    """
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if conversation is not None:
         sampling["custom_params"] = {"triattention": {"conversation": conversation}}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+    body = {"input_ids": ids, "sampling_params": sampling, "stream": True, "extra_key": key}
     start, first, last = time.monotonic(), None, {}
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=3600) as response:
         response.raise_for_status()
@@ -73,13 +76,17 @@ def run_agents(url: str, turns: int, shared: int, tokens: int, continued: bool) 
 
 
 def equal_cold(url: str, agents: list[list[dict]], tokens: int) -> int:
-    """How many of the answers a server with nothing cached gives too."""
-    equal = 0
-    for answers in agents:
-        for answer in answers:
-            requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-            equal += ask(url, answer["prompt"], tokens, None)["output"] == answer["output"]
-    return equal
+    """How many of the answers a server with nothing cached gives too: each is asked for under a key of its own."""
+    requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+    answers = [answer for turns in agents for answer in turns]
+
+    def is_equal(number: int) -> bool:
+        cold = ask(url, answers[number]["prompt"], tokens, None, key=f"cold {number}")
+        assert cold["prefilled"] == len(answers[number]["prompt"])
+        return cold["output"] == answers[number]["output"]
+
+    with ThreadPoolExecutor(AGENTS) as pool:
+        return sum(pool.map(is_equal, range(len(answers))))
 
 
 def summary(agents: list[list[dict]]) -> dict:

@@ -1,10 +1,11 @@
 """What does a round's compaction move, how long does it take, and how much memory comes back?
 
-Two tables. The first: bytes and time of remap, slide and fill for 8 requests that each drop 128 of 2,176 tokens.
-`minimum_bytes` are those of the fewest copies that empty the end of the row: each kept token behind the new length read
-once and written once. `ratio_to_own_minimum` holds a strategy's bytes, the lists of its moves included, against the
-rows that it moves. The second: slots that come back when 90 % of 16,384 tokens are evicted, by page size, with
-compaction and without it ("none": a page is free when all its tokens are evicted). Which tokens stay is random.
+Two tables. The first: bytes and time of remap, slide and fill for 8 requests that each drop 128 of 2,176 tokens and
+keep the newest `recent`. `minimum_bytes` are those of the fewest copies that empty the stretch before the newest
+tokens: each kept token of it read once and written once. `ratio_to_own_minimum` holds a strategy's bytes, the lists of
+its moves included, against the rows that it moves, `ratio_to_keys` against the keys that the round's scoring reads. The
+second: slots that come back when 90 % of 16,384 tokens are evicted, by page size, with compaction and without it
+("none": a page is free when all its tokens are evicted). Which tokens stay is random.
 
     python benchmarks/compact.py --json compact.json
 """
@@ -12,6 +13,7 @@ compaction and without it ("none": a page is free when all its tokens are evicte
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,15 +26,16 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.rounds import in_pages
 
 SELECTIONS = ("shared-mean", "per-head", "per-layer-head")
-RECENT = 128
+RECENT = (128, 512)
+"""One interval, and a quarter of the budget."""
 LIST_BYTES = 8
 """Of one move: its source and its target slot, 4 bytes each, read by every program that makes it."""
 
 
-def kept_sets(shape: tuple[int, ...], private: int, keep: int, device: str) -> torch.Tensor:
-    """[*shape, keep] int64, ascending: the newest RECENT of `private` tokens and random others."""
-    older = torch.rand(*shape, private - RECENT, generator=torch.Generator().manual_seed(0)).argsort(-1)
-    kept = torch.cat([older[..., : keep - RECENT], torch.arange(private - RECENT, private).expand(*shape, -1)], -1)
+def kept_sets(shape: tuple[int, ...], private: int, keep: int, recent: int, device: str) -> torch.Tensor:
+    """[*shape, keep] int64, ascending: the newest `recent` of `private` tokens and random others."""
+    older = torch.rand(*shape, private - recent, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    kept = torch.cat([older[..., : keep - recent], torch.arange(private - recent, private).expand(*shape, -1)], -1)
     return kept.sort(-1).values.to(device)
 
 
@@ -44,48 +47,53 @@ def shape_of_sets(selection: str, requests: int, model: Model) -> tuple[int, ...
     }[selection]
 
 
-def count_bytes(model: Model, kept: torch.Tensor, strategy: str, private: int) -> tuple[int, int, int]:
+def count_bytes(model: Model, kept: torch.Tensor, strategy: str, private: int, recent: int) -> tuple[int, int, int]:
     """Bytes of a round in all layers: moved, of the strategy's own rows alone, and of the fewest copies."""
     row = 2 * model.head_dim  # bytes of one head's K or V in bf16
     # Each kept set is followed in K and V, by every layer and head that it serves.
     uses = 2 * model.layers * model.kv_heads * kept.shape[0] // kept[..., 0].numel()
-    fewest = int((kept >= kept.shape[-1]).sum()) * uses * 2 * row
+    cut = kept.shape[-1] - recent
+    fewest = int(((kept >= cut) & (kept < private - recent)).sum()) * uses * 2 * row
     if strategy == "remap":
         return 0, 0, fewest
     indices = torch.arange(private).expand(kept.shape[0], -1)
-    sources, targets = list_moves(indices, kept.cpu(), strategy)
+    sources, targets = list_moves(indices, kept.cpu(), strategy, cut=cut)
     own = int((sources != targets).sum()) * uses * 2 * row
     return own + sources.numel() * uses * LIST_BYTES, own, fewest
 
 
-def milliseconds(model: Model, selection: str, strategy: str, requests: int, private: int, keep: int, device: str,
-                 layers: int, repeats: int) -> float:  # fmt: skip
+def milliseconds(model: Model, selection: str, strategy: str, requests: int, private: int, keep: int, recent: int,
+                 device: str, layers: int, repeats: int) -> float:  # fmt: skip
     """Median time of one round's compaction of the first `layers` layers.
 
-    Raises SystemExit unless the first run, which is not timed, brings the kept tokens of every head to the front.
+    Raises SystemExit unless the first run, which is not timed, brings the kept tokens of every head to the slots that
+    stay.
     """
     count = requests * private
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     slots = order.to(device, torch.int32).view(requests, private)
     part = Model(model.name, layers, model.q_heads, model.kv_heads, model.head_dim)
-    kept = kept_sets(shape_of_sets(selection, requests, part), private, keep, device)
+    kept = kept_sets(shape_of_sets(selection, requests, part), private, keep, recent, device)
     shape = (count, model.kv_heads, model.head_dim)
     pools = [torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2 * layers)]
     for pool in pools:
         pool[..., 0] = torch.rand(shape[:2], device=device)
     expected = [held(pool, slots, kept_of(kept, layer % layers, model)) for layer, pool in enumerate(pools)]
     mover = None if strategy == "remap" else Mover(pools[:layers], pools[layers:])
-    first = torch.arange(keep, device=device).expand(requests, model.kv_heads, -1)
+    cut = keep - recent if strategy == "fill" else keep
+    # Columns of the slots that stay.
+    stays = torch.cat([torch.arange(cut), torch.arange(private - (keep - cut), private)]).to(device)
+    stays = stays.expand(requests, model.kv_heads, -1)
     times = []
     for run in range(repeats + 1):
         wait(device)
         start = time.perf_counter()
-        moved = remap(slots, kept) if mover is None else mover.move(slots, kept, strategy)
+        moved = remap(slots, kept) if mover is None else mover.move(slots, kept, strategy, cut=cut)
         wait(device)
         times.append(1e3 * (time.perf_counter() - start))
         if run == 0:
             row = slots if moved is None else moved
-            if not all(torch.equal(a, held(pool, row, first)) for a, pool in zip(expected, pools, strict=True)):
+            if not all(torch.equal(a, held(pool, row, stays)) for a, pool in zip(expected, pools, strict=True)):
                 raise SystemExit(f"{model.name}: {strategy} with {selection} loses kept tokens")
     return statistics.median(times[1:])
 
@@ -109,32 +117,34 @@ def wait(device: str) -> None:
 
 def measure(arguments: argparse.Namespace, requests: int, private: int, keep: int) -> list[dict]:
     rows = []
-    for model in MODELS:
+    for model, selection, recent in itertools.product(MODELS, SELECTIONS, RECENT):
         layers = min(model.layers, arguments.layers or (model.layers if arguments.device == "cuda" else 1))
-        for selection in SELECTIONS:
-            kept = kept_sets(shape_of_sets(selection, requests, model), private, keep, "cpu")
-            for strategy in ("remap", "slide", "fill") if selection == "shared-mean" else ("slide", "fill"):
-                page_size = 1 if strategy == "remap" else 16
-                moved, own, fewest = count_bytes(model, kept, strategy, private)
-                rows.append(
-                    {
-                        "shape": f"{model.name} {requests}x{private} to {keep}",
-                        "strategy": strategy,
-                        "selection": selection,
-                        "page_size": page_size,
-                        "bytes_moved": moved,
-                        "minimum_bytes": 0 if strategy == "remap" else fewest,
-                        "ratio_to_minimum": moved / fewest,
-                        "ratio_to_own_minimum": moved / own if own else 1.0,
-                        "evicted_tokens": requests * (private - keep),
-                        "freed_slots": requests * freed_slots(private, keep, page_size),
-                        "milliseconds": milliseconds(
-                            model, selection, strategy, requests, private, keep, arguments.device, layers,
-                            arguments.repeats,
-                        ),
-                        "timed_layers": layers,
-                    }
-                )  # fmt: skip
+        kept = kept_sets(shape_of_sets(selection, requests, model), private, keep, recent, "cpu")
+        keys = requests * private * model.layers * model.kv_heads * model.head_dim * 2
+        for strategy in ("remap", "slide", "fill") if selection == "shared-mean" else ("slide", "fill"):
+            page_size = 1 if strategy == "remap" else 16
+            moved, own, fewest = count_bytes(model, kept, strategy, private, recent)
+            rows.append(
+                {
+                    "shape": f"{model.name} {requests}x{private} to {keep}",
+                    "strategy": strategy,
+                    "selection": selection,
+                    "recent": recent,
+                    "page_size": page_size,
+                    "bytes_moved": moved,
+                    "minimum_bytes": 0 if strategy == "remap" else fewest,
+                    "ratio_to_minimum": moved / fewest,
+                    "ratio_to_own_minimum": moved / own if own else 1.0,
+                    "ratio_to_keys": moved / keys,
+                    "evicted_tokens": requests * (private - keep),
+                    "freed_slots": requests * freed_slots(private, keep, page_size),
+                    "milliseconds": milliseconds(
+                        model, selection, strategy, requests, private, keep, recent, arguments.device, layers,
+                        arguments.repeats,
+                    ),
+                    "timed_layers": layers,
+                }
+            )  # fmt: skip
     return rows
 
 
@@ -151,7 +161,7 @@ def freed_without_compaction(kept: torch.Tensor, private: int, page_size: int) -
 
 
 def measure_pages(private: int, keep: int) -> list[dict]:
-    kept = kept_sets((1,), private, keep, "cpu")[0]
+    kept = kept_sets((1,), private, keep, RECENT[0], "cpu")[0]
     rows = []
     for page_size in (1, 16, 32, 64, 128):
         strategies = {

@@ -1,4 +1,4 @@
-"""What do the kernels cost on this GPU? Runs score_speed and compact on it, one after the other, and keeps the figures.
+"""What do the kernels and decode cost on this GPU? Runs score_speed, compact and gpu_decode, and keeps the figures.
 
 Each ends without a figure when its answers are wrong. The JSON files are named after the benchmark and the GPU. Needs
 torch and Triton; neither SGLang nor an installed package.
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import compact
+import gpu_decode
 import score_speed
 import torch
 from common import machine
 
+BENCHMARKS = {module.__name__: module for module in (score_speed, compact, gpu_decode)}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -28,23 +30,25 @@ def result(folder: Path, name: str, gpu: str, quick: bool) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="All benchmarks of the kernels, on the GPU of this machine.")
+    parser = argparse.ArgumentParser(description="All benchmarks that need a GPU, on that of this machine.")
     parser.add_argument("--json", metavar="FOLDER", type=Path, default=RESULTS, help="write the figures here")
+    parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=list(BENCHMARKS), help="which (all)")
     parser.add_argument("--layers", type=int, help="layers to time (default: all of each model)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs (%(default)s)")
+    parser.add_argument("--repeats", type=int, help="timed runs (each benchmark's own number)")
     parser.add_argument("--quick", action="store_true", help="as the benchmarks' own --quick")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device here, and these figures are of one: use a machine with a GPU.")
     if not arguments.json.is_dir():
         raise SystemExit(f"{arguments.json} is not a folder, and figures need one: name it with --json.")
-    options = ["--device", "cuda", "--repeats", str(arguments.repeats)]
+    options = ["--device", "cuda"]
+    options += ["--repeats", str(arguments.repeats)] if arguments.repeats else []
     options += ["--layers", str(arguments.layers)] if arguments.layers else []
     options += ["--quick"] if arguments.quick else []
-    for benchmark in (score_speed, compact):
-        path = result(arguments.json, benchmark.__name__, str(machine()["gpu"]), arguments.quick)
+    for name in arguments.only:
+        path = result(arguments.json, name, str(machine()["gpu"]), arguments.quick)
         print(f"{path.name}\n")
-        benchmark.main([*options, "--json", str(path)])
+        BENCHMARKS[name].main([*options, "--json", str(path)])
 
 
 if __name__ == "__main__":

@@ -83,7 +83,70 @@ def draw_capacity(content: dict, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
-DRAWN = {"score_traffic": draw_traffic, "score_speed": draw_speed, "compact": draw_compact, "capacity": draw_capacity}
+def draw_decode(content: dict, path: Path) -> None:
+    """Tokens per second by context, a panel for each batch; ceilings dashed, cells that did not fit left out."""
+    rows = [row for row in content["rows"] if row["page_size"] == 1]
+    batches = sorted({row["batch"] for row in rows})
+    figure, panels = pyplot.subplots(1, len(batches), figsize=(3.5 * len(batches) + 1, 4), layout="constrained")
+    for batch, axes in zip(batches, [panels] if len(batches) == 1 else panels, strict=True):
+        own = [row for row in rows if row["batch"] == batch]
+        budgets = sorted({row["budget"] for row in own})
+        lines = {"dense": (own, "dense")}
+        lines |= {f"budget {n}": ([row for row in own if row["budget"] == n], "compressed") for n in budgets}
+        for index, (label, (points, mode)) in enumerate(lines.items()):
+            points = [row for row in points if row[f"{mode}_tokens_s"] is not None]
+            contexts = [row["context"] for row in points]
+            color = f"C{index}"
+            axes.plot(contexts, [row[f"{mode}_tokens_s"] for row in points], "o-", color=color, label=label)
+            axes.plot(contexts, [row[f"{mode}_ceiling"] for row in points], "--", color=color, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0)
+        axes.set_title(f"batch {batch}", fontsize=9)
+        axes.set_xlabel("context, tokens")
+        axes.legend(fontsize=7)
+    figure.supylabel("tokens per second (dashed: by bytes)", fontsize=9)
+    machine, setting = content["machine"], content["setting"]
+    gpu = machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]
+    figure.suptitle(f"{setting['model']}, {setting['layers']} layers, {setting['attention']}, {gpu}", fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw_quality(content: dict, path: Path) -> None:
+    """The part that is right: a panel for each task, a bar for each policy, a shade for each share."""
+    rows = content["rows"]
+    tasks, policies, shares = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "policy", "share"))
+    right = {(row["task"], row["policy"], row["share"]): row["right"] for row in rows}
+    figure, panels = pyplot.subplots(
+        1, len(tasks), figsize=(1.7 * len(tasks) + 2.5, 0.3 * len(policies) + 1.8), sharey=True, layout="constrained"
+    )
+    thickness = 0.8 / len(shares)
+    for task, axes in zip(tasks, panels if len(tasks) > 1 else [panels], strict=True):
+        for number, share in enumerate(shares):
+            places = [place + (number - (len(shares) - 1) / 2) * thickness for place in range(len(policies))]
+            values = [right[task, policy, share] for policy in policies]
+            shade = pyplot.get_cmap("Blues_r")(0.15 + 0.6 * number / len(shares))
+            axes.barh(places, values, height=thickness, color=shade, label=f"{share:.4g}")
+        axes.axvline(right[task, "dense", shares[0]], color="black", linestyle="--", linewidth=1)
+        axes.set_title(task, fontsize=9)
+        axes.set_xlim(0, 1)
+    axes.set_yticks(range(len(policies)), policies, fontsize=8)
+    axes.invert_yaxis()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(shares), fontsize=8)
+    setting = content["setting"]
+    figure.suptitle(
+        f"{Path(setting['model']).name}: right answers by part of the cache kept; dashed: dense", fontsize=9
+    )
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+DRAWN = {
+    "score_traffic": draw_traffic,
+    "score_speed": draw_speed,
+    "compact": draw_compact,
+    "capacity": draw_capacity,
+    "gpu_decode": draw_decode,
+    "quality": draw_quality,
+}
 
 
 def main() -> None:

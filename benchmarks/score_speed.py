@@ -4,8 +4,10 @@ The rival does what is usual elsewhere: for each request and layer it gathers th
 head and goes over the 17 offsets one by one. Both score the same keys, and no figure is printed unless they agree. Runs
 alternate, so that a machine that slows down slows both; figures are of the fastest run of each, the least disturbed.
 
-`share_of_copy_bandwidth` is the scorer's key bytes per second over the bytes per second that a plain copy of as many
-bytes reads and writes on the same device in the same run.
+The scorer is the one that serves. `milliseconds` is scoring alone, as a round does it piece by piece before it selects;
+`keep_milliseconds` is the whole of `Scorer.keep`, selection `union` included. `share_of_copy_bandwidth` is the key
+bytes per second of scoring over the bytes per second that a plain copy of as many bytes reads and writes on the same
+device in the same run.
 
     python benchmarks/score_speed.py --json speed.json
 """
@@ -20,7 +22,7 @@ import torch
 from common import MODELS, Model, report
 
 from sglang_triattn.kernels.score import OFFSETS, ScoreTables, build_tables
-from sglang_triattn.kernels.scorer import score
+from sglang_triattn.kernels.scorer import Scorer
 
 RECENT = 128
 TOLERANCE = 2e-3
@@ -85,14 +87,21 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     lengths = torch.full((requests,), tokens, device=device)
     positions = torch.full((requests,), 20_000, device=device)
 
+    scorer = Scorer(pools, tables, columns=tokens, longest=tokens)
+    row, recent = (slots, lengths, positions), min(RECENT, tokens // 8)
+
     def ours():
-        return score(pools, slots, lengths, positions, tables, RECENT)[0]
+        for _ in scorer.pieces(*row, recent):
+            pass
+
+    def keep():
+        scorer.keep(*row, tokens - tokens // 16, recent)
 
     def theirs():
         return rival(pools, slots, lengths, positions, raw, model.kv_heads)
 
     # The first runs compile and warm up; they are also the check.
-    scores, expected = ours(), torch.stack(theirs())
+    scores, expected = scorer.scores(*row, recent), torch.stack(theirs())
     error = ((scores - expected).abs().max() / expected.abs().max()).item()
     if not error < TOLERANCE:
         raise SystemExit(f"{model.name}: the scorer and the rival differ by {error:.1e} of the largest score")
@@ -100,15 +109,18 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     del scores, expected
     bandwidth = copy_bandwidth(key_bytes, device)
     bandwidth()
-    fast, slow, copies = [], [], []
+    keep()
+    fast, slow, whole, copies = [], [], [], []
     for _ in range(repeats):
         copies.append(bandwidth())
         fast.append(seconds(ours, device))
+        whole.append(seconds(keep, device))
         slow.append(seconds(theirs, device))
     ours_best, rival_best = min(fast), min(slow)
     return {
         "shape": f"{model.name} {requests}x{tokens}, {layers} layers, {device}",
         "milliseconds": ours_best * 1e3,
+        "keep_milliseconds": min(whole) * 1e3,
         "rival_milliseconds": rival_best * 1e3,
         "speedup_over_rival": rival_best / ours_best,
         "share_of_copy_bandwidth": key_bytes / ours_best / max(copies),

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from server import device_args, running_server
+from server import running_server
 from tiny_model import VOCABULARY, build_tiny_model
 
 __all__ = ["VOCABULARY", "prepared_model", "serving"]
@@ -30,8 +32,8 @@ def prepared_model(model: str | None, stats: str | None):
 @contextmanager
 def serving(model: str, args: Sequence[str], log: Path):
     """URL of a server of token ids, with SGLang's memory checks as a user has them."""
-    common = ["--skip-tokenizer-init", "--random-seed", "1", *device_args()]
-    if device_args():
+    common = ["--skip-tokenizer-init", "--random-seed", "1"]
+    if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]
     with running_server(model, [*common, *args], log_path=log) as server:
         yield server.url

@@ -5,8 +5,8 @@ request, or a part of its moves: nobody else touches those bytes.
 
 Why nothing is overwritten before it is read, although the copies are in place:
 
-- fill: sources lie behind the request's new length and targets before it. They never meet, so the order of the copies
-  does not matter and they are spread over programs.
+- fill: sources lie in the columns that are emptied and targets outside them. They never meet, so the order of the
+  copies does not matter and they are spread over programs.
 - slide: token m moves from kept[m] to m, and kept[m] >= m grows with m. A target can be the source of the same or an
   earlier move only. One program makes all moves of its head, block by block in rising order; within a block all rows
   are in registers, and the barrier is passed, before the first one is written.
@@ -26,8 +26,8 @@ WORD = 4
 ALIGNMENT = 16
 """Bytes that a head's K or V must be a multiple of, so that copies are wide."""
 
-MAX_WORDS = 256
-"""Of a head: 256 dims in float32."""
+MAX_WORDS = 1024
+"""Of a head: 1,024 dims in float32."""
 
 WORDS_IN_FLIGHT = 4096
 
@@ -38,29 +38,25 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
     Args:
         pools: K of all layers, V of all layers, or one after the other.
         layers: L.
-        sources, targets: from `list_moves`.
+        sources, targets: from `list_moves_triton`.
         ordered: True for "slide".
 
-    Raises ValueError if a head's bytes are no multiple of ALIGNMENT or exceed MAX_WORDS.
+    Pools that `check_movable` refuses are moved wrongly.
     """
     requests, moves = sources.shape[0], sources.shape[-1]
     if not moves:
         return
     first = pools.buffers[0]
     width = first.element_size()
-    if any(count * width % ALIGNMENT for count in (first.shape[2], *first.stride()[:2])):
-        raise ValueError(f"heads of {first.shape[2]} {first.dtype} are no multiple of {ALIGNMENT} bytes apart")
     heads, words = first.shape[1], first.shape[2] * width // WORD
-    if words > MAX_WORDS:
-        raise ValueError(f"heads of {first.shape[2]} {first.dtype} exceed {MAX_WORDS * WORD} bytes")
     set_layers = sources.shape[1] if sources.ndim == 4 else 1
     set_heads = sources.shape[-2] if sources.ndim > 2 else 1
     settings = move_settings(words, ordered)
     parts = 1 if ordered else triton.cdiv(moves, settings["BLOCK"])
     move_kernel[(len(pools.buffers) * heads, parts, requests)](
         pools.addresses,
-        sources.contiguous(),
-        targets.contiguous(),
+        sources,
+        targets,
         layers,
         heads,
         moves,
@@ -71,6 +67,19 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
         first.shape[2] * width // ALIGNMENT,
         **settings,
     )
+
+
+def check_movable(pools: KeyPools) -> None:
+    """Raises ValueError unless the heads of a token begin and end at multiples of ALIGNMENT, within MAX_WORDS."""
+    first = pools.buffers[0]
+    head_dim, width = first.shape[2], first.element_size()
+    if any(count * width % ALIGNMENT for count in (head_dim, *first.stride()[:2])):
+        raise ValueError(
+            f"a head of {head_dim} {first.dtype} cannot be moved: its bytes, and those from one head to the next, must "
+            f"be a multiple of {ALIGNMENT}"
+        )
+    if head_dim * width > MAX_WORDS * WORD:
+        raise ValueError(f"a head of {head_dim} {first.dtype} cannot be moved: it exceeds {MAX_WORDS * WORD} bytes")
 
 
 def move_settings(words: int, ordered: bool) -> dict:
@@ -102,7 +111,8 @@ def move_kernel(
     # One set may serve all layers, or all heads.
     i_set = (i_r * set_layers + (i_pool % layers) % set_layers) * set_heads + i_h % set_heads
     # Multiples of 4 words that the compiler can see, for copies of 16 bytes.
-    p_pool = tl.multiple_of(tl.load(addresses + i_pool).to(tl.pointer_type(tl.int32)), 16) + i_h * stride_head * 4
+    p_pool = tl.multiple_of(tl.load(addresses + i_pool).to(tl.pointer_type(tl.int32)), 16)
+    p_pool += i_h.to(tl.int64) * stride_head * 4
     o_w = tl.arange(0, WORDS)
     for start in range(i_p * BLOCK, moves, BLOCK * tl.num_programs(1)):
         o_m = start + tl.arange(0, BLOCK)

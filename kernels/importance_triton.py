@@ -197,8 +197,12 @@ def importance_kernel(
             b_result += tl.sum(b_all, axis=0)
     else:
         for start in range(i_s * width, rows, step):
-            b_z = _standard(scores, scales, i_r * rows + start, width, o_n, m_n, columns, float("-inf"), ROWS)
-            b_result += tl.reduce(b_z, 0, _larger)
+            b_all = tl.full([ROWS, TOKENS], float("-inf"), tl.float32)
+            for row in range(0, width, ROWS):
+                i_first = i_r * rows + start + row
+                b_z = _standard(scores, scales, i_first, width - row, o_n, m_n, columns, float("-inf"), ROWS)
+                b_all = _larger(b_all, b_z)
+            b_result += tl.reduce(b_all, 0, _larger)
     if MODE != "max":
         b_result = b_result / divisor
     tl.store(p_result, b_result, mask=m_n)

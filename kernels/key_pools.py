@@ -54,12 +54,12 @@ def key_pools(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None = Non
     """
     first = buffers[0]
     if first.dtype not in KINDS:
-        raise ValueError(f"keys must be one of {', '.join(map(str, KINDS))}, got {first.dtype}")
+        raise ValueError(f"the KV pool must hold one of {', '.join(map(str, KINDS))}, got {first.dtype}")
     for buffer in buffers:
         if (buffer.dtype, buffer.stride(), buffer.shape[1:]) != (first.dtype, first.stride(), first.shape[1:]):
-            raise ValueError("the key pools of all layers must have one dtype, shape of a token and strides")
+            raise ValueError("the KV pools of all layers must have one dtype, shape of a token and strides")
         if buffer.stride(-1) != 1 or buffer.data_ptr() % 16:
-            raise ValueError("the dims of a head must be adjacent in the key pool, and the pool begin at 16 bytes")
+            raise ValueError("the dims of a head must be adjacent in the KV pool, and the pool begin at 16 bytes")
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=first.device)
     if scales is None:
         scales = torch.ones(len(buffers))

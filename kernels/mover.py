@@ -10,13 +10,13 @@ from sglang_triattn.kernels.compact import list_moves, move_naive
 
 
 class Mover:
-    """Brings kept tokens to the front of their requests' private slots.
+    """Brings kept tokens to the private slots that their requests keep.
 
     Args:
         k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are.
         kernels: whether to use the Triton kernel, by default where the pool is on a CUDA device.
 
-    Raises ValueError if the kernel cannot read the pool.
+    Raises ValueError if the kernel cannot read or move what the pool holds.
     """
 
     def __init__(
@@ -27,30 +27,47 @@ class Mover:
         kernels: bool | None = None,
     ) -> None:
         self._layers = len(k_buffers)
-        alike = k_buffers[0].shape == v_buffers[0].shape and k_buffers[0].stride() == v_buffers[0].stride()
+        k, v = k_buffers[0], v_buffers[0]
+        alike = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
         # One launch for both, unless values are of another width than keys.
         groups = [[*k_buffers, *v_buffers]] if alike else [list(k_buffers), list(v_buffers)]
         self._buffers, self._pools = groups, None
         if k_buffers[0].is_cuda if kernels is None else kernels:
+            from sglang_triattn.kernels.compact_triton import check_movable
             from sglang_triattn.kernels.key_pools import key_pools
 
             self._pools = [key_pools(group) for group in groups]
+            for pools in self._pools:
+                check_movable(pools)
 
-    def move(self, slots: torch.Tensor, kept: torch.Tensor, strategy: str) -> None:
+    def move(
+        self,
+        slots: torch.Tensor,
+        kept: torch.Tensor,
+        strategy: str,
+        *,
+        cut: int | None = None,
+        lengths: torch.Tensor | None = None,
+    ) -> None:
         """Copies K and V of all layers in place; the host never waits.
 
         Args:
             slots: [R, N] int32 or int64, private slots of each request in row order, right-padded with valid slots.
             kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64, ascending indices into them.
             strategy: "slide" or "fill", see `compact`.
+            cut, lengths: as for `list_moves`.
+
+        Raises ValueError on an unknown strategy.
         """
-        sources, targets = list_moves(slots, kept, strategy)
         if self._pools is None:
+            sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
             for group in self._buffers:
                 for first in range(0, len(group), self._layers):
                     move_naive(group[first : first + self._layers], sources, targets)
             return
         from sglang_triattn.kernels.compact_triton import move_triton
+        from sglang_triattn.kernels.moves_triton import list_moves_triton
 
+        sources, targets = list_moves_triton(slots, kept, strategy, cut=cut, lengths=lengths)
         for pools in self._pools:
             move_triton(pools, sources, targets, layers=self._layers, ordered=strategy == "slide")

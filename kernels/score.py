@@ -28,7 +28,7 @@ OFFSETS = tuple(2**i for i in range(17))
 """Distances, in tokens, of the future queries that a score averages over: 1, 2, 4, ..., 65536."""
 
 SCRATCH_BYTES = 256 << 20
-"""Most device memory `score_naive` uses beside its result; keys are processed in pieces that fit."""
+"""Most device memory that a twin uses beside its result; keys or values are processed in pieces that fit."""
 
 CPU_SCRATCH_BYTES = 4 << 20
 """The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
@@ -38,12 +38,6 @@ CHUNK = 1024
 
 AGGREGATIONS = ("mean", "max", "norm")
 STYLES = ("half", "interleaved")
-
-_FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +52,8 @@ class ScoreTables:
     """[L, H_q, F] float32: s * (a - |mu|), never negative."""
     inv_freq: torch.Tensor
     """[F] float64: RoPE frequencies in radians per token."""
+    offsets: torch.Tensor
+    """[17] float64: OFFSETS, on the device so that no round copies them there."""
     style: str
     """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
     rotary_dim: int
@@ -103,17 +99,33 @@ def build_tables(
     mean = mean.to("cpu", torch.complex128) * attention_scaling
     spread = (abs_mean.to("cpu", torch.float64) * attention_scaling - mean.abs()).clamp_min(0)
     # Phases reach 65536 radians: in float32 they would be off by up to 0.004 before any key is read.
-    angles = torch.tensor(OFFSETS, dtype=torch.float64)[:, None] * inv_freq
+    offsets = torch.tensor(OFFSETS, dtype=torch.float64)
+    angles = offsets[:, None] * inv_freq
     gain = torch.polar(torch.ones_like(angles), angles).mean(0)
     return ScoreTables(
         mean=mean.to(torch.complex64).to(device),
         center=(mean * gain).to(torch.complex64).to(device),
         spread=spread.float().to(device),
         inv_freq=inv_freq.to(device),
+        offsets=offsets.to(device),
         style=style,
         rotary_dim=2 * inv_freq.numel(),
         num_kv_heads=num_kv_heads,
     )
+
+
+def check_fits(k_buffers: Sequence[torch.Tensor], tables: ScoreTables, aggregation: str) -> None:
+    """Raises ValueError on an unknown aggregation, or unless `tables` describe the model that `k_buffers` belong to."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    layers = len(tables.spread)
+    if len(k_buffers) != layers:
+        raise ValueError(f"the statistics cover {layers} layers, got {len(k_buffers)} key buffers")
+    _, kv_heads, head_dim = k_buffers[0].shape
+    if kv_heads != tables.num_kv_heads:
+        raise ValueError(f"the statistics are for {tables.num_kv_heads} KV heads, the key pool has {kv_heads}")
+    if head_dim < tables.rotary_dim:
+        raise ValueError(f"RoPE turns {tables.rotary_dim} dims of a head, keys in the pool have {head_dim}")
 
 
 def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Tensor:
@@ -127,6 +139,22 @@ def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Te
     """
     turned = _turn(tables.center, tables.inv_freq, next_positions)
     return torch.cat([turned, tables.spread.expand(turned.shape[0], -1, -1, -1)], dim=-1)
+
+
+def phase_units(
+    tables: ScoreTables, next_positions: torch.Tensor, aggregation: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R, O, 2, F] float32, `out` if given: cos and sin of the phases that queries stand at, computed in float64.
+
+    O is 1, for "max" one per offset. For "norm" they are zero, which leaves the trigonometric term out.
+    """
+    positions = next_positions.to(torch.float64)[:, None]
+    if aggregation == "max":
+        positions = positions + tables.offsets
+    angles = positions[..., None] * tables.inv_freq
+    if out is None:
+        out = tables.spread.new_empty((*angles.shape[:2], 2, angles.shape[2]))
+    return out.zero_() if aggregation == "norm" else out.copy_(torch.stack([angles.cos(), angles.sin()], dim=2))
 
 
 def score_naive(
@@ -150,13 +178,10 @@ def score_naive(
     Returns:
         [R, L, H_q, N] float32.
 
-    Raises ValueError on an unknown aggregation or a wrong number of pools.
+    Raises ValueError where `check_fits` does.
     """
+    check_fits(k_buffers, tables, aggregation)
     layers, q_heads, _ = tables.spread.shape
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
-    if len(k_buffers) != layers:
-        raise ValueError(f"the statistics cover {layers} layers, got {len(k_buffers)} key buffers")
     requests, columns = slots.shape
     scores = slots.new_empty((requests, layers, q_heads, columns), dtype=torch.float32)
     layer_step, column_step = _pieces(k_buffers[0], tables, requests, columns)
@@ -174,6 +199,19 @@ def score_naive(
     return scores
 
 
+def scratch_bytes(pool: torch.Tensor) -> int:
+    """Bytes that a twin may use beside its result, on the pool's device."""
+    return CPU_SCRATCH_BYTES if pool.device.type == "cpu" else SCRATCH_BYTES
+
+
+def gather_slots(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What a pool [num_slots, ...] of any dtype holds at `slots` [n]."""
+    if pool.element_size() > 1:
+        return pool.index_select(0, slots)
+    # Devices gather bytes but not all of them gather float8.
+    return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
+
+
 def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`coefficients` [L, H_q, F] complex64 turned to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im]."""
     angles = positions.to(torch.float64)[:, None] * inv_freq  # [R, F]
@@ -184,7 +222,7 @@ def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.T
 
 def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, columns: int) -> tuple[int, int]:
     """How many layers and how many columns to process at once so that scratch stays in bounds."""
-    limit = CPU_SCRATCH_BYTES if pool.device.type == "cpu" else SCRATCH_BYTES
+    limit = scratch_bytes(pool)
     _, q_heads, frequencies = tables.spread.shape
     # Held for every layer of a piece: the features and two results (17 offsets keep a running maximum).
     held = requests * 4 * (tables.num_kv_heads * 3 * frequencies + 2 * q_heads)
@@ -202,12 +240,7 @@ def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreT
     flat = slots.reshape(-1)
     features = slots.new_empty((len(pools), requests, tables.num_kv_heads, columns, 3 * half), dtype=torch.float32)
     for target, pool in zip(features, pools, strict=True):
-        if pool.dtype in _FLOAT8:
-            # Devices gather bytes but not all of them gather float8.
-            keys = pool.view(torch.uint8).index_select(0, flat).view(pool.dtype)
-        else:
-            keys = pool.index_select(0, flat)
-        keys = keys[..., : tables.rotary_dim].unflatten(0, (requests, columns)).transpose(1, 2)
+        keys = gather_slots(pool, flat)[..., : tables.rotary_dim].unflatten(0, (requests, columns)).transpose(1, 2)
         if tables.style == "half":
             target[..., : 2 * half].copy_(keys)
         else:

@@ -34,8 +34,8 @@ def split_columns(b_x, b_part):
 
 
 @triton.jit
-def _decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
-    """Stored keys as float32; float8 comes as bytes, the other arguments are its entry in `FLOAT8`."""
+def decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
+    """Stored keys or values as float32; float8 comes as bytes, the other arguments are its entry in `FLOAT8`."""
     if KIND == "fp8":
         b_bits = b_x.to(tl.uint32)
         b_size = b_bits & 0x7F
@@ -84,4 +84,4 @@ def load_keys(p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond,
         m_key = m_n[:, None] & m_f[None, :]
         b_re = tl.load(p_key + o_f[None, :], mask=m_key, other=0)
         b_im = tl.load(p_key + F + o_f[None, :], mask=m_key, other=0)
-    return _decode(b_re, shift, limit, factor, beyond, KIND), _decode(b_im, shift, limit, factor, beyond, KIND)
+    return decode(b_re, shift, limit, factor, beyond, KIND), decode(b_im, shift, limit, factor, beyond, KIND)

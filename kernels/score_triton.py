@@ -4,13 +4,14 @@ One program scores one chunk of one request's private tokens with all query head
 
     slots [CHUNK] -> keys [BLOCK, 2F], read once from the paged pool -> [Re K, Im K, |K|] . columns -> scores
 
-A query head is one column of a matrix product, so its cost hardly depends on how many heads share the key. Tensor
+A query head is one column of a matrix product, so its cost hardly depends on how many heads share the key; more than
+HEADS of them are spread over programs that lie side by side and find the keys in the cache. Tensor
 cores multiply bfloat16 without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts
 whose sum is exact, and the result is as good as a float32 product. No key is widened in memory, gathered or repeated.
 Only "max" gives a program four query heads at most: 17 offsets cost so much more than reading the keys again.
 
-Each program also reduces its scores to a mean and a sum of squared deviations, which `select_triton` merges in a fixed
-order: no atomics, equal bits in every run, and nothing of a request depends on the batch around it.
+Each program also reduces its scores to a mean and a sum of squared deviations, which `importance_triton` merges in a
+fixed order: no atomics, equal bits in every run, and nothing of a request depends on the batch around it.
 """
 
 from __future__ import annotations
@@ -19,21 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_triattn.kernels.key_pools import FLOAT8, KINDS, KeyPools
-from sglang_triattn.kernels.score import AGGREGATIONS, CHUNK, OFFSETS, ScoreTables
+from sglang_triattn.kernels.key_pools import FLOAT8, KeyPools
+from sglang_triattn.kernels.score import CHUNK, ScoreTables, check_fits, phase_units
 from sglang_triattn.kernels.score_parts import dot, load_coefficients, load_keys, load_spread, turned
-
-BLOCK = 64
-"""Tokens in flight at once: the rows of one Hopper tensor-core instruction."""
-
-MAX_GROUP = 16
-MAX_FREQUENCIES = 128
-
-MAX_TILE = 64
-"""Most frequencies held in registers at once; larger heads are read in tiles."""
-
-ALIGN = 8
-"""Elements whose multiples the halves of a head and the strides of the pool are, where loads are to be wide."""
+from sglang_triattn.kernels.score_settings import ALIGN, WARPGROUPS, launch_settings
 
 
 def score_triton(
@@ -65,18 +55,11 @@ def score_triton(
         scores [R, L, H_q, N] float32, columns from `lengths[r]` on unwritten; moments [R, L, H_q, C, 2] float32 with
         C = ceil(N / CHUNK): mean of the chunk's candidates and their sum of squared deviations from it.
 
-    Raises ValueError on an unknown aggregation, a wrong number of pools or a model beyond the kernel's limits.
+    Raises ValueError where `check_fits` does.
     """
+    check_fits(pools.buffers, tables, aggregation)
     layers, q_heads, frequencies = tables.spread.shape
     group = q_heads // tables.num_kv_heads
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
-    if len(pools.buffers) != layers:
-        raise ValueError(f"the statistics cover {layers} layers, got {len(pools.buffers)} key buffers")
-    if group > MAX_GROUP or frequencies > MAX_FREQUENCIES:
-        raise ValueError(
-            f"at most {MAX_GROUP} query heads per KV head and {MAX_FREQUENCIES} frequencies, got {group}, {frequencies}"
-        )
     requests, columns = slots.shape
     chunks = triton.cdiv(columns, CHUNK)
     if scores is None:
@@ -89,7 +72,8 @@ def score_triton(
     units = phase_units(tables, next_positions, aggregation, units)
     steps = (frequencies, pool.stride(0), pool.stride(1))
     aligned = not any(step % ALIGN for step in steps)
-    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned)
+    warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
+    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups)
     split = triton.cdiv(group, settings["GP"])
     score_kernel[(layers * tables.num_kv_heads * split, chunks, requests)](
         pools.addresses,
@@ -113,63 +97,6 @@ def score_triton(
         **settings,
     )
     return scores, moments
-
-
-def launch_settings(
-    dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str, aligned: bool
-) -> dict:
-    """Compile-time arguments of `score_kernel` and how it is launched, for one model and key dtype.
-
-    Args:
-        aligned: whether the frequencies and the pool's strides are multiples of ALIGN.
-    """
-    offsets = aggregation == "max"
-    # Odd shapes are served by the general kernel: tiles, sixteen columns, narrow loads.
-    tiled = frequencies > MAX_TILE or not aligned
-    heads = 4 if offsets else (16 if not aligned else max(4, triton.next_power_of_2(group)))
-    tile = 32 if frequencies <= 32 else MAX_TILE
-    # With 64 rows these would spill registers. Fewer rows also keep Triton 3.8 off Blackwell's tensor memory, where it
-    # cannot compile the loop over offsets.
-    rows = 32 if offsets or dtype.itemsize == 1 else BLOCK
-    if heads == 16 and dtype.itemsize != 2:
-        rows = 16
-    if tiled:
-        narrow = dtype.itemsize == 2 if offsets else (dtype.itemsize == 1 and heads == 16)
-        rows, tile = 16, 16 if narrow else 32
-    # More warps where so many columns or offsets would fill the registers of four.
-    crowded = heads == 16 and (tiled or dtype.itemsize == 4 or dtype == torch.float16)
-    return {
-        "KIND": KINDS[dtype],
-        "FT": tile,
-        "TILED": tiled,
-        "GP": heads,
-        "MAX": offsets,
-        "INTERLEAVED": style == "interleaved",
-        "ALIGN": ALIGN if aligned else 1,
-        "BLOCK": rows,
-        "CHUNK": CHUNK,
-        "WIDEN": triton.knobs.runtime.interpret,
-        "num_warps": 8 if crowded or (offsets and not tiled) else 4,
-        "num_stages": 2 if (tiled and dtype.itemsize > 1) or tile * dtype.itemsize > 128 else 3,
-        # Left alone, ptxas trades a few spills for more resident programs here.
-        "maxnreg": 255 if tiled or dtype.itemsize == 1 else None,
-    }
-
-
-def phase_units(
-    tables: ScoreTables, next_positions: torch.Tensor, aggregation: str, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[R, O, 2, F] float32, `out` if given: cos and sin of the phases that queries stand at, computed in float64.
-
-    O is 1, for "max" one per offset. For "norm" they are zero, which leaves the trigonometric term out.
-    """
-    positions = next_positions.to(torch.float64)[:, None]
-    if aggregation == "max":
-        positions = positions + torch.tensor(OFFSETS, dtype=torch.float64).to(positions.device, non_blocking=True)
-    angles = positions[..., None] * tables.inv_freq
-    if out is None:
-        out = tables.spread.new_empty((*angles.shape[:2], 2, angles.shape[2]))
-    return out.zero_() if aggregation == "norm" else out.copy_(torch.stack([angles.cos(), angles.sin()], dim=2))
 
 
 # Nothing is specialised on a run-time value: what is compiled ahead of time is what is launched.

@@ -5,88 +5,34 @@ Triton is imported where it is used, so that everything else works on machines w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.score import CHUNK, OFFSETS, ScoreTables, score_naive
-from sglang_triattn.kernels.select import SHARED, importance_naive, keep_naive, kept_sets, select_naive
-
-_ALIGNMENT = 256
-
-
-LIMIT_BYTES = 64 << 20
-"""Device memory that a `Scorer` holds, unless a single request needs more."""
+from sglang_triattn.kernels.score import ScoreTables, check_fits, score_naive
+from sglang_triattn.kernels.scratch_plan import LIMIT_BYTES, ScratchPlan, padded_bytes
+from sglang_triattn.kernels.select import SHARED, kept_sets, select_naive
+from sglang_triattn.kernels.value_size import check_values, value_count, value_size_naive
 
 
-@dataclass(frozen=True)
-class ScratchPlan:
-    """Device memory of a `Scorer`, known before the first request.
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Scores, and sizes of values, of some layers of some requests; shapes as of `ScratchPlan`.
 
-    Args:
-        layers, q_heads, kv_heads, frequencies: of the model.
-        columns: private tokens of one request that all layers are scored for in one launch.
-        longest: most private tokens that any request can have. One that has more than `columns` may take several
-            launches, some layers each.
-        limit: bytes to hold; more only where one of those two needs more.
-        selection, aggregation: as for `select_naive` and `score_naive`.
+    The kernels' lie in memory that the next piece overwrites, but for `importance`, which stays for the other layers of
+    the same rows. The twin has nothing beside its scores and sizes. What was not asked for is None, or unwritten.
     """
 
-    layers: int
-    q_heads: int
-    kv_heads: int
-    frequencies: int
-    columns: int
-    longest: int
-    limit: int = LIMIT_BYTES
-    selection: str = "union"
-    aggregation: str = "mean"
-
-    def parts(self, requests: int, columns: int, layers: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the float32 tensors for `layers` layers of `requests` rows of `columns` tokens each.
-
-        Importance comes first: it stays where it is while groups of layers, not all equal in size, add to it.
-        """
-        sets = kept_sets(self.selection, layers, self.kv_heads)
-        rows = (requests, layers, self.q_heads)
-        return {
-            "importance": (requests, sets, columns),
-            "units": (requests, len(OFFSETS) if self.aggregation == "max" else 1, 2, self.frequencies),
-            "scores": (*rows, columns),
-            "moments": (*rows, -(-columns // CHUNK), 2),
-            "scales": (*rows, 2),
-        }
-
-    def needs(self, requests: int, columns: int, layers: int) -> int:
-        """Bytes that `parts` take."""
-        return sum(_padded(shape) for shape in self.parts(requests, columns, layers).values())
-
-    def bytes(self) -> int:
-        """Bytes held from start to end, whatever requests come."""
-        least = max(self.needs(1, self.columns, self.layers), self.needs(1, self.longest, 1))
-        return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
-
-    def launch(self, columns: int) -> tuple[int, int]:
-        """(requests, layers) to score at once where rows have `columns` tokens.
-
-        Depends on nothing but the row's width, which is the widest request's. That does not matter to a narrower
-        one: its result has the same bits however the layers are cut.
-
-        Raises ValueError if one layer of one request does not fit.
-        """
-        total = self.bytes()
-        layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, columns, n) <= total), 0)
-        if not layers:
-            raise ValueError(f"a row of {columns} tokens exceeds the {max(self.columns, self.longest)} planned for")
-        if layers < self.layers:
-            # Launches of about equal size.
-            return 1, -(-self.layers // -(-self.layers // layers))
-        requests = total // self.needs(1, columns, layers)
-        # Parts of several requests lie closer together than those of one do.
-        while self.needs(requests + 1, columns, layers) <= total:
-            requests += 1
-        return requests, layers
+    rows: slice
+    layers: slice
+    scores: torch.Tensor | None = None
+    moments: torch.Tensor | None = None
+    units: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    importance: torch.Tensor | None = None
+    sizes: torch.Tensor | None = None
 
 
 class Scorer:
@@ -98,14 +44,21 @@ class Scorer:
         columns, longest, limit: see `ScratchPlan`; they decide how much device memory is held and how much is scored
             in one launch. The twin holds nothing and takes no notice of them.
         selection, aggregation: as for `select_naive` and `score_naive`.
+        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may be another; needed by
+            `value_share`, and must stay where they are.
+        value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
+            values, see `select_naive`. Where it is 1 no key is read.
         across: merges the importance [R, 1, N] of tensor-parallel ranks, each of which has its own heads, into one
             that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
         kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
 
-    A layer's k_scale is not asked for: it scales all scores of the layer, which no selection notices.
+    A layer's k_scale and v_scale are not asked for: they scale all scores and all values of the layer, which no
+    selection notices.
 
-    Raises ValueError if the kernels cannot read the pool, or `memory` is too small.
+    Raises ValueError if `tables` do not fit the pool, the selection or aggregation is unknown, `check_values` refuses,
+    the kernels cannot read the pool, or `memory` is too small. A Scorer that was built scores any request within its
+    plan.
     """
 
     def __init__(
@@ -118,22 +71,33 @@ class Scorer:
         limit: int = LIMIT_BYTES,
         selection: str = "union",
         aggregation: str = "mean",
+        v_buffers: Sequence[torch.Tensor] | None = None,
+        value_share: float = 0.0,
         across: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
     ) -> None:
+        check_fits(k_buffers, tables, aggregation)
+        check_values(k_buffers, v_buffers, selection, value_share)
+        self.sets = kept_sets(selection, len(k_buffers), tables.num_kv_heads)
+        """Kept sets of one request."""
         self._across = across if selection in SHARED else None
         self._k_buffers, self._tables = k_buffers, tables
         self._selection, self._aggregation = selection, aggregation
-        self._pools = self._memory = None
+        self._v_buffers, self._value_share = v_buffers, value_share
+        self._pools = self._value_pools = self._memory = None
         if k_buffers[0].is_cuda if kernels is None else kernels:
+            from sglang_triattn.kernels.compact_triton import check_movable
             from sglang_triattn.kernels.key_pools import key_pools
 
             self._pools = key_pools(k_buffers)
+            if value_share:
+                self._value_pools = key_pools(v_buffers)
+                check_movable(self._value_pools)
             layers, q_heads, frequencies = tables.spread.shape
             self.plan = ScratchPlan(
                 layers, q_heads, tables.num_kv_heads, frequencies, columns, longest, limit,
-                selection=selection, aggregation=aggregation,
+                selection=selection, aggregation=aggregation, value_share=value_share,
             )  # fmt: skip
             count = self.plan.bytes() // 4
             if memory is None:
@@ -155,117 +119,118 @@ class Scorer:
 
         Returns:
             int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
-        """
-        if self._pools is None:
-            scores = score_naive(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
-            importance = importance_naive(
-                scores, lengths, recent, selection=self._selection, num_kv_heads=self._tables.num_kv_heads
-            )
-            if self._across is not None:
-                importance = self._across(importance[:, None])[:, 0]
-            return keep_naive(importance, lengths, keep, recent)
-        step, layers = self.plan.launch(slots.shape[1])
-        parts = [
-            self._keep_on_device(
-                slots[r : r + step], lengths[r : r + step], next_positions[r : r + step], keep, recent, layers
-            )
-            for r in range(0, len(slots), step)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _keep_on_device(self, slots, lengths, next_positions, keep: int, recent: int, step: int) -> torch.Tensor:
-        """`keep` of rows that fit together, `step` layers at a time."""
+        Raises ValueError unless 0 <= recent <= keep <= N, or if a row exceeds the plan.
+        """
+        options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
+        large = value_count(keep, recent, self._value_share)
+        # Whether sizes decide alone: scores, which nobody asks for, are not made.
+        alone = self._value_share > 0 and large == keep - recent
+        pieces = self.pieces(slots, lengths, next_positions, recent, scored=not alone, sized=alone or large > 0)
+        if self._pools is None:
+            (piece,) = pieces
+            return select_naive(
+                piece.scores, lengths, keep, recent, across=self._across,
+                sizes=piece.sizes, value_share=self._value_share if piece.sizes is not None else 0.0, **options,
+            )  # fmt: skip
+        from sglang_triattn.kernels.importance_triton import importance_triton
         from sglang_triattn.kernels.keep_triton import keep_triton
 
         layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
-        alone = self._selection == "per-layer-head"
-        kept = []
-        for first in range(0, layers, step):
-            group = slice(first, min(first + step, layers))
-            importance = self._importance(slots, lengths, next_positions, recent, group)
+        kept = lengths.new_empty((len(slots), self.sets, keep), dtype=torch.int64)
+        for piece in pieces:
+            rows, group, own = piece.rows, piece.layers, lengths[piece.rows]
+            # For sets of their own. Where a piece has not all layers, it is of one row: what it fills lies together.
+            target = kept[rows, group.start * kv_heads : group.stop * kv_heads]
             if alone:
-                kept.append(keep_triton(importance, lengths, keep, recent).unflatten(1, (-1, kv_heads)))
-        if alone:
-            return kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
-        if self._across is not None:
-            importance = self._across(importance)
-        kept = keep_triton(importance, lengths, keep, recent)
+                keep_triton(piece.sizes.flatten(1, 2), own, keep, recent, kept=target)
+                continue
+            importance = importance_triton(
+                piece.scores, piece.moments, own, recent, scales=piece.scales, importance=piece.importance,
+                before=group.start, after=layers - group.stop, **options,
+            )  # fmt: skip
+            if self._selection == "per-layer-head":
+                if large > 0:
+                    # Nothing is kept yet: the memory for it holds the indices of large values until then.
+                    marked = target.view(-1)[: importance[..., 0].numel() * large].view(*importance.shape[:2], large)
+                    keep_triton(piece.sizes.flatten(1, 2), own - recent, large, 0, kept=marked)
+                    importance.scatter_(2, marked, float("inf"))
+                keep_triton(importance, own, keep, recent, kept=target)
+            elif group.stop == layers:
+                merged = importance if self._across is None else self._across(importance)
+                keep_triton(merged, own, keep, recent, kept=kept[rows])
+        if self._selection == "per-layer-head":
+            return kept.unflatten(1, (layers, kv_heads))
         return kept if self._selection == "per-head" else kept[:, 0]
 
-    def _importance(self, slots, lengths, next_positions, recent: int, group: slice) -> torch.Tensor:
-        """Importance [R, S, N] after the layers of `group`, merged with that of the layers before them."""
-        from sglang_triattn.kernels.importance_triton import importance_triton
-        from sglang_triattn.kernels.score_triton import score_triton
+    def scores(
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, recent: int = 0
+    ) -> torch.Tensor:
+        """The scores that `keep` decides by, for inspection; arguments as for `keep`.
 
-        held = self._scratch(*slots.shape, group.stop - group.start)
-        scores, moments = score_triton(
-            self._pools[group], slots, lengths, next_positions, self._tables[group], recent,
-            aggregation=self._aggregation, scores=held["scores"], moments=held["moments"], units=held["units"],
-        )  # fmt: skip
-        return importance_triton(
-            scores, moments, lengths, recent,
-            selection=self._selection, num_kv_heads=self._tables.num_kv_heads,
-            scales=held["scales"], importance=held["importance"],
-            before=group.start, after=len(self._k_buffers) - group.stop,
-        )  # fmt: skip
+        Returns:
+            [R, L, H_q, N] float32, meaningless from `lengths[r]` on.
+
+        Raises ValueError where `value_share` is 1: nothing is decided by scores.
+        """
+        if self._value_share == 1:
+            raise ValueError("value_share is 1: nothing is decided by scores")
+        if self._pools is None:
+            return next(self.pieces(slots, lengths, next_positions, recent)).scores
+        scores = self._memory.new_empty((len(slots), *self._tables.spread.shape[:2], slots.shape[1]))
+        for piece in self.pieces(slots, lengths, next_positions, recent):
+            scores[piece.rows, piece.layers] = piece.scores
+        return scores
+
+    def pieces(
+        self,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        next_positions: torch.Tensor,
+        recent: int,
+        *,
+        scored: bool = True,
+        sized: bool = False,
+    ) -> Iterator[Piece]:
+        """Scores, and sizes of values, as `keep` makes them, as much at once as the plan allows.
+
+        All layers of a row come before the next row's. A piece has all layers, or one row. The twin makes one piece.
+
+        Args:
+            slots, lengths, next_positions, recent: as for `keep`.
+            scored, sized: which of the two to make.
+        """
+        requests, layers = len(slots), len(self._k_buffers)
+        if self._pools is None:
+            made = {}
+            if scored:
+                made["scores"] = score_naive(
+                    self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation
+                )
+            if sized:
+                made["sizes"] = value_size_naive(self._v_buffers, slots)
+            yield Piece(slice(0, requests), slice(0, layers), **made)
+            return
+        from sglang_triattn.kernels.score_triton import score_triton
+        from sglang_triattn.kernels.value_size_triton import value_size_triton
+
+        row_step, layer_step = self.plan.launch(slots.shape[1])
+        for row, layer in itertools.product(range(0, requests, row_step), range(0, layers, layer_step)):
+            rows, group = slice(row, min(row + row_step, requests)), slice(layer, min(layer + layer_step, layers))
+            piece = Piece(rows, group, **self._scratch(rows.stop - row, slots.shape[1], group.stop - layer))
+            if sized:
+                value_size_triton(self._value_pools[group], slots[rows], lengths[rows], recent, sizes=piece.sizes)
+            if scored:
+                score_triton(
+                    self._pools[group], slots[rows], lengths[rows], next_positions[rows], self._tables[group], recent,
+                    aggregation=self._aggregation, scores=piece.scores, moments=piece.moments, units=piece.units,
+                )  # fmt: skip
+            yield piece
 
     def _scratch(self, requests: int, columns: int, layers: int) -> dict[str, torch.Tensor]:
         """Views into the memory held."""
         views, start = {}, 0
         for name, shape in self.plan.parts(requests, columns, layers).items():
             views[name] = self._memory[start : start + torch.Size(shape).numel()].view(shape)
-            start += _padded(shape) // 4
+            start += padded_bytes(shape) // 4
         return views
-
-
-def score(
-    k_buffers: Sequence[torch.Tensor],
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    next_positions: torch.Tensor,
-    tables: ScoreTables,
-    recent: int,
-    *,
-    aggregation: str = "mean",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scores of private tokens, by the kernel on a CUDA device and by the twin elsewhere.
-
-    Args:
-        recent: newest tokens of each request that are no candidates.
-
-    Other arguments as for `score_triton`, with padded columns holding valid slots.
-
-    Returns:
-        scores [R, L, H_q, N] float32, meaningless from `lengths[r]` on; what `select` needs beside them.
-    """
-    if not k_buffers[0].is_cuda:
-        return score_naive(k_buffers, slots, next_positions, tables, aggregation=aggregation), None
-    from sglang_triattn.kernels.key_pools import key_pools
-    from sglang_triattn.kernels.score_triton import score_triton
-
-    pools = key_pools(k_buffers)
-    return score_triton(pools, slots, lengths, next_positions, tables, recent, aggregation=aggregation)
-
-
-def select(
-    scores: torch.Tensor,
-    moments: torch.Tensor | None,
-    lengths: torch.Tensor,
-    keep: int,
-    recent: int,
-    *,
-    selection: str,
-    num_kv_heads: int,
-) -> torch.Tensor:
-    """Indices of the private tokens that stay, from what `score` returned; see `select_naive`."""
-    options = {"selection": selection, "num_kv_heads": num_kv_heads}
-    if moments is None:
-        return select_naive(scores, lengths, keep, recent, **options)
-    from sglang_triattn.kernels.select_triton import select_triton
-
-    return select_triton(scores, moments, lengths, keep, recent, **options)
-
-
-def _padded(shape: tuple[int, ...]) -> int:
-    """Bytes of a float32 tensor, rounded up so that the next one is aligned."""
-    return -(-torch.Size(shape).numel() * 4 // _ALIGNMENT) * _ALIGNMENT

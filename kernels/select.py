@@ -12,9 +12,16 @@ with it how many kept sets there are:
     shared-mean      one set                 mean over all layers and query heads
     per-head         one per KV head         mean over layers of the max over the head's group
     per-layer-head   one per layer, KV head  max over the head's group
+
+With "per-layer-head" a share of the places can go to the candidates with the largest values (`value_size`) before the
+others are chosen by importance: the two criteria do not compete, each has places of its own.
 """
 
+from collections.abc import Callable
+
 import torch
+
+from sglang_triattn.kernels.value_size import value_count
 
 SHARED = ("union", "shared-mean")
 """Selections with one kept set for all heads."""
@@ -36,30 +43,52 @@ def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
 
 
 def select_naive(
-    scores: torch.Tensor,
+    scores: torch.Tensor | None,
     lengths: torch.Tensor,
     keep: int,
     recent: int,
     *,
     selection: str = "union",
     num_kv_heads: int | None = None,
+    across: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sizes: torch.Tensor | None = None,
+    value_share: float = 0.0,
 ) -> torch.Tensor:
     """Indices of the private tokens that stay.
 
     Args:
-        scores: [R, L, H_q, N], from `score_naive`; columns from `lengths[r]` on are padding, maybe NaN.
+        scores: [R, L, H_q, N], from `score_naive`; columns from `lengths[r]` on are padding, maybe NaN. None where
+            `value_share` is 1: they decide nothing.
         lengths: [R] int64, private tokens of each request, each at least `keep`.
         keep: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
         num_kv_heads: needed by "per-head" and "per-layer-head".
+        across: see `Scorer`; for selections with one kept set.
+        sizes: [R, L, H_kv, N], from `value_size_naive`, padded as `scores`; needed by `value_share`.
+        value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
+            values; the rest are the best of the other candidates. For "per-layer-head".
 
     Returns:
         int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
 
-    Raises ValueError on an unknown selection, a missing `num_kv_heads`, or unless 0 <= recent <= keep <= N.
+    Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
+    "per-layer-head", or unless 0 <= recent <= keep <= N.
     """
-    if not 0 <= recent <= keep <= scores.shape[-1]:
-        raise ValueError(f"need 0 <= recent <= keep <= {scores.shape[-1]}, got recent {recent}, keep {keep}")
+    if value_share and (selection != "per-layer-head" or sizes is None):
+        raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
+    columns = (sizes if scores is None else scores).shape[-1]
+    if not 0 <= recent <= keep <= columns:
+        raise ValueError(f"need 0 <= recent <= keep <= {columns}, got recent {recent}, keep {keep}")
+    large = value_count(keep, recent, value_share)
+    if value_share:
+        outside = ~_candidates(columns, lengths, recent)[:, None, None]
+        sizes = sizes.masked_fill(outside, float("-inf"))
+        if large == keep - recent:
+            return keep_naive(sizes, lengths, keep, recent)
     importance = importance_naive(scores, lengths, recent, selection=selection, num_kv_heads=num_kv_heads)
+    if across is not None:
+        importance = across(importance[:, None])[:, 0]
+    if large > 0:
+        importance.scatter_(-1, keep_naive(sizes, lengths, large, 0), float("inf"))
     return keep_naive(importance, lengths, keep, recent)
 
 

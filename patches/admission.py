@@ -49,6 +49,11 @@ def growth_of(request: Any, page_size: int, *, held: int) -> int:
     return in_pages(max(bound_of(request, page_size), held + 1), page_size) - in_pages(held, page_size)
 
 
+def reserved_of(request: Any, page_size: int) -> int:
+    """Slots, whole pages, that a running request holds or may still take."""
+    return in_pages(max(bound_of(request, page_size), request.kv.kv_allocated_len), page_size)
+
+
 def can_prefill_in_rounds(request: Any) -> bool:
     """Whether rounds may run between the chunks of a request's prefill.
 

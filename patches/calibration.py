@@ -15,12 +15,16 @@ import torch
 
 from sglang_triattn.calibration_job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
 from sglang_triattn.partial_sums import Progress, load_progress, save_progress
-from sglang_triattn.patches.eager_batch import EagerBatch, eager
+from sglang_triattn.patches.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.served_model import UnsupportedModel, attention_layers, read_shape
 from sglang_triattn.query_sums import QuerySums, Sums, join_heads
 from sglang_triattn.stats import ModelShape, QueryStats
 
 TRACES_AT_ONCE = 8
+
+# What a call of RadixAttention carries where the backend has yet to scale, join, norm or turn its query
+# (sglang/srt/layers/attention/graph_utils.py).
+_UNFINISHED = ("q_descale", "q_rope", "cos_sin_cache", "mxfp8_norm_rope_positions")
 
 
 def calibrate_scheduler(
@@ -32,7 +36,7 @@ def calibrate_scheduler(
     afterwards as before. The job's `partial` file is left for the caller to remove once the statistics are safe.
 
     Args:
-        scheduler: SGLang's Scheduler, or anything with its pools, tree, model_config and tp_worker.
+        scheduler: SGLang's Scheduler, or anything with its pools, tree, streams, model_config and tp_worker.
         job: the same on every rank.
         on_progress: called after each forward pass with the tokens done and the most that there will be.
 
@@ -54,7 +58,7 @@ def calibrate_scheduler(
     _check_room(scheduler, job)
     sums = QuerySums(shape.num_layers, shape.rope)
     free = _free(scheduler)
-    with eager(runner), _capture(layers, sums):
+    with on_forward_stream(scheduler), eager(runner), _capture(layers, sums):
         total = _Run(scheduler, job, sums, on_progress).run()
     if _free(scheduler) != free:
         raise RuntimeError(f"calibration changed the free slots and rows from {free} to {_free(scheduler)}")
@@ -175,6 +179,7 @@ def _capture(layers: Sequence[Any], sums: QuerySums) -> Iterator[None]:
 
     def before(attention: Any, args: tuple, kwargs: dict) -> None:
         query = args[0] if args else kwargs["q"]
+        _check_finished(attention.layer_id, query, kwargs)
         forward = args[3] if len(args) > 3 else kwargs["forward_batch"]
         # Padding, if any, follows the tokens.
         tokens = min(forward.positions.shape[0], query.shape[0])
@@ -187,6 +192,19 @@ def _capture(layers: Sequence[Any], sums: QuerySums) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _check_finished(layer: int, query: torch.Tensor, call: dict[str, Any]) -> None:
+    """Raises CalibrationError unless `query` is what meets the cached keys: rotated, and not scaled any more."""
+    reason = next((f"with {name}" for name in _UNFINISHED if call.get(name) is not None), None)
+    if query.dtype.itemsize == 1:
+        reason = f"as {str(query.dtype).removeprefix('torch.')}"
+    if reason is not None:
+        raise CalibrationError(
+            f"The queries of layer {layer} cannot be measured, because they reach SGLang's attention {reason} and "
+            "become final only within its backend: calibrate with another --attention-backend or --kv-cache-dtype, "
+            "and serve with that statistics file."
+        )
 
 
 def _free(scheduler: Any) -> tuple[int, int]:

@@ -22,10 +22,12 @@ import torch
 from tqdm import tqdm
 
 from sglang_triattn.calibration_job import CalibrationError, CalibrationJob
+from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import handshake
 from sglang_triattn.patches import server_args as args_patch
 from sglang_triattn.patches.hooks import Hook, check_version, install
+from sglang_triattn.patches.model_file import reason_in_file
 from sglang_triattn.patches.refusals import ENVIRONMENT, named, unsupported
 
 # Settings under which a forward pass of one's own, or the split of the heads over ranks, is not what is assumed here.
@@ -43,6 +45,8 @@ _REFUSED = {
     "is_embedding": bool,
     "use_ray": bool,
 }
+
+_NO_PLACE = f"{SWITCH} has no place in a calibration: leave it out."
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    # Before its other flags are looked at: what they name need not exist.
+    if any(word.split("=")[0] == SWITCH for word in server_args):
+        raise CalibrationError(_NO_PLACE)
     check_version()
     load_plugins()
     # Prompts are token ids, so that no tokenizer is needed; graphs would only be captured, never replayed.
@@ -86,7 +93,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         fixed += [f"--cuda-graph-backend-{phase}", "disabled"]
     record = prepare_server_args([*fixed, *server_args])
     if args_patch.config_of(record) is not None:
-        raise TriAttentionError("--enable-triattention has no place in a calibration: leave it out.")
+        raise CalibrationError(_NO_PLACE)
     _check(record)
     install(main_hooks())
     engine = None
@@ -180,9 +187,11 @@ def _check(record: Any) -> None:
         if getattr(envs, name).get():
             raise CalibrationError(f"{name} does not work with calibrate, because {reason}: unset it.")
     reason = unsupported(model)
-    if reason is not None:
+    found = reason_in_file(settings) if reason is None else (named(model), reason)
+    if found is not None:
+        name, reason = found
         raise CalibrationError(
-            f"The model {named(model)} cannot be calibrated, because {reason}: use a decoder-only model with ordinary "
+            f"The model {name} cannot be calibrated, because {reason}: use a decoder-only model with ordinary "
             "multi-head or grouped-query attention."
         )
 

@@ -17,21 +17,32 @@ are known on the host, so nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import needs_order, remap, unchanged_start
+from sglang_triattn.kernels.compact import STRATEGIES
+from sglang_triattn.kernels.compaction import compact_rows
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.kernels.scorer import Scorer, ScratchPlan
 from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.patches.admission import reserved_of
 from sglang_triattn.patches.conversations import Conversations
+from sglang_triattn.patches.launches import Kind, Launch, kind_for, read_later, snapshot, to_device
 from sglang_triattn.patches.prefill import resume_behind
 from sglang_triattn.patches.pressure import early_rounds
-from sglang_triattn.patches.requests import can_compact, free_tail, lengths_of, recent_of, settings_of, state_of
+from sglang_triattn.patches.requests import (
+    can_compact,
+    lengths_of,
+    long_enough,
+    recent_of,
+    settings_of,
+    state_of,
+    wait_until_due,
+)
 from sglang_triattn.rounds import FirstHole, Plan, Totals, plan_round
 
 
@@ -61,13 +72,36 @@ class Compressor:
         # With sets per head, each rank would let the tree have another part of a row.
         self._alike_on_ranks = config.selection in SHARED or scheduler.tp_group.world_size == 1
 
-    def run_due_rounds(self, batch: Any, *, joining: Any = None, chunked: Any = None) -> None:
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """All that rounds may come to use; where K/V moves, `kind_for` decides how."""
+        return ("remap",) if self._mover is None else STRATEGIES
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows and K/V are."""
+        return self._rows.device
+
+    @property
+    def scratch_plan(self) -> ScratchPlan:
+        """What one launch of the kernels can hold; only where there are kernels."""
+        return self._scorer.plan
+
+    def run_due_rounds(
+        self,
+        batch: Any,
+        *,
+        joining: Any = None,
+        chunked: Any = None,
+        around: AbstractContextManager = nullcontext(),  # noqa: B008
+    ) -> None:
         """One round for every request that has outgrown its budget, or that must make room.
 
         Args:
             batch: SGLang's running ScheduleBatch.
             joining: the batch that was prefilled last and is about to join it, or None.
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
+            around: a context that planned rounds run in; not entered where none is due.
         """
         due = self._plan(batch.reqs)
         pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one)
@@ -79,47 +113,70 @@ class Compressor:
             rounds.append((chunked, between_chunks))
         if not rounds:
             return
-        for launch, group in grouped(rounds, self._launch_of).items():
-            self._compact(*zip(*group, strict=True), *launch)
-        if due:
-            self._shorten(batch, due)
-        if between_chunks is not None:
-            resume_behind(chunked, between_chunks.new_length)
+        reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
+        with around:
+            self._compact(rounds)
+            if due:
+                self._shorten(batch, due)
+            if between_chunks is not None:
+                resume_behind(chunked, between_chunks.new_length)
+        # SGLang reopens admission only when a request leaves. As a rule a round gives a waiting request nothing: what
+        # it frees stays reserved for the same request's growth.
+        if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
+            batch.batch_is_full = False
 
-    def _launch_of(self, request: Any, plan: Plan) -> tuple[int, int, str]:
-        """What rounds share a launch: private tokens that stay, newest ones among them, and the strategy."""
-        strategy = "remap" if self._mover is None else strategy_for(settings_of(request))
-        return plan.kept_private, recent_of(request), strategy
+    def _kind_of(self, request: Any, plan: Plan) -> Kind:
+        moves = self._mover is not None
+        return kind_for(settings_of(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
 
-    def _compact(self, requests: Sequence[Any], plans: Sequence[Plan], keep: int, recent: int, strategy: str) -> None:
-        """One round of requests that share a launch."""
-        slots, facts = self._snapshot(requests, plans)
-        _, frozen, lengths, next_positions = facts
-        ordered = None
-        with self._on_forward_stream(slots, facts):
-            kept = self._scorer.keep(slots, lengths, next_positions, keep, recent)
-            holes = read_later(frozen + unchanged_start(kept))
-            if strategy == "remap":
-                ordered = remap(slots, kept)
-            else:
-                self._mover.move(slots, kept, strategy)
-        if ordered is not None:
-            self._rewrite(plans, ordered, facts, keep)
-        else:
-            # The kept K/V has moved forward within each request's slots.
-            for request, plan in zip(requests, plans, strict=True):
-                free_tail(request.kv, plan.new_length, self._scheduler.tree_cache)
-        for index, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            self._record(request, plan, strategy, lambda index=index: holes()[index])
+    def _compact(self, rounds: Sequence[tuple[Any, Plan]]) -> None:
+        """The rounds of a step: however many launches they take, each stream waits for the other once."""
+        launches = snapshot(self._rows, rounds, self._kind_of)
+        with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
+            done = [self.score_and_move(launch) for launch in launches]
+            holes = read_later(torch.cat([first for _, first in done]))
+        self._give_back(launches, [ordered for ordered, _ in done])
+        members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
+        for place, (kind, request, plan) in enumerate(members):
+            self._record(request, plan, kind, lambda place=place: holes()[place])
+
+    def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the forward stream: finds what stays, and moves its K/V where a round moves any.
+
+        Returns:
+            [R, N] int32: each round's slots, for "remap" those that stay first, for others as they were; [R] int64: the
+            first position of each row that will hold another token than before.
+        """
+        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
+        unchanged, ordered = compact_rows(
+            self._scorer, self._mover, slots, lengths, next_positions, kind.keep, kind.recent, kind.strategy, kind.cut
+        )
+        return slots if ordered is None else ordered, frozen + unchanged
+
+    def _give_back(self, launches: Sequence[Launch], ordered: Sequence[torch.Tensor]) -> None:
+        """Takes what was emptied out of the rows, and frees it."""
+        pairs = list(zip(launches, ordered, strict=True))
+        # Of other rows than these the host knows what is emptied.
+        remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
+        if remapped:
+            self._await_forward_stream(*remapped)
+        for launch, slots in pairs:
+            launch.close_up(self._rows, slots)
+        page_size = self._page_size
+        freed = torch.cat([page for launch, slots in pairs for page in launch.emptied(slots, page_size)]).long()
+        self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
 
     def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
         """(index, plan) of each due request."""
         due = []
-        for index, request in enumerate(requests):
+        for index in long_enough(requests):
+            request = requests[index]
             if not can_compact(request):
                 continue
             plan = plan_round(settings_of(request), **lengths_of(request, self._page_size))
-            if plan is not None:
+            if plan is None:
+                wait_until_due(request, self._page_size)
+            else:
                 due.append((index, plan))
         return due
 
@@ -137,44 +194,14 @@ class Compressor:
         # The tree may have taken tokens that counted as private.
         return plan_round(settings, **lengths_of(request, self._page_size))
 
-    def _snapshot(self, requests: Sequence[Any], plans: Sequence[Plan]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the due rows' private parts, made on the schedule stream.
-
-        Returns:
-            slots [R, N] int32, right-padded with slots of the same row; facts [4, R] int64 on the device: row,
-            first private position, private length, next position.
-        """
-        facts = self._to_device(
-            [
-                [request.kv.req_pool_idx for request in requests],
-                [plan.frozen for plan in plans],
-                [plan.private_length for plan in plans],
-                [plan.next_position for plan in plans],
-            ]
-        )
-        row, frozen, length, _ = facts.unsqueeze(-1)
-        longest = max(plan.private_length for plan in plans)
-        column = torch.arange(longest, device=self._rows.device)
-        slots = self._rows[row, frozen + column.minimum(length - 1)]
-        return slots, facts
-
-    def _rewrite(self, plans: Sequence[Plan], ordered: torch.Tensor, facts: torch.Tensor, keep: int) -> None:
-        """Puts the kept slots first in each row and frees the others; no K/V moves."""
-        self._await_forward_stream(ordered)
-        row, frozen, _, _ = facts.unsqueeze(-1)
-        column = torch.arange(keep, device=self._rows.device)
-        self._rows[row, frozen + column] = ordered[:, :keep]
-        evicted = [ordered[r, keep : plan.private_length] for r, plan in enumerate(plans)]
-        self._allocator.free(torch.cat(evicted).long())
-
-    def _record(self, request: Any, plan: Plan, strategy: str, first_hole: FirstHole) -> None:
+    def _record(self, request: Any, plan: Plan, kind: Kind, first_hole: FirstHole) -> None:
         """Books the round with the request; from here on the tree must never take its row as a whole."""
         state = state_of(request)
         state.add_hole(first_hole if self._alike_on_ranks else lambda: 0)
         state.rounds += 1
         state.evicted_tokens += plan.evicted_tokens
         state.freed_slots += plan.freed_slots
-        state.mixed_length = plan.new_length if strategy == "fill" else min(state.mixed_length, plan.new_length)
+        state.mixed_length = kind.mixed_length(plan, state.mixed_length)
         self.totals.add(plan)
         request.kv.kv_committed_len = request.kv.kv_allocated_len = plan.new_length
         request.skip_radix_cache_insert = True
@@ -188,15 +215,8 @@ class Compressor:
         for index, plan in due:
             evicted[index] = plan.evicted_tokens
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
-        batch.seq_lens = batch.seq_lens - self._to_device(evicted)
+        batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
         batch.seq_lens_sum = None
-        # SGLang reopens admission only when a request leaves; here memory came back without one leaving.
-        batch.batch_is_full = False
-
-    def _to_device(self, values: list) -> torch.Tensor:
-        device = self._rows.device
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""
@@ -230,36 +250,7 @@ def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | Non
     return Mover(*kv_buffers(pool), kernels=kernels)
 
 
-def strategy_for(settings: Config) -> str:
-    """How kept K/V moves: by the strategy that copies least, unless later rounds rely on the order."""
-    return "slide" if needs_order(settings.recent, settings.interval) else "fill"
-
-
-def grouped(rounds: Sequence[tuple[Any, Plan]], key: Callable[[Any, Plan], tuple]) -> dict[tuple, list]:
-    """Rounds by what `key` says of them: one group, unless requests or frozen prefixes make a difference."""
-    groups: dict[tuple, list[tuple[Any, Plan]]] = {}
-    for request, plan in rounds:
-        groups.setdefault(key(request, plan), []).append((request, plan))
-    return groups
-
-
 def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]
-
-
-def read_later(values: torch.Tensor) -> Callable[[], list[int]]:
-    """Starts a copy of a small device tensor to the host; calling the result waits for it, which by then is done."""
-    if not values.is_cuda:
-        return values.tolist
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read

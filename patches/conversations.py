@@ -11,7 +11,8 @@ Who owns a row:
 
     running request --keep--> conversation --lend--> request at admission --settle--> running request
                                    |     <--take back, if not admitted--
-                                   +--drop: least recently used first, when others need memory or rows; too old; flush
+                                   +--drop: least recently used first, when others need memory or rows; too old
+                                   +--forgotten by a flush
 
 Token counts, ids and the order of requests decide, which are equal on all tensor-parallel ranks; the time is rank 0's.
 """
@@ -34,6 +35,7 @@ from sglang_triattn.patches.requests import (
     rows_of,
     settings_of,
     state_of,
+    tokens_tell_all,
     wants_prompt_logprobs,
 )
 
@@ -82,7 +84,7 @@ class Conversations:
                 self._add_records,
                 "self",
             ),
-            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "before", self._on_flush, "self empty_cache"),
+            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "after", self._on_flush, "self empty_cache"),
         ]
 
     def attach(self, scheduler: Any) -> None:
@@ -143,7 +145,7 @@ class Conversations:
     def keep(self, request: Any, physical: int) -> bool:
         """Takes over the row of a request that has ended, `physical` entries of it; False where it must be released."""
         asked, tree = asked_of(request), self._scheduler.tree_cache
-        if asked.conversation is None or asked.release or _was_aborted(request):
+        if asked.conversation is None or asked.release or _was_aborted(request) or not tokens_tell_all(request):
             return False
         state = state_of(request)
         if not state.evicted_tokens and not tree.disable:
@@ -186,6 +188,10 @@ class Conversations:
         while rows.available_size() < needed and unwanted:
             self._drop(unwanted.pop(0))
 
+    def idle(self) -> dict[str, Conversation]:
+        """All idle rows by name."""
+        return dict(self._idle)
+
     def records(self) -> dict[str, Any]:
         """SGLang's records of the idle rows, for its books."""
         return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
@@ -199,13 +205,23 @@ class Conversations:
         tree.unlock(idle.lock)
         self._scheduler.req_to_token_pool.free(idle)
         idle.kv.mark_kv_released()
+        self._remember_lost(name)
+
+    def _remember_lost(self, name: str) -> None:
         self._lost[name] = None
         if len(self._lost) > REMEMBERED:
             self._lost.popitem(last=False)
 
-    def _on_flush(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        while self.drop_one():
-            pass
+    def _on_flush(self, flushed: bool, *_: Any, **__: Any) -> None:
+        """Forgets every row after a flush; one that SGLang refused takes nothing from anybody.
+
+        Tree, slots and rows have been reset as a whole. Nothing of a row is read: a memory saver may have unmapped it.
+        """
+        if not flushed:
+            return
+        for name in self._idle:
+            self._remember_lost(name)
+        self._idle.clear()
 
     def _add_records(self, records: dict, _: Any) -> dict:
         return {**records, **self.records()}
@@ -215,6 +231,7 @@ def _continues(idle: Conversation, request: Any) -> bool:
     ids = request.origin_input_ids + request.output_ids
     return (
         not wants_prompt_logprobs(request)
+        and tokens_tell_all(request)
         and len(ids) > len(idle.ids)
         and ids[: len(idle.ids)] == idle.ids
         and idle.owner == _owner(request)

@@ -8,6 +8,10 @@ import os
 
 from sglang_triattn.patches import cpu_host_tier
 
+# Tokens of the pool where nobody says how many. SGLang's own default is most of the machine's memory, which takes a
+# minute to fill with zeros.
+POOL_TOKENS = 65_536
+
 PLATFORM_CLASS = "sglang_triattn.patches.cpu_platform.PlainCpuPlatform"
 
 
@@ -47,6 +51,11 @@ def __getattr__(name: str):
         device_name = "cpu"
         device_type = "cpu"
 
+        def get_device(self, device_id=None) -> str:
+            # The base class promises a string and the mixin gives a torch.device, on which a launch without
+            # --device ends: SGLang splits the index off.
+            return "cpu"
+
         def get_default_attention_backend(self) -> str:
             return "torch_native"
 
@@ -59,6 +68,8 @@ def __getattr__(name: str):
         def apply_server_args_defaults(self, server_args) -> None:
             # The other io backends of --enable-hierarchical-cache are GPU kernels.
             server_args.hicache_io_backend = cpu_host_tier.IO_BACKEND
+            if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
+                server_args.max_total_tokens = POOL_TOKENS
 
         def init_backend(self) -> None:
             cpu_host_tier.install()

@@ -1,7 +1,9 @@
 """Forward passes of one's own inside a scheduler: eager, on rows and slots of its pools, which all come back.
 
 SGLang parts: `Req` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py), `ForwardBatch`
-(sglang/srt/model_executor/forward_batch_info.py), `ModelRunner`, `release_kv_cache` (sglang/srt/mem_cache/common.py).
+(sglang/srt/model_executor/forward_batch_info.py), `ModelRunner`, `release_kv_cache` (sglang/srt/mem_cache/common.py),
+the streams of `Scheduler` (sglang/srt/managers/scheduler.py), which runs passes on `forward_stream` with overlap and on
+`schedule_stream` without.
 The way of a request here is that of SGLang's own profiling requests (managers/scheduler_components/
 dynamic_chunk_sizer.py): matched, locked, allocated, and released without entering the tree.
 """
@@ -29,6 +31,30 @@ def eager(model_runner: Any) -> Iterator[None]:
             yield
     finally:
         model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner = kept
+
+
+def forward_stream_of(scheduler: Any) -> Any:
+    """The stream on which SGLang runs forward passes, and rounds run with them."""
+    return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
+
+
+@contextmanager
+def on_forward_stream(scheduler: Any) -> Iterator[None]:
+    """While open, work is enqueued on the stream that SGLang's own forward passes use.
+
+    PyTorch keeps freed memory for the stream that it was allocated on, so what is allocated here can serve those
+    passes. What is left unused at the end goes back to the device.
+    """
+    device, stream = scheduler.device_module, forward_stream_of(scheduler)
+    outer = device.current_stream()
+    stream.wait_stream(outer)
+    try:
+        with device.stream(stream):
+            yield
+    finally:
+        outer.wait_stream(stream)
+        if hasattr(device, "empty_cache"):
+            device.empty_cache()
 
 
 class EagerBatch:

@@ -1,4 +1,4 @@
-"""Checks of the settings while SGLang resolves them. SGLang part: sglang/srt/arg_groups/resolution_hooks.py."""
+"""Checks before a launch starts any process. SGLang part: sglang/srt/arg_groups/resolution_hooks.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import server_args as args_patch
+from sglang_triattn.patches.census import is_wanted
+from sglang_triattn.patches.model_file import check_model_file
 from sglang_triattn.patches.refusals import check_model, check_settings
 from sglang_triattn.stats import load_stats
 
@@ -15,6 +17,17 @@ from sglang_triattn.stats import load_stats
 _STEP = "handle_other_validations"
 
 _registered = False
+
+
+def check_files(server_args: Any) -> None:
+    """Raises TriAttentionError for a statistics file, or a model's config.json, with which nothing can work.
+
+    The first of all checks: SGLang has neither read the model's configuration nor imported its server yet.
+    """
+    config = args_patch.config_of(server_args)
+    if config.stats != AUTO:
+        load_stats(config.stats)
+    check_model_file(server_args)
 
 
 def check_at_resolution() -> None:
@@ -31,13 +44,13 @@ def _check(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
     previous(server_args)
-    config = args_patch.config_of(server_args)
-    if config is None:
+    if args_patch.config_of(server_args) is None:
         return
     try:
-        check_settings(resolving_view(server_args))
+        is_wanted()
+        settings = resolving_view(server_args)
+        check_settings(settings)
+        check_model_file(settings)
         check_model(model_config_of(server_args))
-        if config.stats != AUTO:
-            load_stats(config.stats)
     except TriAttentionError as error:
         args_patch.refuse(server_args, error)

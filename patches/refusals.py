@@ -1,7 +1,8 @@
 """Settings that compression cannot work with: refused at launch, each with one sentence.
 
 SGLang parts: the resolved settings (sglang/srt/arg_groups/fields/*), the model configuration, the environment.
-What only the loaded model can tell (its rotary embedding, its KV pool) is checked in `served_model`.
+What the model's file tells is checked before, in `model_file`; what only the loaded model can tell (its rotary
+embedding, its KV pool) afterwards, in `served_model`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.model_file import refused_model
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,16 @@ _OWN_KV = "it reads a request's KV by token position, which a round changes"
 _OTHER_POOL = "it keeps the KV in a pool that rounds cannot compact"
 _OTHER_LOOP = "it schedules batches in a way for which the safe point of rounds is not known"
 _NO_PLUGIN = "its processes do not load SGLang plugins"
+_OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
+_BESIDE_ROWS = "it keeps data beside each request's row that a round does not compact"
+
+# They attach a cache of their own to the row table.
+_SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
+
+
+def _sparse(value: Any) -> bool:
+    return value in _SPARSE_BACKENDS
+
 
 SETTINGS = (
     Refusal("speculative_algorithm", _set, "a draft commits several tokens at a time, past the point of a round"),
@@ -89,6 +101,17 @@ SETTINGS = (
     Refusal("grpc_mode", _set, _NO_PLUGIN),
     Refusal("tokenizer_worker_num", _many, _NO_PLUGIN, "use --tokenizer-worker-num 1"),
     Refusal("is_embedding", _set, "an embedding model does not decode"),
+    Refusal("enable_nvidia_megakernel", _set, _OWN_STEP),
+    Refusal("enable_amd_monokernel", _set, _OWN_STEP),
+    Refusal("attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("prefill_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("decode_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal(
+        "model_impl",
+        lambda value: value not in ("auto", "sglang"),
+        "its rotary embedding is not found there",
+        "use --model-impl auto",
+    ),
 )
 
 # Environment variables that choose another KV layout, server or engine.
@@ -132,11 +155,7 @@ def check_model(model: Any) -> None:
     """
     reason = unsupported(model)
     if reason is not None:
-        raise TriAttentionError(
-            f"The model {named(model)} does not work with --enable-triattention, because {reason}: serve a "
-            "decoder-only model with ordinary multi-head or grouped-query attention, or start without "
-            "--enable-triattention."
-        )
+        raise refused_model(named(model), reason)
 
 
 def named(model: Any) -> str:
@@ -146,12 +165,14 @@ def named(model: Any) -> str:
 
 def unsupported(model: Any) -> str | None:
     """Why a ModelConfig's attention is not covered, to complete "because ...", or None if it is."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
     reasons = (
         (not model.is_generation, "it does not generate text"),
         (model.attention_arch == AttentionArch.MLA, "its attention is multi-head latent attention (MLA)"),
         (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
+        (mambaish_config(model) is not None, "some of its layers are state-space or linear-attention layers"),
         (
             model.is_hybrid_swa,
             f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens",
@@ -161,6 +182,10 @@ def unsupported(model: Any) -> str | None:
         (model.is_encoder_decoder, "it is an encoder-decoder model"),
         (model.is_multimodal, "it takes images or sound"),
         (model.model_is_mrope, "its rotary embedding has several position axes"),
+        (
+            model.use_ngram_embedding or model.use_engram,
+            "its embeddings look up the tokens before by the length of the row, which a round changes",
+        ),
         (model.head_dim != model.v_head_dim, "its keys and values have different widths"),
     )
     return next((reason for applies, reason in reasons if applies), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_triattn.config import Config
@@ -36,6 +37,11 @@ def withhold_as_at_arrival(request: Any) -> None:
     request.skip_radix_cache_insert = getattr(request, _WITHHELD)
 
 
+def tokens_tell_all(request: Any) -> bool:
+    """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
+    return not getattr(request, _WITHHELD) and request.input_embeds is None
+
+
 def asked_of(request: Any) -> Asked:
     """What the request asked for; of one that never arrived by SGLang's usual way, nothing."""
     return getattr(request, _ASKED, _NOTHING_ASKED)
@@ -58,6 +64,8 @@ def state_of(request: Any) -> RequestState:
 def begin_state(request: Any, state: RequestState) -> None:
     """Gives the request a row on which rounds ran before, in an earlier turn."""
     state.rounds = state.freed_slots = 0
+    # Its settings may be others than those of the turn before.
+    state.due_protected = -1
     setattr(request, _STATE, state)
 
 
@@ -90,6 +98,27 @@ def prompt_length_of(request: Any) -> int:
     return state.prompt_length
 
 
+def long_enough(requests: Sequence[Any]) -> list[int]:
+    """Indices of the requests that may have outgrown their budget, as far as two comparisons of integers tell.
+
+    Called for every request in every step; only a few have a round.
+    """
+    found = []
+    for index, request in enumerate(requests):
+        kv, state = request.kv, getattr(request, _STATE, None)
+        if state is None or kv.kv_allocated_len >= state.due_length or kv.cache_protected_len != state.due_protected:
+            found.append(index)
+    return found
+
+
+def wait_until_due(request: Any, page_size: int) -> None:
+    """Lets `long_enough` leave out a request that has settings and no round now, until its row has grown enough."""
+    state, settings = state_of(request), settings_of(request)
+    frozen = frozen_of(request, settings, page_size)
+    state.due_length = frozen + settings.trigger(frozen)
+    state.due_protected = request.kv.cache_protected_len
+
+
 def lengths_of(request: Any, page_size: int) -> dict[str, int]:
     """What a plan is made of, see `sglang_triattn.rounds.plan_round`; the request has settings and holds a row."""
     return {
@@ -108,7 +137,8 @@ def rows_of(request: Any) -> int:
 def recent_of(request: Any) -> int:
     """Newest tokens that a round of a request with settings keeps: what was asked for, as far as the order tells.
 
-    Fewer only where little came since a round that mixed up the order: early rounds, and turns with other settings.
+    Fewer only where little came since a round that mixed up the order of all: at page sizes above 1, early rounds, and
+    turns with other settings.
     """
     return min(settings_of(request).recent, request.kv.kv_allocated_len - state_of(request).mixed_length)
 

@@ -23,6 +23,7 @@ from sglang_triattn.patches.requests import (
     set_report,
     settings_of,
     state_of,
+    tokens_tell_all,
     withhold_as_at_arrival,
 )
 from sglang_triattn.rounds import Report, RequestState
@@ -65,7 +66,7 @@ class Rows:
             raise RuntimeError(f"request {req.rid} has evicted tokens, but its row is about to enter the tree")
         if settings is None:
             set_report(req, report_on(req, state, req.kv.cache_protected_len))
-            original(req, tree_cache, checkpoint=checkpoint)
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
             return
         state.prompt_length = prompt_length_of(req)
         report = report_on(req, state, frozen_of(req, settings, tree_cache.page_size))
@@ -76,9 +77,9 @@ class Rows:
         if not asked.kept:
             if not state.evicted_tokens:
                 withhold_as_at_arrival(req)
-            elif checkpoint:
+            elif checkpoint and tokens_tell_all(req):
                 publish_start(req, state, tree_cache)
-            original(req, tree_cache, checkpoint=checkpoint)
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
         drop_state(req)
         if not req.finished():
             # Retracted: its next row starts exact, and a frozen prompt may enter the tree again.
@@ -87,13 +88,33 @@ class Rows:
 
 
 def publish_start(req: Any, state: RequestState, tree_cache: Any) -> None:
-    """Gives the tree a finished row's entries before its first hole, if these are more than it has."""
-    exact = state.exact_length()
+    """Gives the tree a finished row's entries before its first hole, if these are more than it has.
+
+    No more than SGLang's release takes for the request's: with --strip-thinking-cache it frees what was generated.
+    """
+    exact = min(state.exact_length(), req.owned_kv_len())
     exact -= exact % tree_cache.page_size
     if exact > req.kv.cache_protected_len:
         show_all_ids(req)
         req.refresh_fill_ids()
         tree_cache.checkpoint(req, up_to=exact)
+
+
+def give_back(original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """SGLang's release of a row, of which the tree may own more than the prompt.
+
+    With --strip-thinking-cache SGLang frees everything behind the prompt. A retracted request may have found its own
+    answer in the tree, as part of another's prompt: it is then released as one that has not reasoned, whose slots begin
+    where the tree's end, and the tree gets nothing more.
+    """
+    if req.owned_kv_len() >= req.kv.cache_protected_len:
+        original(req, tree_cache, checkpoint=checkpoint)
+        return
+    reasoning, req.reasoning_tokens = req.reasoning_tokens, 0
+    try:
+        original(req, tree_cache, checkpoint=False)
+    finally:
+        req.reasoning_tokens = reasoning
 
 
 def report_on(req: Any, state: RequestState, frozen: int) -> Report:

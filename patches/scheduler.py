@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.score import build_tables
-from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.patches import handshake, positions, prefill, reporting
+from sglang_triattn.patches import handshake, notices, positions, prefill, reporting, warm_up
 from sglang_triattn.patches.admission import Admission
+from sglang_triattn.patches.census import Census, is_wanted
 from sglang_triattn.patches.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.metrics import RoundMetrics
-from sglang_triattn.patches.ranks import merge_over_ranks, own_heads
+from sglang_triattn.patches.ranks import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.patches.rows import Rows
 from sglang_triattn.patches.scratch import Scratch
 from sglang_triattn.patches.served_model import check_pool, read_shape
 from sglang_triattn.patches.statistics import find_stats
-from sglang_triattn.rounds import Totals, scored_tokens
+from sglang_triattn.rounds import Totals
+from sglang_triattn.scoring import build_scorer
+from sglang_triattn.stats import QueryStats
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Compression:
         self._scratch = Scratch(config)
         self._conversations = Conversations(config.conversation_ttl)
         self._admission = Admission(config, self._conversations)
+        self._census = Census(self._conversations) if is_wanted() else None
         self._hooks = self._all_hooks()
 
     def hooks(self) -> list[Hook]:
@@ -62,21 +65,42 @@ class Compression:
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read),
+            *notices.WeightUpdates(self._read).hooks(),
+            *(self._census.hooks() if self._census is not None else ()),
         ]
 
     def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
         self._admission.attach(scheduler)
         self._conversations.attach(scheduler)
         try:
-            check_in_place(self._hooks)
-            self.compressor = build_compressor(scheduler, self.config, self._scratch.memory, self._conversations)
+            self.compressor = self._start(scheduler)
             self.refusal = None
         except TriAttentionError as error:
             self.refusal = str(error)
             return
+        if self._census is not None:
+            self._census.attach(scheduler)
         if scheduler.metrics_collector is not None:
             self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
         logger.info("TriAttention is active: %s", self.compressor.config)
+
+    def _start(self, scheduler: Any) -> Compressor:
+        """A compressor whose rounds have been rehearsed; raises TriAttentionError, with the words for the user."""
+        check_in_place(self._hooks)
+        merge = merge_over_ranks(scheduler, self.config.selection)
+        # Ranks measure together: one that fails there for a reason of its own cannot wait for the others, but must end.
+        with warm_up.in_one_sentence() if scheduler.tp_group.world_size == 1 else nullcontext():
+            stats = served_stats(scheduler, self.config)
+        with agreed(scheduler), warm_up.in_one_sentence():
+            compressor = build_compressor(
+                scheduler, self.config, stats, self._scratch.memory, self._conversations, merge
+            )
+            with nullcontext() if merge is None else merge.apart():
+                warm_up.rehearse(scheduler, compressor)
+        if merge is not None:
+            with warm_up.in_one_sentence():
+                warm_up.rehearse(scheduler, compressor)
+        return compressor
 
     def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
         if self.compressor is None:
@@ -84,7 +108,8 @@ class Compression:
         self._conversations.make_rows(scheduler.waiting_queue)
         if not (running_batch.reqs or scheduler.chunked_req):
             return
-        self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req)
+        around = nullcontext() if self._census is None else self._census.around_rounds(running_batch, last_batch)
+        self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req, around=around)
         if self.metrics is not None:
             self.metrics.publish(self.compressor.totals)
 
@@ -95,13 +120,8 @@ class Compression:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
 
-def build_compressor(
-    scheduler: Any, config: Config, memory: torch.Tensor | None, conversations: Conversations
-) -> Compressor:
-    """A compressor for a fully built scheduler; its config names the statistics in use.
-
-    Args:
-        memory: scratch for the scorer, see `Scratch`.
+def served_stats(scheduler: Any, config: Config) -> QueryStats:
+    """Statistics of the served model, all heads of it; every tensor-parallel rank calls this.
 
     Raises:
         TriAttentionError: the model, its KV pool or its statistics do not allow compression.
@@ -109,28 +129,44 @@ def build_compressor(
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
     shape = read_shape(runner, scheduler.tp_group.world_size)
-    stats = find_stats(scheduler, config.stats, shape)
-    heads = own_heads(scheduler, shape)
-    tables = build_tables(
-        stats.mean[:, heads],
-        stats.abs_mean[:, heads],
-        stats.rope.inv_freq,
-        stats.rope.attention_scaling,
-        stats.rope.style,
-        runner.token_to_kv_pool.head_num,
-        runner.device,
-    )
-    k_buffers, _ = kv_buffers(runner.token_to_kv_pool)
-    columns, longest = scored_tokens(config, runner.model_config.context_len)
-    scorer = Scorer(
+    if scheduler.tp_group.rank_in_group == 0:
+        for line in notices.at_launch(scheduler, config, shape):
+            logger.warning(line)
+    return find_stats(scheduler, config.stats, shape)
+
+
+def build_compressor(
+    scheduler: Any,
+    config: Config,
+    stats: QueryStats,
+    memory: torch.Tensor | None,
+    conversations: Conversations,
+    merge: RankMerge | None,
+) -> Compressor:
+    """A compressor for a fully built scheduler; its config names the statistics in use.
+
+    Args:
+        stats: from `served_stats`.
+        memory: scratch for the scorer, see `Scratch`.
+        merge: from `merge_over_ranks`.
+
+    Raises:
+        ValueError: the kernels cannot read the KV pool, or what the statistics say does not fit it.
+    """
+    runner = scheduler.tp_worker.model_runner
+    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool)
+    kernels = warm_up.runs_kernels(runner.device)
+    scorer = build_scorer(
+        config,
+        stats,
         k_buffers,
-        tables,
-        columns=columns,
-        longest=longest,
-        selection=config.selection,
-        aggregation=config.aggregation,
-        across=merge_over_ranks(scheduler, config.selection),
+        v_buffers,
+        context=runner.model_config.context_len,
+        heads=own_heads(scheduler, stats.mean.shape[1]),
+        across=merge,
         memory=memory,
+        kernels=kernels,
     )
-    mover = make_mover(config, scheduler.token_to_kv_pool_allocator.page_size, runner.token_to_kv_pool)
+    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    mover = make_mover(config, page_size, runner.token_to_kv_pool, kernels=kernels)
     return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover, conversations)

@@ -67,4 +67,5 @@ def plan_scratch(configurator: Any, config: Config) -> ScratchPlan:
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
+        value_share=config.value_share,
     )

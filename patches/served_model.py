@@ -122,8 +122,11 @@ def check_pool(model_runner: Any) -> None:
     pool = model_runner.token_to_kv_pool
     if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
         raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
-    if type(model_runner.req_to_token_pool) is not ReqToTokenPool:
-        raise UnsupportedModel(f"its rows are kept in a {type(model_runner.req_to_token_pool).__name__}")
+    rows = model_runner.req_to_token_pool
+    if type(rows) is not ReqToTokenPool:
+        raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
+    if rows._aux_cache is not None:
+        raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
     key = pool.get_key_buffer(0)
     if key.dtype not in KEY_DTYPES:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from importlib import resources
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from sglang_triattn.calibration_job import CalibrationJob
@@ -49,7 +50,14 @@ def find_stats(scheduler: Any, wanted: str, shape: ModelShape) -> QueryStats:
         TriAttentionError: the file does not fit the model, or the model cannot be measured.
     """
     if wanted != AUTO:
-        return check_stats(load_stats(wanted), shape)
+        stats = load_stats(wanted)
+        if stats.rope is None:
+            logger.warning(
+                "TriAttention turns keys back by the served model's own RoPE frequencies, because %s holds none: "
+                "nothing there tells whether it was measured with this model",
+                wanted,
+            )
+        return check_stats(stats, shape)
     group = scheduler.tp_group
     first = group.rank_in_group == 0
     # Only the first rank looks at files, so that all ranks do the same.
@@ -86,11 +94,18 @@ def _measure(scheduler: Any, shown: bool) -> QueryStats:
         logger.info(
             "TriAttention has no statistics of this model yet and measures them now, once, on %d tokens", job.tokens
         )
-    seconds = _rehearse(scheduler, job)
-    if shown:
-        logger.info("TriAttention expects this to take about %d seconds", max(1, round(seconds)))
-    with tqdm(total=job.tokens, unit="token", desc="TriAttention statistics", disable=not shown) as bar:
-        return calibrate_scheduler(scheduler, job, lambda done, most: bar.update(done - bar.n))
+    try:
+        seconds = _rehearse(scheduler, job)
+        if shown:
+            logger.info("TriAttention expects this to take about %d seconds", max(1, round(seconds)))
+        with tqdm(total=job.tokens, unit="token", desc="TriAttention statistics", disable=not shown) as bar:
+            return calibrate_scheduler(scheduler, job, lambda done, most: bar.update(done - bar.n))
+    except torch.OutOfMemoryError as error:
+        raise TriAttentionError(
+            "The device ran out of memory while TriAttention measured the statistics of the served model, because the "
+            "KV pool leaves too little beside it: use a smaller --mem-fraction-static, or give a file made by "
+            "`sglang-triattn calibrate` with --triattention-stats PATH."
+        ) from error
 
 
 def _rehearse(scheduler: Any, job: CalibrationJob) -> float:

@@ -1,18 +1,14 @@
 """Calibration with transformers: the mean pre-RoPE query of every head, measured on texts.
 
-Queries are taken where every transformers model hands them to its attention function, and RoPE is undone
-there. Hooks on `q_proj` would miss a q_norm (Qwen3) and fused projections; at the attention function the
-query is, by construction, the one that meets the keys.
+Queries are taken where every transformers model hands them to its attention function, and RoPE is undone there.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import transformers
 from tqdm import tqdm
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sglang_triattn.calibration_input import Texts, loaded, prepare_job
 from sglang_triattn.calibration_job import (
@@ -27,8 +23,7 @@ from sglang_triattn.partial_sums import Progress, load_progress, remove_progress
 from sglang_triattn.query_sums import QuerySums
 from sglang_triattn.rope import RopeError, rope_of_transformers
 from sglang_triattn.stats import QueryStats
-
-_ATTENTION = "sdpa"
+from sglang_triattn.transformers_queries import ATTENTION, watching_queries
 
 
 def calibrate(
@@ -85,7 +80,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
-    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=_ATTENTION).eval()
+    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=ATTENTION).eval()
     body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
     try:
         rope = rope_of_transformers(body, config)
@@ -96,7 +91,12 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     saved = 0
     done = sum(map(job.tokens_of, range(start.done)))
     bar = tqdm(total=job.tokens, initial=done, unit="token", desc="calibrate", disable=not progress)
-    with torch.inference_mode(), bar, _recording(sums):
+
+    def add(layer: int, query: torch.Tensor) -> None:
+        # One window at a time, at positions 0 to S - 1.
+        sums.add(layer, query[0], torch.arange(query.shape[2], device=query.device))
+
+    with torch.inference_mode(), bar, watching_queries(add):
         for index in range(start.done, len(job.windows)):
             ids = job.windows[index]
             body(input_ids=torch.tensor([ids], device=device), use_cache=False)
@@ -118,25 +118,6 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         token_count=total.count,
         source=f"of {model_path}",
     )
-
-
-@contextmanager
-def _recording(sums: QuerySums) -> Iterator[None]:
-    """While open, every attention call of transformers models is added before it runs."""
-    attend = ALL_ATTENTION_FUNCTIONS[_ATTENTION]
-
-    def record(module, query, *args, **kwargs):
-        # query: [1, H_q, S, head_dim], post-RoPE, positions 0 to S-1.
-        positions = torch.arange(query.shape[2], device=query.device)
-        sums.add(module.layer_idx, query[0], positions)
-        return attend(module, query, *args, **kwargs)
-
-    # The mapping's own override level: deleting it brings the original function back.
-    ALL_ATTENTION_FUNCTIONS[_ATTENTION] = record
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[_ATTENTION]
 
 
 def _check_config(config) -> None:

@@ -26,6 +26,8 @@ AUTO = "auto"
 class Config:
     """What a server was asked to do; every length is in tokens of one request.
 
+    `value_share` is the share of the kept tokens besides the newest that are chosen by the size of their values.
+
     Raises TriAttentionError when a value has the wrong type or range, or the values contradict one another.
     """
 
@@ -40,6 +42,7 @@ class Config:
     prompt: str = "frozen"
     pressure_budget: int | None = None
     conversation_ttl: int = 600
+    value_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -71,6 +74,15 @@ class Config:
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
         _check_choice("prompt", self.prompt, PROMPTS)
+        share = self.value_share
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
+            raise TriAttentionError(f"{flag('value_share')} is {share!r}, but it must be a number from 0 to 1.")
+        if share and self.selection != "per-layer-head":
+            raise TriAttentionError(
+                f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
+                "head of each layer keeps tokens of its own can it keep those with its largest values: add "
+                f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
+            )
 
     def kept_private(self, frozen: int) -> int:
         """Private tokens that a round keeps of a request with `frozen` frozen ones, at least one and `recent`."""
@@ -128,6 +140,13 @@ OPTIONS = (
         "MODE",
         "how scores become kept tokens: one set for all heads, by the mean (shared-mean) or the maximum (union) over "
         "layers and heads, or one set for each KV head (per-head), or for each layer and KV head (per-layer-head)",
+    ),
+    Option(
+        "value_share",
+        float,
+        "SHARE",
+        "share of the kept tokens besides the newest that are chosen by the size of their values, per layer and KV "
+        "head, from 0 to 1; needs the selection per-layer-head",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(

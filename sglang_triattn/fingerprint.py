@@ -38,7 +38,7 @@ def model_fingerprint(model_path: str, revision: str | None = None) -> str | Non
     converted or re-sharded copy of the same weights agrees. Without safetensors files only the configuration
     counts.
     """
-    folder = _local_folder(model_path, revision)
+    folder = local_folder(model_path, revision)
     if folder is None:
         return None
     try:
@@ -80,7 +80,8 @@ def _canonical_rope(config: dict) -> dict:
     return {name: float(value) if type(value) is int else value for name, value in rope.items()}
 
 
-def _local_folder(model_path: str, revision: str | None) -> Path | None:
+def local_folder(model_path: str, revision: str | None = None) -> Path | None:
+    """Folder of a model, also of one in the local Hugging Face cache; None where neither is there."""
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import snapshot_download

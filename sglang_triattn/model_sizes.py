@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model_checks import unsupported
 
 WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
@@ -20,10 +21,6 @@ FP8_KV = ("fp8_e4m3", "fp8_e5m2")
 # Decoder layers of four attention matrices, a gated MLP of three and two norms. The flag: whether query, key and value
 # always have a bias.
 _LLAMA_LIKE = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False, "phi3": False, "granite": False}
-_STATE_SPACE = (
-    *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
-    *("hybrid_override_pattern", "layers_block_type", "attn_type_list"),
-)
 _GROUP = 128
 _ZERO_POINT_AND_SCALE_BITS = 4 + 16
 
@@ -88,7 +85,7 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes in a config.json. Raises TriAttentionError for a model that compression does not cover."""
     merged = {**config, **(config.get("text_config") or {})}
     name = str(config.get("model_type") or "unknown")
-    reason = _unsupported(merged)
+    reason = unsupported(config)
     if reason is not None:
         raise TriAttentionError(
             f"The model type {name} cannot be planned, because {reason}: use a decoder-only model with ordinary "
@@ -133,32 +130,6 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
         words = dtype or "bfloat16"
         bits = {"bfloat16": 16, "fp8": 8, "int8": 8, "int4": _with_groups(4, _GROUP)}[words]
     return int(sizes.matrices * bits / 8) + sizes.others * 2, words
-
-
-def _unsupported(config: Mapping[str, Any]) -> str | None:
-    """Why a model is not covered, to complete "because ...", or None if it is."""
-    layer_types = {kind for kind in config.get("layer_types") or () if kind != "full_attention"}
-    # Qwen configs hold a width that nothing uses unless a switch says so.
-    switch = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
-    window = config.get("sliding_window") if switch and not config.get("layer_types") else None
-    state_space = any(key.startswith(_STATE_SPACE) and value for key, value in config.items())
-    state_space |= any(word in str(config.get("model_type")) for word in ("mamba", "rwkv"))
-    reasons = (
-        (config.get("is_encoder_decoder"), "it is an encoder-decoder model"),
-        (any(config.get(f"{kind}_config") for kind in ("vision", "audio")), "it takes images or sound"),
-        (config.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
-        (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
-        ("sliding_attention" in layer_types, "some of its layers attend to a sliding window"),
-        (layer_types, f"some of its layers are of the type {min(layer_types, default='')}"),
-        (window, f"it attends to a sliding window of {window} tokens"),
-        (config.get("attention_chunk_size"), "its attention is local to chunks"),
-        (config.get("block_configs"), "its layers differ from one another"),
-        (
-            config.get("v_head_dim") not in (None, 0, config.get("head_dim")),
-            "its keys and values have different widths",
-        ),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
 
 
 def _count(config: Mapping[str, Any], name: str, field: str) -> int:

@@ -159,6 +159,7 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
+        value_share=config.value_share,
     ).bytes()
 
 

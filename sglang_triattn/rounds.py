@@ -33,6 +33,7 @@ class RequestState:
         prompt_length: where a resumed conversation's first prompt ends; None where the request's own does.
         first_hole: the first of all rounds but those of `unread_holes`, the last two, whose copies from the device may
             still be on their way.
+        due_length: physical length from which a round may be due, while the tree owns `due_protected` entries.
     """
 
     rounds: int = 0
@@ -42,6 +43,8 @@ class RequestState:
     prompt_length: int | None = None
     first_hole: int | None = None
     unread_holes: tuple[FirstHole, ...] = ()
+    due_length: int = 0
+    due_protected: int = -1
 
     def add_hole(self, first_hole: FirstHole) -> None:
         """Books a round's first hole, and reads that of the round before the last: its copy has long been made."""

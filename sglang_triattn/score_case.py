@@ -22,7 +22,7 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import ScoreTables, build_tables
-from sglang_triattn.kernels.scorer import score, select
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.stats import INV_FREQ_RTOL, QueryStats, load_stats
 
 NEEDED = ("layers", "num_q_heads", "num_kv_heads", "keys_cached", "next_position", "inv_freq", "keep")
@@ -40,7 +40,7 @@ KEPT = {"kept_union": "union", "kept_per_head": "per-head", "kept_per_layer_head
 def score_case(
     case: str | os.PathLike, stats: str | os.PathLike, *, device: str | None = None, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
-    """Scores the keys of `case` with the shipped scorer and selects from its mean scores, no token being recent.
+    """Scores the keys of `case` with the scorer that serves and selects by mean scores, no token being recent.
 
     Args:
         case: .npz file, see the module's docstring.
@@ -69,14 +69,16 @@ def score_case(
     slots = torch.arange(count, dtype=torch.int32, device=device)[None]
     lengths = torch.tensor([count], device=device)
     next_position = torch.tensor([int(fields["next_position"])], device=device)
-    answers = {}
-    for name, aggregation in SCORES.items():
-        scores, moments = score(pools, slots, lengths, next_position, tables, 0, aggregation=aggregation)
-        answers[name] = scores[0].cpu().numpy()
-        if aggregation == "mean":
-            ranked = (scores, moments)
+    row = slots, lengths, next_position
+
+    def scorer(**options: str) -> Scorer:
+        return Scorer(pools, tables, columns=count, longest=count, **options)
+
+    answers = {
+        name: scorer(aggregation=aggregation).scores(*row)[0].cpu().numpy() for name, aggregation in SCORES.items()
+    }
     for name, selection in KEPT.items():
-        kept = select(*ranked, lengths, int(fields["keep"]), 0, selection=selection, num_kv_heads=tables.num_kv_heads)
+        kept = scorer(selection=selection).keep(*row, int(fields["keep"]), 0)
         answers[name] = kept[0].cpu().numpy()
     return answers
 

@@ -12,12 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def make_importable() -> None:
-    """Imports the installed package, or else this checkout's, whose sub-packages lie beside it (see pyproject.toml)."""
-    try:
-        if importlib.util.find_spec("sglang_triattn.kernels") is not None:
-            return
-    except ModuleNotFoundError:
+    """Imports the installed package, or else this checkout's."""
+    if importlib.util.find_spec("sglang_triattn") is None:
         sys.path.insert(0, str(ROOT))
-    import sglang_triattn
-
-    sglang_triattn.__path__.append(str(ROOT))

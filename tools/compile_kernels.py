@@ -5,7 +5,7 @@
 Every combination of compile-time arguments that a launch can ask for is compiled; kernels are specialised on nothing
 else. Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again.
 Exits with 1 if a combination does not compile, spills a register, or copies in pieces of less than 16 bytes: K and V
-that move, and keys where a head's halves are held in one tile and that wide.
+that move, values that are measured, and keys where a head's halves are held in one tile and that wide.
 """
 
 from __future__ import annotations
@@ -35,36 +35,45 @@ POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "units": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "scores": "*fp32", "moments": "*fp32", "importance": "*fp32",
     "kept": "*i64", "sources": "*i32", "targets": "*i32",
+    "sizes": "*fp32",
 }  # fmt: skip
 FLOATS = ("min_std", "factor", "beyond")
 
 
-def combinations() -> Iterator[tuple[str, dict]]:
+def combinations(architecture: int) -> Iterator[tuple[str, dict]]:
     """(name of a kernel, its compile-time arguments) for everything that the launching code can ask for, each once."""
-    found = {json.dumps([name, settings], sort_keys=True) for name, settings in _launches()}
+    found = {json.dumps([name, settings], sort_keys=True) for name, settings in _launches(architecture // 10)}
     yield from sorted(map(json.loads, found), key=repr)
 
 
-def _launches() -> Iterator[tuple[str, dict]]:
+def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.compact_triton import ALIGNMENT, MAX_WORDS, WORD, move_settings
     from sglang_triattn.kernels.importance_triton import SCALE_ROWS, importance_settings
     from sglang_triattn.kernels.keep_triton import BLOCK, keep_settings
     from sglang_triattn.kernels.key_pools import KINDS
+    from sglang_triattn.kernels.moves_triton import moves_settings
     from sglang_triattn.kernels.score import CHUNK, STYLES
-    from sglang_triattn.kernels.score_triton import ALIGN, MAX_FREQUENCIES, MAX_GROUP, launch_settings
+    from sglang_triattn.kernels.score_settings import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
     from sglang_triattn.kernels.select import SELECTIONS
+    from sglang_triattn.kernels.value_size_triton import value_settings
 
-    groups = range(1, MAX_GROUP + 1)
-    for shape in itertools.product(KINDS, range(1, MAX_FREQUENCIES + 1), groups, STYLES, ("mean", "max")):
+    # What is beyond a program's heads or a tile's frequencies is launched as what is just beyond them.
+    groups, frequencies = range(1, HEADS + 2), range(1, MAX_TILE + ALIGN + 1)
+    for shape in itertools.product(KINDS, frequencies, groups, STYLES, ("mean", "max")):
         for aligned in (False, True)[: 1 + (shape[1] % ALIGN == 0)]:
-            yield "score_kernel", launch_settings(*shape, aligned)
+            yield "score_kernel", launch_settings(*shape, aligned, capability >= WARPGROUPS)
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
     for selection, group in itertools.product(SELECTIONS, groups):
         yield "importance_kernel", importance_settings(selection, group)
     for columns in (BLOCK, BLOCK + 1):
         yield "keep_kernel", keep_settings(columns)
+    for ordered in (False, True):
+        yield "moves_kernel", moves_settings(ordered)
     for words, ordered in itertools.product(range(4, MAX_WORDS + 1, ALIGNMENT // WORD), (False, True)):
         yield "move_kernel", move_settings(words, ordered)
+    for dtype in KINDS:
+        for width in range(ALIGNMENT, MAX_WORDS * WORD + 1, ALIGNMENT):
+            yield "value_size_kernel", value_settings(dtype, width // dtype.itemsize)
 
 
 def kernel_named(name: str):
@@ -75,9 +84,19 @@ def jit_functions() -> dict[str, dict]:
     """Per module of kernels, what is compiled in it by name: kernels and the parts they are put together from."""
     from triton import JITFunction
 
-    from sglang_triattn.kernels import compact_triton, importance_triton, keep_triton, score_parts, score_triton
+    from sglang_triattn.kernels import (
+        compact_triton,
+        importance_triton,
+        keep_triton,
+        moves_triton,
+        score_parts,
+        score_triton,
+        value_size_triton,
+    )
 
-    modules = (score_triton, importance_triton, keep_triton, compact_triton, score_parts)
+    modules = (
+        score_triton, importance_triton, keep_triton, moves_triton, compact_triton, value_size_triton, score_parts,
+    )  # fmt: skip
     return {
         module.__name__: {name: f for name, f in vars(module).items() if isinstance(f, JITFunction)}
         for module in modules
@@ -149,6 +168,8 @@ def complaint(name: str, settings: dict, row: dict) -> str | None:
         return f"{row['spilled']} bytes spilled"
     if name == "move_kernel" and row["widest_load"] < 16:
         return f"K and V are copied {row['widest_load']} bytes at a time"
+    if name == "value_size_kernel" and max(row["widest_load"], row["widest_copy"]) < 16:
+        return f"values are read {row['widest_load']} bytes at a time"
     score = name == "score_kernel" and settings["KIND"] == "bf16" and not settings["MAX"]
     if score and not settings["TILED"] and not settings["INTERLEAVED"] and row["widest_copy"] < 16:
         return f"keys are copied {row['widest_copy']} bytes at a time"
@@ -187,7 +208,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="compile everything again, whatever is kept")
     arguments = parser.parse_args()
-    jobs = [(a, *c, cache_file(a, *c)) for c in combinations() for a in ARCHITECTURES]
+    jobs = [(a, *c, cache_file(a, *c)) for a in ARCHITECTURES for c in combinations(a)]
     missing = [job for job in jobs if arguments.fresh or not job[-1].exists()]
     made = {}
     if missing:

@@ -1,5 +1,6 @@
-"""Serve the demonstration model with TriAttention, outgrow its budget, show what was evicted and freed."""
+"""Serve a prepared model with TriAttention, outgrow its budget, show what was evicted and freed."""
 
+import argparse
 import json
 import textwrap
 import time
@@ -165,10 +166,13 @@ def talk(server: Server, model) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    prepare_model.add_model_option(parser)
+    name = parser.parse_args().model
     exit_on_signals()
     log = cache_root() / "logs" / "demo-server.log"
     try:
-        model, stats = prepare_model.prepare()
+        model, stats = prepare_model.prepare(name)
         print(f"starting the server (about a minute on a CPU); its log: {log}", flush=True)
         with running_server(model, triattention_args(stats), log_path=log) as server:
             talk(server, model)

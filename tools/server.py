@@ -1,7 +1,7 @@
 """Start and stop an SGLang server as a child process, for `make demo`, `make serve` and the server tests.
 
 Imports nothing but the standard library. The server runs with the python that imports this module, from a new
-temporary folder (a folder of the checkout would shadow packages of the same name) and offline.
+temporary folder unless told otherwise, and offline.
 """
 
 import os
@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-START_TIMEOUT_S = 300
+START_TIMEOUT_S = 600
 # An idle SGLang ends in three seconds; a busy one first finishes what it runs, which nobody here waits for.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
@@ -152,16 +152,25 @@ def environment(env: dict[str, str] | None = None) -> dict[str, str]:
 
 
 @contextmanager
-def running_process(command: Sequence[str], port: int, env: dict | None = None, log_path: Path | None = None):
-    """Runs `command` as the leader of a session of its own and stops that whole session at the end."""
+def running_process(
+    command: Sequence[str],
+    port: int,
+    env: dict | None = None,
+    log_path: Path | None = None,
+    folder: Path | None = None,
+):
+    """Runs `command` as the leader of a session of its own and stops that whole session at the end.
+
+    It runs in `folder`, by default a new temporary one.
+    """
     if log_path is not None:
         log_path = Path(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as empty:
         with log_path.open("w") if log_path else nullcontext() as output:
             process = subprocess.Popen(
                 command,
-                cwd=folder,
+                cwd=folder or empty,
                 env=environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -195,14 +204,7 @@ def triattention_args(stats: str | Path) -> list[str]:
     args = ["--enable-triattention", "--triattention-stats", str(stats)]
     args += ["--triattention-budget", "256", "--triattention-interval", "64", "--triattention-recent", "64"]
     # The pool's size is given because SGLang would otherwise take most of the machine's memory for it.
-    return [*args, "--max-total-tokens", "8192", *device_args()]
-
-
-def device_args() -> list[str]:
-    """SGLang finds an accelerator by itself, but has to be told that there is none."""
-    import torch
-
-    return [] if torch.accelerator.is_available() else ["--device", "cpu"]
+    return [*args, "--max-total-tokens", "8192"]
 
 
 def exit_on_signals() -> None:

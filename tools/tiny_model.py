@@ -38,6 +38,7 @@ ROPE_KINDS = {
         "factor": 8.0,
         "original_max_position_embeddings": 64,
     },
+    "other-theta": {"rope_type": "default", "rope_theta": 500000.0},
     "partial-interleaved": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 

@@ -1,4 +1,4 @@
-"""Random models and requests for kernel tests, and scores written out in float64."""
+"""Random models and requests for kernel tests; scores and sizes of values written out in float64."""
 
 from pathlib import Path
 
@@ -7,6 +7,11 @@ import torch
 from sglang_triattn.kernels.score import OFFSETS, build_tables
 
 POISON_SLOT = (1 << 31) - 1
+
+
+def may_race(device: str) -> bool:
+    """Whether a second launch can give other bits: the interpreter runs programs one by one, in the same order."""
+    return device != "cpu"
 
 
 def published_means(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,13 +26,13 @@ def published_means(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class KernelCase:
-    """Pools of post-RoPE keys, poisoned outside the requests' slots, and everything else a launch needs.
+    """Pools of post-RoPE keys and of values, poisoned outside the requests' slots, and everything else a launch needs.
 
     Padded columns of `slots` point far outside the pools: reading one ends the process or yields garbage.
     """
 
     def __init__(self, *, lengths, device="cpu", layers=2, kv_heads=2, group=3, head_dim=64, rotary_dim=None,
-                 style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0):  # fmt: skip
+                 value_dim=None, style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
@@ -48,10 +53,20 @@ class KernelCase:
             row[:length] = order[taken : taken + length]
             pool[:, row[:length]] = randn(layers, length, kv_heads, head_dim)
             taken += length
+        values = torch.full((layers, count + 9, kv_heads, value_dim or head_dim), float("nan"))
         self.scales = 0.5 + torch.rand(layers, generator=generator) if scales else None
         self.pools = [keys.to(device) for keys in pool.to(dtype)]
+        for row, length in zip(slots, lengths, strict=True):
+            values[:, row[:length]] = randn(layers, length, *values.shape[2:])
+        self.value_pools = [values.to(device) for values in values.to(dtype)]
         self.slots, self.lengths = slots.to(device), torch.tensor(lengths, device=device)
         self.next_positions = torch.tensor([1000 * r + 2 * n + 3 for r, n in enumerate(lengths)], device=device)
+
+    def expected_sizes(self, request: int) -> torch.Tensor:
+        """[L, H_kv, n] float64: squared sizes of a request's values, as the pool holds them."""
+        slots = self.slots[request, : int(self.lengths[request])].cpu()
+        values = torch.stack([pool.cpu().float()[slots] for pool in self.value_pools]).double()  # [L, n, H_kv, d]
+        return values.square().sum(-1).transpose(1, 2)
 
     def expected(self, request: int, aggregation: str) -> torch.Tensor:
         """[L, H_q, n] float64: spec 2.2 term by term, from the keys as the pool holds them."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.compact import remap
+from sglang_triattn.kernels.compact import cut_column, remap
 from sglang_triattn.kernels.mover import Mover
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4, 64
@@ -50,7 +50,7 @@ class PagedCase:
 
     def __init__(self, device: str, dtype: torch.dtype, page_size: int) -> None:
         self._random = torch.Generator().manual_seed(0)
-        private = (61, 40, 53)
+        private = (65, 49, 81)
         self.page_size, self.device, self.dtype = page_size, device, dtype
         pages = 2 * (FROZEN + sum(private)) // page_size + 8
         shape = (pages * page_size, KV_HEADS, HEAD_DIM)
@@ -91,7 +91,8 @@ class PagedCase:
     def compact(self, strategy: str, sets: str, keep: int) -> None:
         """One round of all requests: `keep` private tokens stay, the newest among them, the others at random.
 
-        strategy: "remap", "fill" or "slide"; sets: "shared", "per-head" or "per-layer-head".
+        strategy: "remap", "slide", "fill" at the row's end, or "cut", which is "fill" before the newest tokens.
+        sets: "shared", "per-head" or "per-layer-head".
         """
         private = [row[frozen:] for row, frozen in zip(self.rows, self.frozen, strict=True)]
         padded = torch.stack([torch.cat([row, row[:1].expand(max(map(len, private)) - len(row))]) for row in private])
@@ -101,8 +102,14 @@ class PagedCase:
         if strategy == "remap":
             left = [row.long() for row in remap(slots, kept.to(self.device)).cpu()]
         else:
-            Mover(self.k, self.v, kernels=True).move(slots, kept.to(self.device), strategy)
-            left = private
+            cut, how = keep, strategy
+            if strategy == "cut":
+                how, lost = "fill", [len(row) - keep for row in private]
+                sizes = zip(self.frozen, lost, strict=True)
+                (cut,) = {cut_column(keep, RECENT, frozen, evicted, self.page_size) for frozen, evicted in sizes}
+            lengths = torch.tensor([len(row) for row in private], device=self.device)
+            Mover(self.k, self.v, kernels=True).move(slots, kept.to(self.device), how, cut=cut, lengths=lengths)
+            left = [torch.cat([row[:cut], row[cut + len(row) - keep :]]) for row in private]
         for request, frozen in enumerate(self.frozen):
             each = kept[request].view(*[1] * (3 - kept[request].ndim), *kept[request].shape)
             each = each.expand(LAYERS, KV_HEADS, -1) + frozen

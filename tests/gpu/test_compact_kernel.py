@@ -1,4 +1,4 @@
-"""The `move` kernel against its twin, byte for byte."""
+"""The kernels that list and make moves against their twins, byte for byte."""
 
 import pytest
 import torch
@@ -6,12 +6,14 @@ import torch
 from sglang_triattn.kernels.compact import list_moves, move_naive
 from sglang_triattn.kernels.compact_triton import move_triton
 from sglang_triattn.kernels.key_pools import key_pools
+from sglang_triattn.kernels.moves_triton import BLOCK, list_moves_triton
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-def make_case(device, *, lengths, keep, sets, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, spread=1, seed=0):
-    """Pools of random bytes, slots of the requests (`spread` apart) and kept sets."""
+def make_case(device, *, lengths, keep, sets, recent=0, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, spread=1,
+              seed=0):  # fmt: skip
+    """Pools of random bytes, slots of the requests (`spread` apart) and kept sets, the newest `recent` in each."""
     generator = torch.Generator().manual_seed(seed)
     count, width = sum(lengths) * spread + 3, torch.empty(0, dtype=dtype).element_size()
     shape = (2 * layers, count, heads, head_dim * width)
@@ -20,15 +22,18 @@ def make_case(device, *, lengths, keep, sets, layers=2, heads=2, head_dim=64, dt
     slots, kept = torch.full((len(lengths), max(lengths)), 1 << 40), []
     for row, length in zip(slots, lengths, strict=True):
         row[:length], order = order[:length], order[length:]
-        picks = [torch.randperm(length, generator=generator)[:keep].sort().values for _ in range(layers * heads)]
-        kept.append(torch.stack(picks).view(layers, heads, keep))
+        older = torch.rand(layers, heads, length - recent, generator=generator).argsort(-1)[..., : keep - recent]
+        newest = torch.arange(length - recent, length).expand(layers, heads, -1)
+        kept.append(torch.cat([older, newest], -1).sort(-1).values)
     kept = torch.stack(kept)
     kept = {"shared": kept[:, 0, 0], "per-head": kept[:, 0], "per-layer-head": kept}[sets]
     return [pool.to(device).view(dtype) for pool in raw], slots.to(device), kept.contiguous().to(device)
 
 
-def check(pools, slots, kept, strategy):
-    sources, targets = list_moves(slots, kept, strategy)
+def check(pools, slots, kept, strategy, **options):
+    sources, targets = list_moves_triton(slots, kept, strategy, **options)
+    for one, other in zip((sources, targets), list_moves(slots.int(), kept, strategy, **options), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
     expected, found = [pool.clone() for pool in pools], [pool.clone() for pool in pools]
     half = len(pools) // 2
     move_naive(expected[:half], sources, targets)
@@ -44,6 +49,15 @@ def check(pools, slots, kept, strategy):
 def test_moves_equal_the_twin(device, sets, strategy):
     """Prevents rows of another head, layer or request, and rows overwritten before they are read."""
     check(*make_case(device, lengths=[40, 33, 90], keep=33, sets=sets), strategy)
+
+
+@pytest.mark.parametrize(("recent", "cut"), [(1, 32), (13, 20), (13, 17), (20, 0)])
+@pytest.mark.parametrize("sets", ["shared", "per-head", "per-layer-head"])
+def test_moves_around_a_cut_equal_the_twins(device, sets, recent, cut):
+    """Prevents rows of unequal length cut at another's end, and newest tokens that move."""
+    lengths = [40, 34, 90]
+    case = make_case(device, lengths=lengths, keep=33, sets=sets, recent=recent)
+    check(*case, "fill", cut=cut, lengths=torch.tensor(lengths, device=device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,15 +82,47 @@ def test_nothing_to_move(device):
     """Prevents a launch of no moves from failing."""
     pools, slots, kept = make_case(device, lengths=[8], keep=8, sets="shared")
     before = [pool.clone() for pool in pools]
-    sources, targets = list_moves(slots, kept, "fill")
+    sources, targets = list_moves_triton(slots, kept, "fill")
     move_triton(key_pools(pools), sources, targets, layers=2, ordered=False)
+    # The newest tokens alone stay, and move up in the row.
+    lengths = torch.tensor([8], device=device)
+    sources, targets = list_moves_triton(slots, kept[:, 3:], "fill", cut=0, lengths=lengths)
+    assert torch.equal(sources, targets)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pools, before, strict=True))
 
 
-def test_odd_heads_are_refused(device):
-    """Prevents words that reach into the next head."""
-    pools = [torch.zeros(8, 2, 7, dtype=torch.float8_e5m2, device=device) for _ in range(2)]
-    slots = torch.arange(8, device=device)[None]
-    sources, targets = list_moves(slots, torch.tensor([[1, 2]], device=device), "slide")
-    with pytest.raises(ValueError, match="no multiple of 16 bytes"):
-        move_triton(key_pools(pools), sources, targets, layers=1, ordered=True)
+@pytest.mark.parametrize("strategy", ["slide", "fill"])
+@pytest.mark.parametrize(("length", "keep"), [(2 * BLOCK + 9, BLOCK + 3), (3 * BLOCK, BLOCK), (700, 699), (64, 1)])
+def test_lists_of_several_blocks(device, length, keep, strategy):
+    """Prevents seams between programs, and holes that are counted wrongly where few or most tokens stay."""
+    generator = torch.Generator().manual_seed(keep)
+    lengths = [length, keep, keep + 1]
+    slots = torch.randperm(3 * length, generator=generator).int().view(3, length)
+    picks = [torch.randperm(n, generator=generator)[:keep].sort().values for n in lengths for _ in range(4)]
+    # The first and the last tokens alone: no hole is filled, every one is.
+    picks[0], picks[1] = torch.arange(keep), torch.arange(length - keep, length)
+    kept = torch.stack(picks).view(3, 2, 2, keep)
+    expected = list_moves(slots, kept, strategy)
+    found = list_moves_triton(slots.to(device), kept.to(device), strategy)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize(("keep", "recent", "cut"), [(BLOCK + 3, 7, BLOCK - 4), (BLOCK, 100, 300), (700, 690, 3)])
+def test_cuts_of_several_blocks(device, keep, recent, cut):
+    """Prevents seams between programs on both sides of a cut, and lengths read of another request."""
+    generator = torch.Generator().manual_seed(keep)
+    lengths = [keep + 1, keep + 2 * BLOCK, keep + 77]
+    slots = torch.randperm(3 * max(lengths), generator=generator).int().view(3, -1)
+    kept = []
+    for length in lengths:
+        older = torch.rand(2, 2, length - recent, generator=generator).argsort(-1)[..., : keep - recent]
+        # One head keeps its oldest tokens.
+        older[0, 0] = torch.arange(keep - recent)
+        kept.append(torch.cat([older, torch.arange(length - recent, length).expand(2, 2, -1)], -1).sort(-1).values)
+    kept, lengths = torch.stack(kept), torch.tensor(lengths)
+    expected = list_moves(slots, kept, "fill", cut=cut, lengths=lengths)
+    options = {"cut": cut, "lengths": lengths.to(device)}
+    found = list_moves_triton(slots.to(device), kept.to(device), "fill", **options)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other.cpu())

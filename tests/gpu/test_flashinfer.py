@@ -169,7 +169,7 @@ def difference(case: PagedCase, attend, table: PageTable, counts: list[int]) -> 
 # token by token, whatever its pages are.
 ROUNDS = [
     ("remap", "shared", 1, 1),
-    *((strategy, sets, *sizes) for strategy in ("fill", "slide") for sets, *sizes in (
+    *((strategy, sets, *sizes) for strategy in ("fill", "cut", "slide") for sets, *sizes in (
         ("shared", 1, 1), ("per-head", 1, 1), ("shared", 16, 16), ("per-head", 16, 16), ("per-layer-head", 16, 1),
     )),
 ]  # fmt: skip
@@ -196,8 +196,8 @@ def test_attention_is_over_the_kept_tokens(device, attention, strategy, sets, pa
     check([1, 1, 1])
     case.append(7)
     check([1, 3, 2])
-    case.compact(strategy, sets, 18)
-    assert [len(row) for row in case.rows] == [50, 50, 18]
+    case.compact(strategy, sets, 24)
+    assert [len(row) for row in case.rows] == [56, 56, 24]
     check([1, 1, 1])
 
 

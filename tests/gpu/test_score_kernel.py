@@ -8,7 +8,7 @@ from sglang_triattn.kernels.key_pools import key_pools
 from sglang_triattn.kernels.score import CHUNK, build_tables
 from sglang_triattn.kernels.score_triton import score_triton
 
-from kernel_cases import KernelCase, published_means
+from kernel_cases import KernelCase, may_race, published_means
 
 SENTINEL = -12345.0
 
@@ -44,6 +44,8 @@ SHAPES = {
         "dtype": torch.bfloat16,
     },
     "yarn-scaling": {"lengths": [30], "scaling": 1.3466},
+    "six-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 320, "group": 2, "dtype": torch.bfloat16},
+    "odd-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 300, "group": 2},
     "interleaved-fp8": {"lengths": [30], "style": "interleaved", "dtype": torch.float8_e4m3fn, "scales": True},
 }
 
@@ -61,9 +63,10 @@ def launch(case: KernelCase, aggregation: str, recent: int = 0, slots=None, buff
 
 def check(case: KernelCase, aggregation: str, recent: int = 0) -> None:
     scores, moments = (x.cpu() for x in launch(case, aggregation, recent))
-    again, moments_again = (x.cpu() for x in launch(case, aggregation, recent))
-    assert torch.equal(scores, again)
-    assert torch.equal(moments, moments_again)
+    if may_race(case.slots.device.type):
+        again, moments_again = (x.cpu() for x in launch(case, aggregation, recent))
+        assert torch.equal(scores, again)
+        assert torch.equal(moments, moments_again)
     for r, length in enumerate(case.lengths.tolist()):
         expected = case.expected(r, aggregation)
         # float32 sums of 3F terms: their error grows with the size of the terms, not of the sum.
@@ -88,6 +91,19 @@ def test_every_dtype_and_shape(device, cross):
     case = KernelCase(lengths=[67, 10], device=device, dtype=dtype, head_dim=head_dim, group=group, kv_heads=kv_heads,
                       layers=2, scales=scales, seed=head_dim + group)  # fmt: skip
     check(case, "mean", recent=7)
+
+
+@pytest.mark.parametrize(
+    ("group", "aggregation"),
+    # Smaller groups are in CROSS. Seventeen offsets take the interpreter long.
+    [*((group, "mean") for group in (16, 17, 24, 32, 48, 71)), (17, "norm"), (71, "norm"), (3, "max"), (17, "max")],
+)
+def test_groups_are_spread_over_programs(device, group, aggregation):
+    """Prevents a limit on the query heads of a KV head, and heads that no program scores, or another group's does."""
+    dtype = torch.float8_e5m2 if group == 24 else torch.bfloat16
+    lengths, layers = ([12], 1) if aggregation == "max" else ([35, 6], 2)
+    case = KernelCase(lengths=lengths, layers=layers, device=device, group=group, dtype=dtype, seed=group)
+    check(case, aggregation, recent=3)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max", "norm"])
@@ -173,9 +189,6 @@ def test_unusable_pools_are_refused(device):
     ):
         with pytest.raises(ValueError, match=message):
             key_pools(pools)
-    case = KernelCase(lengths=[4], device=device, group=17, kv_heads=1)
-    with pytest.raises(ValueError, match="17"):
-        launch(case, "mean")
 
 
 # Tolerances as for the twin: the reference's phases are float32.

@@ -65,6 +65,128 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
     torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "selection", "aggregation"),
+    [*((1, 71, s, "mean") for s in SELECTIONS), *((2, 24, s, "norm") for s in SELECTIONS), (1, 17, "per-head", "max")],
+)
+def test_large_groups_keep_what_the_twin_keeps(device, kv_heads, group, selection, aggregation):
+    """Prevents query heads beyond those of one program from having no say in what stays."""
+    case = KernelCase(lengths=[60, 45], device=device, kv_heads=kv_heads, group=group, head_dim=16)
+    options = {"columns": 60, "longest": 60, "selection": selection, "aggregation": aggregation}
+    ours, theirs = (Scorer(case.pools, case.tables, kernels=kernels, **options) for kernels in (True, False))
+    torch.testing.assert_close(ours.keep(*arguments(case)), theirs.keep(*arguments(case)), rtol=0, atol=0)
+
+
+SHARES = [0.75, 1.0]
+
+
+def valued(case: KernelCase, share: float, kernels: bool, columns: int = 90, **options) -> Scorer:
+    """A scorer that decides by values too, and whose scratch is poisoned."""
+    options = {"longest": 90, "limit": 0, "selection": "per-layer-head", **options}
+    made = Scorer(
+        case.pools, case.tables, columns=columns, v_buffers=case.value_pools, value_share=share, kernels=kernels,
+        **options,
+    )  # fmt: skip
+    if kernels:
+        made._memory.fill_(float("nan"))
+    return made
+
+
+def kept_by_definition(case: KernelCase, request: int, keep: int, recent: int, share: float) -> list[list[int]]:
+    """One set for each layer and KV head, from float64 sizes and scores."""
+    n = int(case.lengths[request])
+    candidates, large = n - recent, round(share * (keep - recent))
+    sizes = case.expected_sizes(request).flatten(0, 1)[:, :candidates].tolist()
+    scores = case.expected(request, "mean")[..., :candidates]
+    z = (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True, unbiased=False)
+    best = z.unflatten(1, (case.tables.num_kv_heads, -1)).amax(2).flatten(0, 1).tolist()
+    sets = []
+    for size, score in zip(sizes, best, strict=True):
+        order = sorted(range(candidates), key=lambda i: -size[i])
+        rest = sorted(order[large:], key=lambda i: -score[i])
+        sets.append(sorted([*order[:large], *rest[: keep - recent - large], *range(candidates, n)]))
+    return sets
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dtype": torch.float32, "head_dim": 16, "group": 2},
+        {"dtype": torch.bfloat16, "head_dim": 16, "value_dim": 48, "kv_heads": 1, "group": 5},
+        {"dtype": torch.float8_e4m3fn, "head_dim": 32, "value_dim": 64, "group": 1},
+    ],
+    ids=lambda shape: str(shape["dtype"])[6:],
+)
+def test_values_and_scores_keep_what_the_definition_says(device, shape, share):
+    """Prevents a share that goes to another head's or request's tokens, or twice to the same."""
+    case = KernelCase(lengths=[90, 41, 64], device=device, **shape)
+    for kernels in (True, False):
+        kept = valued(case, share, kernels).keep(*arguments(case)).cpu()
+        for r in range(3):
+            expected = kept_by_definition(case, r, KEEP, RECENT, share)
+            assert kept[r].flatten(0, 1).tolist() == expected
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_launches_in_parts_equal_the_twin_where_values_decide(device, share):
+    """Prevents layers or requests that are lost, mixed up or cut where one launch cannot hold them."""
+    case = KernelCase(lengths=[90, 64, 77], device=device, layers=3, kv_heads=1, group=2, head_dim=16)
+    expected = valued(case, share, False).keep(*arguments(case))
+    launches = set()
+    for columns in (40, 90, 200):
+        ours = valued(case, share, True, columns)
+        launches.add(ours.plan.launch(90))
+        torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
+        assert torch.equal(ours.keep(*arguments(case, slice(1, 2)))[0], expected[1])
+        assert ours._memory.numel() * 4 == ours.plan.bytes()
+    assert len(launches) == 3
+
+
+@pytest.mark.parametrize(("keep", "recent"), [(40, 40), (1, 0), (9, 8), (41, 0)])
+def test_small_shares_that_round_to_nothing_or_all(device, keep, recent):
+    """Prevents a count below zero, or one that exceeds what is to be kept."""
+    case = KernelCase(lengths=[60, 41], device=device, layers=1, group=1, head_dim=16)
+    where = (*arguments(case)[:3], keep, recent)
+    for share in (0.0, 0.4, 0.6, 1.0):
+        for kernels in (True, False):
+            kept = valued(case, share, kernels).keep(*where).cpu()
+            for r in range(2):
+                assert kept[r].flatten(0, 1).tolist() == kept_by_definition(case, r, keep, recent, share)
+    for kernels in (True, False):
+        with pytest.raises(ValueError, match="recent 5"):
+            valued(case, 0.5, kernels).keep(*arguments(case)[:3], 4, 5)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_no_key_is_read_where_values_decide_alone(device, kernels):
+    """Prevents scores that nobody asks for from being computed: every key is poisoned."""
+    case = KernelCase(lengths=[90, 64], device=device, head_dim=16)
+    scorer = valued(case, 1.0, kernels)
+    expected = scorer.keep(*arguments(case))
+    for pool in case.pools:
+        pool.fill_(float("nan"))
+    if kernels:
+        # Where the keys were is no longer known.
+        scorer._pools.addresses.zero_()
+    assert torch.equal(scorer.keep(*arguments(case)), expected)
+    with pytest.raises(ValueError, match="nothing is decided by scores"):
+        scorer.scores(*arguments(case)[:3])
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "norm"])
+def test_scores_for_inspection_are_those_that_decide(device, aggregation):
+    """Prevents scores that are shown from being others than those that serve, also where they come in pieces."""
+    case = KernelCase(lengths=[90, 64, 70], device=device, layers=3, head_dim=16)
+    for columns in (40, 90, 300):
+        options = {"columns": columns, "longest": 90, "aggregation": aggregation, "limit": 0}
+        ours, theirs = (Scorer(case.pools, case.tables, kernels=kernels, **options) for kernels in (True, False))
+        found, expected = (each.scores(*arguments(case)[:3]) for each in (ours, theirs))
+        assert found.shape == expected.shape
+        for r, length in enumerate(case.lengths.tolist()):
+            torch.testing.assert_close(found[r, ..., :length], expected[r, ..., :length], rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
     """Prevents a request's result from depending on how wide its batch is, which decides how layers are cut."""
@@ -115,11 +237,13 @@ def test_a_row_beyond_the_plan_is_refused(device):
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-@pytest.mark.parametrize("selection", SELECTIONS)
-def test_any_request_within_the_plan_fits(selection, aggregation):
+@pytest.mark.parametrize(
+    ("selection", "share"), [*((s, 0.0) for s in SELECTIONS), ("per-layer-head", 0.5), ("per-layer-head", 1.0)]
+)
+def test_any_request_within_the_plan_fits(selection, share, aggregation):
     """Prevents a scratch size that is announced and then not enough, for few long rows and for many short ones."""
     for limit in (0, 1 << 20, 64 << 20):
-        plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation)
+        plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
         for columns in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
             requests, layers = plan.launch(columns)
             assert plan.needs(requests, columns, layers) <= plan.bytes()
@@ -127,6 +251,14 @@ def test_any_request_within_the_plan_fits(selection, aggregation):
             assert layers == 36 or (requests == 1 and columns > 2176)
             # No request more would fit, or no layer: launches are as few as can be.
             assert plan.needs(requests + 1, columns, layers) > plan.bytes() or layers < 36
+
+
+def test_scratch_holds_what_decides():
+    """Prevents memory for scores where there are none, and for sizes where nobody asks for them."""
+    parts = [ScratchPlan(36, 32, 8, 64, 2176, 4096, value_share=share).parts(2, 100, 3) for share in (0.0, 0.5, 1.0)]
+    sizes = {"sizes": (2, 3, 8, 100)}
+    assert "sizes" not in parts[0]
+    assert parts[1:] == [parts[0] | sizes, sizes]
 
 
 def test_scratch_does_not_grow_with_the_context():

@@ -10,9 +10,8 @@ from sglang_triattn.kernels.key_pools import key_pools
 from sglang_triattn.kernels.score import CHUNK, build_tables
 from sglang_triattn.kernels.score_triton import score_triton
 from sglang_triattn.kernels.select import SELECTIONS, importance_naive, keep_naive, select_naive
-from sglang_triattn.kernels.select_triton import select_triton
 
-from kernel_cases import KernelCase, published_means
+from kernel_cases import KernelCase, may_race, published_means
 
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
@@ -38,11 +37,19 @@ def random_scores(lengths: list[int], layers: int, heads: int, seed: int, poison
     return scores
 
 
+def select_by_kernels(scores, moments, lengths, keep, recent, *, selection, num_kv_heads):
+    """Kept sets as `Scorer.keep` shapes them, from scores and moments that lie in memory."""
+    options = {"selection": selection, "num_kv_heads": num_kv_heads}
+    kept = keep_triton(importance_triton(scores, moments, lengths, recent, **options), lengths, keep, recent)
+    if selection == "per-layer-head":
+        return kept.unflatten(1, (scores.shape[1], num_kv_heads))
+    return kept if selection == "per-head" else kept[:, 0]
+
+
 def select(device, scores, lengths, keep, recent, selection, kv_heads):
     arguments = (scores.to(device), moments_of(scores, lengths, recent).to(device))
-    return select_triton(
-        *arguments, torch.tensor(lengths, device=device), keep, recent, selection=selection, num_kv_heads=kv_heads
-    ).cpu()
+    on_device = torch.tensor(lengths, device=device)
+    return select_by_kernels(*arguments, on_device, keep, recent, selection=selection, num_kv_heads=kv_heads).cpu()
 
 
 def importance_reference(scores: np.ndarray, candidates: int, selection: str, kv_heads: int) -> np.ndarray:
@@ -58,17 +65,19 @@ def importance_reference(scores: np.ndarray, candidates: int, selection: str, kv
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "poison"), [(2, 3, 1e30), *((*s, float("nan")) for s in ((1, 1), (2, 4), (1, 7), (1, 16)))]
+    ("kv_heads", "group", "poison"),
+    [(2, 3, 1e30), *((*s, float("nan")) for s in ((1, 1), (2, 4), (1, 7), (1, 16), (2, 17), (1, 71)))],
 )
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_importance_equals_the_definition(device, selection, kv_heads, group, poison):
     """Prevents a row of another head, layer or request, or padding, from deciding about a token."""
-    lengths, layers, recent = [140, 37, 300], 3, 6
+    # Two blocks of one row, a part of one of the other; longer rows are below.
+    lengths, layers, recent = [37, 140], 3, 6
     scores = random_scores(lengths, layers, kv_heads * group, group, poison)
     moments = moments_of(scores, lengths, recent).to(device)
     arguments = (scores.to(device), moments, torch.tensor(lengths, device=device), recent)
     got = importance_triton(*arguments, selection=selection, num_kv_heads=kv_heads)
-    again = importance_triton(*arguments, selection=selection, num_kv_heads=kv_heads)
+    again = importance_triton(*arguments, selection=selection, num_kv_heads=kv_heads) if may_race(device) else got
     for r, length in enumerate(lengths):
         expected = importance_reference(scores[r].numpy(), length - recent, selection, kv_heads)
         np.testing.assert_allclose(got[r, :, : length - recent].cpu().numpy(), expected, rtol=1e-5, atol=1e-5)
@@ -96,7 +105,7 @@ def check_keep(device, importance: torch.Tensor, lengths: list[int], keep: int, 
         row[..., length - recent :] = float("-inf")
     on_device = (importance.to(device), torch.tensor(lengths, device=device), keep, recent)
     kept = keep_triton(*on_device)
-    assert torch.equal(kept, keep_triton(*on_device))
+    assert not may_race(device) or torch.equal(kept, keep_triton(*on_device))
     expected = keep_naive(clean, torch.tensor(lengths), keep, recent)
     torch.testing.assert_close(kept.cpu(), expected, rtol=0, atol=0)
 
@@ -154,12 +163,13 @@ def test_broken_scores_are_treated_as_the_twin_does(device, selection):
 @pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
 def test_keys_to_kept_sets(device, selection, aggregation):
     """Prevents score and selection from disagreeing about layouts; the twins' inputs are the kernels' own scores."""
-    lengths, keep, recent = [150, 64, 97], 48, 16
+    # Seventeen offsets take the interpreter long.
+    lengths, keep, recent = [150, 64, 97] if aggregation == "mean" else [66, 49, 64], 48, 16
     case = KernelCase(lengths=lengths, device=device, group=3, dtype=torch.bfloat16)
     arguments = (key_pools(case.pools), case.slots, case.lengths, case.next_positions, case.tables, recent)
     scores, moments = score_triton(*arguments, aggregation=aggregation)
     options = {"selection": selection, "num_kv_heads": 2}
-    kept = select_triton(scores, moments, case.lengths, keep, recent, **options)
+    kept = select_by_kernels(scores, moments, case.lengths, keep, recent, **options)
     theirs = select_naive(scores, case.lengths, keep, recent, **options)
     assert kept.shape == theirs.shape
     # Importances are equal but for rounding: a token may differ only where it ties with the last one kept.
@@ -194,7 +204,7 @@ def test_golden_kept_sets(device, reference_files, name, selection):
     slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)
     position = torch.tensor([int(golden["next_position"])], device=device)
     scores, moments = score_triton(key_pools(pools), slots, lengths, position, tables, 0)
-    kept = select_triton(scores, moments, lengths, keep, 0, selection=selection, num_kv_heads=kv_heads)[0].cpu()
+    kept = select_by_kernels(scores, moments, lengths, keep, 0, selection=selection, num_kv_heads=kv_heads)[0].cpu()
     expected = golden[f"kept_{selection.replace('-', '_')}"]
     assert kept.shape == expected.shape
     for ours, theirs in zip(kept.reshape(-1, keep).tolist(), expected.reshape(-1, keep).tolist(), strict=True):

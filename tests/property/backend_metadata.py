@@ -13,7 +13,8 @@ from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
 from checks import decode_together
-from simulation import KV_HEADS, Q_HEADS, Simulation
+from content import KV_HEADS, Q_HEADS
+from simulation import Simulation
 
 
 def metadata(sim: Simulation, rows: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:

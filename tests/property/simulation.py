@@ -8,137 +8,92 @@ after it (tainted). Whatever moves, whoever reads a row back finds out whose con
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_triattn.config import Config
-from sglang_triattn.kernels.score import build_tables
-from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches import prefill as prefill_patch
 from sglang_triattn.patches import requests as requests_patch
-from sglang_triattn.patches.compressor import Compressor, make_mover
-from sglang_triattn.patches.conversations import Conversations
-from sglang_triattn.patches.rows import Rows
 from sglang_triattn.request_settings import Asked
 
-LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
-POOL, ROWS, CONTEXT = 192, 6, 160
-BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
+from content import contents, exact_length, same_for_all
+from memory import CONTEXT, Memory
+from running import Running
+
+THINK_END = 4
 
 
-@dataclass(eq=False)
-class Running:
-    """A request and the independent account of it: the logical position of every KV entry of its row.
-
-    positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
-    prompt_length: of its first turn, where it goes on behind another's row.
-    """
-
-    req: Req
-    positions: torch.Tensor = field(default_factory=lambda: same_for_all([]))
-    first_tainted: int | None = None
-    prompt_length: int = 0
-
-    @property
-    def tokens(self) -> list[int]:
-        return list(self.req.origin_input_ids + self.req.output_ids)
-
-    @property
-    def evicted(self) -> int:
-        return requests_patch.state_of(self.req).evicted_tokens
-
-
-class Simulation:
+class Simulation(Memory):
     """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
 
-    def __init__(self, page_size: int, radix: bool = True, kernels: bool = False, pool: int = POOL, **settings) -> None:
-        self.page_size, self.pool_size = page_size, pool
-        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
-        self.radix = radix
-        self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
-        self.pool = MHATokenToKVPool(
-            pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
-        )
-        plain = {"dtype": torch.float32, "device": "cpu", "kvcache": self.pool, "need_sort": False}
-        if page_size == 1:
-            self.allocator = TokenToKVPoolAllocator(pool, **plain)
-        else:
-            self.allocator = PagedTokenToKVPoolAllocator(pool, page_size, **plain)
-        self.tree = UnifiedRadixCache(
-            CacheInitParams(
-                disable=not radix,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=page_size,
-                tree_components=(ComponentType.FULL,),
-            )
-        )
+    def __init__(self, *args, **options) -> None:
+        """Arguments as for Memory."""
+        super().__init__(*args, **options)
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.finished: list[list[int]] = []
         self.talks: dict[str, tuple] = {}
         self.spoken: dict[str, list[int]] = {}
-        self.resumed = self.shared_starts = 0
-        self.rounds = self.early_rounds = self.prefill_rounds = 0
+        self.kept_once: set[str] = set()
+        self.resumed = self.shared_starts = self.barred = self.stripped = self.aborted_prefills = 0
+        self.early_rounds = self.prefill_rounds = self.cut_rounds = 0
         self._serial = 0
-        generator = torch.Generator().manual_seed(0)
-        mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
-        inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
-        scheduler = SimpleNamespace(
-            enable_overlap=False,
-            tp_group=SimpleNamespace(world_size=1),
-            token_to_kv_pool_allocator=self.allocator,
-            req_to_token_pool=self.rows,
-            tree_cache=self.tree,
-            stash_chunked_request=self._stash,
-        )
-        self.conversations = Conversations(ttl=600)
-        self.conversations.attach(scheduler)
-        self.ends = Rows(self.conversations)
-        self.compressor = Compressor(
-            scheduler,
-            self.config,
-            Scorer(
-                self.pool.k_buffer,
-                build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
-                columns=CONTEXT,
-                longest=CONTEXT,
-                selection=self.config.selection,
-                kernels=kernels,
-            ),
-            make_mover(self.config, page_size, self.pool, kernels=kernels),
-            self.conversations,
-        )
 
-    def request(self, prompt: list[int], conversation: str | None = None) -> Running:
+    def counts(self) -> dict[str, int]:
+        """How often what happened."""
+        return {
+            "rounds": self.rounds,
+            "early rounds": self.early_rounds,
+            "prefill rounds": self.prefill_rounds,
+            "rows cut before their newest tokens": self.cut_rounds,
+            "resumed turns": self.resumed,
+            "shared starts of compacted rows": self.shared_starts,
+            "rows barred by SGLang": self.barred,
+            "stripped answers": self.stripped,
+            "aborted prefills": self.aborted_prefills,
+        }
+
+    @property
+    def rounds(self) -> int:
+        return self.compressor.totals.rounds
+
+    def request(
+        self, prompt: list[int], conversation: str | None = None, *, asked: Asked | None = None, **fields
+    ) -> Running:
+        """A request that asks for the server's settings, or for `asked`; the other `fields` are those of Running."""
         self._serial += 1
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
-        requests_patch.adopt(req, Asked(self.config, conversation))
-        return Running(req)
+        req.skip_radix_cache_insert = fields.get("barred", False)
+        requests_patch.adopt(req, asked or Asked(self.config, conversation))
+        return Running(req, **fields)
 
-    def admit(self, running: Running, chunk: int, between_chunks=None) -> bool:
+    def admit(
+        self,
+        running: Running,
+        chunk: int,
+        between_chunks: Callable[[Running], None] = lambda _: None,
+        abort_at: int | None = None,
+    ) -> bool:
         """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room.
 
-        between_chunks(running): runs the rounds between two chunks, and brings the account up to date.
+        Args:
+            between_chunks: runs the rounds between two chunks, and brings the account up to date.
+            abort_at: where the client goes away: 2n before the rounds behind chunk n, 2n + 1 after them.
         """
-        req = running.req
-        self._next_input(req, self.tree)
+        req, asked = running.req, requests_patch.asked_of(running.req)
+        with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
+            self._next_input(req, self.tree)
+        idle, start = set(self.conversations.records()), asked.start
         lent = self.conversations.lend(req)
         req.lock = self.tree.lock(req.last_node)
         needed = len(req.full_untruncated_fill_ids) - req.prefix_len + self.page_size
-        if not self._make_room(needed) or not (lent or self._make_row()):
+        if not self.make_room(needed) or not (lent or self.make_row()):
             self.tree.unlock(req.lock)
             req.lock = None
             if lent:
@@ -148,7 +103,7 @@ class Simulation:
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         req.is_retracted = False
         if lent:
-            talk = self.talks[requests_patch.asked_of(req).conversation]
+            talk = self.talks[asked.conversation]
             running.positions, running.first_tainted, running.prompt_length, req.serial = talk
             self.resumed += 1
         else:
@@ -157,16 +112,40 @@ class Simulation:
             running.positions = same_for_all(range(req.prefix_len))
             running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
         self.conversations.settle(req)
+        if start is None and asked.conversation is not None:
+            self._check_start(asked, lent, f"triattention {asked.conversation}" in idle)
+        done = 0
         while not self._prefill(running, row, chunk):
-            if between_chunks is not None:
-                between_chunks(running)
-            if req.extend_end > req.prefix_len:
-                self._stash(req)
+            for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
+                if done == abort_at:
+                    self._abort_prefill(running)
+                    return True
+                work()
+                done += 1
             self._next_input(req)
-        self._stash(req)
-        req.output_ids.append(self._next_token(running))
+        self.stash(req)
+        self._say(running)
         self.running.append(running)
         return True
+
+    def _check_start(self, asked: Asked, lent: bool, was_idle: bool) -> None:
+        """What the client is told of its conversation, against the account of what was kept."""
+        if lent:
+            expected = {"resumed"}
+        elif was_idle:
+            # It may have made room for this very request.
+            expected = {"diverged", "lost"}
+        else:
+            expected = {"lost" if asked.conversation in self.kept_once else "new"}
+        assert asked.start in expected, f"the conversation is {asked.start}, not {expected}"
+        if lent:
+            self.kept_once.discard(asked.conversation)
+
+    def _abort_prefill(self, running: Running) -> None:
+        running.req.finished_reason = FINISH_ABORT()
+        with self.flags():
+            self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=False)
+        self.aborted_prefills += 1
 
     def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
         """One chunk; True after the last."""
@@ -174,32 +153,48 @@ class Simulation:
         start, end = req.prefix_len, min(len(req.full_untruncated_fill_ids), req.prefix_len + chunk)
         req.extend_end = end
         positions = range(start + running.evicted, end + running.evicted)
-        assert list(req.get_fill_ids()[start:]) == running.tokens[positions.start : positions.stop]
-        row[start:end] = self._allocate(row, start, end).to(row.dtype)
+        asked = running.tokens[positions.start : positions.stop]
+        assert list(req.get_fill_ids()[start:]) == asked, "a prefill computes other tokens than come next"
+        row[start:end] = self.allocate(row, start, end).to(row.dtype)
         self._write(running, row[start:end], positions)
         running.positions = torch.cat([running.positions, same_for_all(positions)], -1)
         req.kv.kv_allocated_len = req.kv.kv_committed_len = end
         return end == len(req.full_untruncated_fill_ids)
 
-    def _stash(self, req: Req) -> None:
-        self.ends.checkpoint(checkpoint_kv_cache, req, self.tree)
+    def _stash_new(self, req: Req) -> None:
+        # A round between two chunks has given the tree its part already.
+        if req.extend_end > req.prefix_len:
+            self.stash(req)
 
     def _next_input(self, req: Req, *tree) -> None:
         prefill_patch._show_ids_behind_row(Req.init_next_round_input, req, *tree)
 
     def decode(self, running: Running) -> bool:
-        req, kv = running.req, running.req.kv
+        """One more token; False where neither context nor pool has room for it."""
+        if not self._compute_last(running):
+            return False
+        self._say(running)
+        return True
+
+    def _compute_last(self, running: Running) -> bool:
+        """K/V of the newest token."""
+        kv = running.req.kv
         length = kv.kv_allocated_len
         position = length + running.evicted
-        if position + 1 >= CONTEXT or not self._make_room(self.page_size):
+        if position + 1 >= CONTEXT or not self.make_room(self.page_size):
             return False
         row = self.rows.req_to_token[kv.req_pool_idx]
-        row[length : length + 1] = self._allocate(row, length, length + 1).to(row.dtype)
+        row[length : length + 1] = self.allocate(row, length, length + 1).to(row.dtype)
         self._write(running, row[length : length + 1], [position])
         running.positions = torch.cat([running.positions, same_for_all([position])], -1)
         kv.kv_allocated_len = kv.kv_committed_len = length + 1
-        req.output_ids.append(self._next_token(running))
         return True
+
+    def _say(self, running: Running) -> None:
+        req, token = running.req, self._next_token(running)
+        req.output_ids.append(token)
+        if running.thinks:
+            req.update_reasoning_tokens(token, [THINK_END])
 
     def compress(self, chunked: Running | None = None) -> SimpleNamespace:
         """Due rounds of the running batch and of a prefill between two chunks; returns the batch as they left it."""
@@ -214,39 +209,65 @@ class Simulation:
             batch_is_full=True,
         )
         self.compressor.run_due_rounds(batch, chunked=None if chunked is None else chunked.req)
-        self.rounds = self.compressor.totals.rounds
         return batch
 
-    def release(self, running: Running, *, finish: bool) -> None:
+    def release(self, running: Running, *, finish: bool, abort: bool = False, overrun: bool = False) -> None:
+        """The end of a request, or of its row.
+
+        Args:
+            finish: its answer is complete; else it is retracted.
+            abort: it finishes because its client went away.
+            overrun: with overlap, its newest token's K/V was computed before anyone knew that it was the last.
+        """
         self.running.remove(running)
+        req, asked = running.req, requests_patch.asked_of(running.req)
+        held = running.positions[..., : len(running.tokens) - 1 - running.evicted]
+        if overrun:
+            self._compute_last(running)
         if finish:
-            running.req.finished_reason = FINISH_LENGTH(length=len(running.req.output_ids))
+            req.finished_reason = FINISH_ABORT() if abort else FINISH_LENGTH(length=len(req.output_ids))
             self.finished.append(running.tokens[:-1])
-        exact = exact_length(running.positions) // self.page_size * self.page_size
-        protected = running.req.kv.cache_protected_len
-        self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=finish)
-        if finish and self.radix and not requests_patch.asked_of(running.req).kept:
-            found = Req("probe", "", array("q", running.tokens), SamplingParams(max_new_tokens=1))
-            found.init_next_round_input(self.tree)
-            assert found.prefix_len >= exact, "exact K/V was thrown away"
-            self.shared_starts += running.first_tainted is not None and exact > protected
-        asked = requests_patch.asked_of(running.req)
+        before, (least, most) = self.matched(running.tokens), self._for_the_tree(running)
+        protected = req.kv.cache_protected_len
+        with self.flags():
+            self.ends.release(release_kv_cache, req, self.tree, checkpoint=finish)
+        found = self.matched(running.tokens)
+        most = max(before, most if finish else 0)
+        assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
+        if asked.kept:
+            assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
+            self.kept_once.add(asked.conversation)
+            # Of a name that several requests have at once, the row of the last that left one waits.
+            self.talks[asked.conversation] = held, running.first_tainted, running.prompt_length, req.serial
+        elif finish:
+            assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
+            self.shared_starts += running.first_tainted is not None and least > protected
         if finish and asked.conversation is not None:
-            talk = running.positions, running.first_tainted, running.prompt_length, running.req.serial
-            self.talks[asked.conversation] = talk
             self.spoken[asked.conversation] = running.tokens
+
+    def _for_the_tree(self, running: Running) -> tuple[int, int]:
+        """Entries that the tree must have of a finished request's row, and that it may have at most."""
+        req = running.req
+        exact = exact_length(running.positions)
+        if running.barred or not self.radix:
+            self.barred += self.radix
+            return 0, 0
+        if self.strip_thinking and req.reasoning_tokens:
+            self.stripped += exact > len(req.origin_input_ids)
+            exact = min(exact, len(req.origin_input_ids))
+        exact -= exact % self.page_size
+        return exact, exact
+
+    def matched(self, tokens: list[int]) -> int:
+        """Of how many of the first `tokens` the tree has K/V."""
+        probe = Req("probe", "", array("q", [*tokens, 0]), SamplingParams(max_new_tokens=1))
+        probe.init_next_round_input(self.tree)
+        return probe.prefix_len
 
     def retract(self, running: Running) -> None:
         self.release(running, finish=False)
         running.req.reset_for_retract()
         self.waiting.append(running)
-
-    def content(self, slots: torch.Tensor) -> torch.Tensor:
-        """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V of `slots`, as they are in the pool."""
-        buffers = [
-            buffer[slots.long()] for pair in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True) for buffer in pair
-        ]
-        return torch.stack(buffers, 1).unflatten(1, (LAYERS, 2))
 
     def row(self, running: Running) -> torch.Tensor:
         kv = running.req.kv
@@ -258,51 +279,6 @@ class Simulation:
             k[slots.long()] = content[:, layer, 0]
             v[slots.long()] = content[:, layer, 1]
 
-    def _allocate(self, row: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        if self.page_size == 1:
-            return self.allocator.alloc(end - start)
-        before, after = torch.tensor([start]), torch.tensor([end])
-        last = row[start - 1 : start].long() if start else torch.tensor([-1])
-        return self.allocator.alloc_extend(before, before, after, after, last, end - start)
-
-    def _make_room(self, tokens: int) -> bool:
-        if self.allocator.available_size() < tokens and self.radix:
-            evict_from_tree_cache(self.tree, tokens)
-        while self.allocator.available_size() < tokens and self.conversations.drop_one():
-            if self.radix:
-                evict_from_tree_cache(self.tree, tokens)
-        return self.allocator.available_size() >= tokens
-
-    def _make_row(self) -> bool:
-        while not self.rows.available_size() and self.conversations.drop_one():
-            pass
-        return bool(self.rows.available_size())
-
     def _next_token(self, running: Running) -> int:
         # A function of what came before, so that retracted and repeated requests go on alike.
         return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5
-
-
-def exact_length(positions: torch.Tensor) -> int:
-    """Entries of a row before the first hole in any layer or head."""
-    there = (positions == torch.arange(positions.shape[-1])).all(0).all(0)
-    return int(there.long().cumprod(0).sum())
-
-
-def same_for_all(positions) -> torch.Tensor:
-    """[LAYERS, KV_HEADS, n] int64 of n positions that all heads share."""
-    return torch.tensor(list(positions), dtype=torch.int64).expand(LAYERS, KV_HEADS, -1)
-
-
-def contents(tokens: list[int], positions: torch.Tensor, stamps: torch.Tensor | int) -> torch.Tensor:
-    """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V that name their token, position, stamp, layer, K or V, and head.
-
-    positions: [LAYERS, KV_HEADS, n]; stamps: one for all, or as positions.
-    """
-    token = torch.tensor(tokens)[positions]
-    seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1, 1)
-    place = (torch.arange(HEAD_DIM) * (positions[..., None] + 1) * 0.37 + token[..., None])[:, None]
-    content = torch.sin(seed * 7 + place)  # [LAYERS, 2, KV_HEADS, n, HEAD_DIM]
-    for column, named in enumerate((token, positions, torch.as_tensor(stamps).expand_as(positions))):
-        content[..., column] = named[:, None]
-    return content.permute(3, 0, 1, 2, 4)

@@ -117,14 +117,14 @@ def chatty(serve, talking):
 
 @pytest.fixture(scope="session")
 def probed(serve, tmp_path_factory):
-    """`probed(*args)` gives a Client and a function that returns what the probe wrote since its last call."""
+    """`probed(*args, env=...)` gives a Client and a function that returns what the probe wrote since its last call."""
     folder = tmp_path_factory.mktemp("probe")
     harness.install_plugin(folder, "probe", Path(probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
-    def start(*args: str):
-        env = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
-        client = serve(*args, env=env)
+    def start(*args: str, env: dict[str, str] | None = None):
+        probing = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
+        client = serve(*args, env={**(env or {}), **probing})
 
         def steps():
             found = harness.read_lines(file)

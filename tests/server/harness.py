@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
 
-from server import Server, device_args
+from server import Server
 from tiny_model import VOCABULARY, TinyModel
 
 
@@ -28,13 +27,15 @@ def two_cores() -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
 
 
-# SGLang's own checks of its books: they end the scheduler at the first slot that is lost, owned twice or freed twice.
+# SGLang's own checks of its books and the census: they end the scheduler at the first slot that is lost, owned twice or
+# freed twice.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
     "SGLANG_DEBUG_MEMORY_POOL": "1",
+    "SGLANG_TRIATTN_CHECK": "1",
     # One thread for each server: two threads that spin for one another are many times slower on a busy machine.
     "SGLANG_CPU_OMP_THREADS_BIND": str(own_core()),
 }
@@ -45,7 +46,7 @@ POOL = 6144
 def plain_args() -> list[str]:
     """A server of the tiny model without compression. Requests are token ids, so that no tokenizer is needed."""
     args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--sleep-on-idle"]
-    return [*args, "--random-seed", "1", *device_args()]
+    return [*args, "--random-seed", "1"]
 
 
 def compressed_args(tiny: TinyModel, *more: str) -> list[str]:
@@ -53,6 +54,11 @@ def compressed_args(tiny: TinyModel, *more: str) -> list[str]:
     for name, value in (("budget", BUDGET), ("interval", INTERVAL), ("recent", RECENT)):
         args += [f"--triattention-{name}", str(value)]
     return [*plain_args(), *args, "--enable-metrics", "--decode-log-interval", "20", *more]
+
+
+def greedy(tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Sampling parameters of an answer of this length: greedy, past the end-of-text token, unless told otherwise."""
+    return {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
 
 
 class Client:
@@ -69,21 +75,31 @@ class Client:
         self, ids: list[int], tokens: int, *, logprobs: bool = False, lora: str | None = None, **sampling: Any
     ) -> dict[str, Any]:
         """One greedy request that ignores the end-of-text token, unless `sampling` says otherwise."""
+        return self._generate(ids, greedy(tokens, **sampling), logprobs, lora)
+
+    def generate_all(
+        self, prompts: list[list[int]], tokens: int, *, logprobs: bool = False, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """All at once, so that the server batches them."""
+        return self.generate_each([(ids, greedy(tokens, **sampling)) for ids in prompts], logprobs=logprobs)
+
+    def generate_each(
+        self, asked: list[tuple[list[int], dict[str, Any]]], *, logprobs: bool = False
+    ) -> list[dict[str, Any]]:
+        """Prompts, each with its sampling parameters, in one HTTP request, so that they arrive together."""
+        return self._generate([ids for ids, _ in asked], [sampling for _, sampling in asked], logprobs, None)
+
+    def _generate(self, ids: list, sampling: Any, logprobs: bool, lora: str | None) -> Any:
         response = self.post(
             "/generate",
             input_ids=ids,
-            sampling_params={"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling},
+            sampling_params=sampling,
             return_logprob=logprobs,
             top_logprobs_num=5 if logprobs else 0,
             lora_path=lora,
         )
         assert response.status_code == 200, response.text
         return response.json()
-
-    def generate_all(self, prompts: list[list[int]], tokens: int, **options: Any) -> list[dict[str, Any]]:
-        """All at once, so that the server batches them."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda ids: self.generate(ids, tokens, **options), prompts))
 
     def totals(self) -> dict[str, Any]:
         """`triattention` of the scheduler's internal state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 class Ended:
     code: int
     output: str
+    cpu_seconds: float = 0.0
+    """Of the process and its children: a busy machine does not change them."""
 
     @property
     def error(self) -> str:
@@ -26,6 +29,7 @@ class Ended:
 
 def run_python(*arguments: str, env: dict[str, str] | None = None, cwd: str | None = None) -> Ended:
     """Runs this Python from an empty folder, offline, until it ends by itself."""
+    before = _cpu_seconds_of_children()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -36,7 +40,12 @@ def run_python(*arguments: str, env: dict[str, str] | None = None, cwd: str | No
             text=True,
             timeout=300,
         )
-    return Ended(done.returncode, done.stdout)
+    return Ended(done.returncode, done.stdout, _cpu_seconds_of_children() - before)
+
+
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def launch(*arguments: object, **options) -> Ended:

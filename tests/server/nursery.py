@@ -21,8 +21,8 @@ PACKAGES = (
     "compressed_tensors.config", "gguf", "openai.types.realtime", "openai.types.responses", "fastapi", "aiohttp",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
-# A scheduler and a detokenizer; a server that spawns more starts the others as new interpreters.
-SPARES = 2
+# Schedulers of two ranks and a detokenizer; a server that spawns more starts the others as new interpreters.
+SPARES = 3
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 32
 

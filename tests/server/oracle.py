@@ -51,6 +51,8 @@ class Oracle:
         interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether the frozen tokens count in the budget.
+        value_share: share of the tokens kept besides the newest that each head of each layer chooses by the norm of
+            their values.
     """
 
     model: torch.nn.Module
@@ -66,6 +68,7 @@ class Oracle:
     interleaved: bool = False
     stored: torch.dtype = torch.float32
     total: bool = False
+    value_share: float = 0.0
 
     @torch.no_grad()
     def logprobs(
@@ -152,7 +155,8 @@ class Oracle:
     def _kept(
         self, cache: DynamicCache, visible: torch.Tensor, frozen: int, next_position: int, keep: int
     ) -> torch.Tensor:
-        """Which private positions stay, [L, H_kv, n]: the newest, and the best others by their merged z-scores."""
+        """Which private positions stay, [L, H_kv, n]: the newest, those with large values, and the best of the others
+        by their merged z-scores."""
         layers, heads = self.mean.shape[:2]
         group = heads // self.num_kv_heads
         places = [[visible[layer, j].nonzero().flatten() for j in range(self.num_kv_heads)] for layer in range(layers)]
@@ -175,8 +179,13 @@ class Oracle:
         for layer in range(layers):
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
-                order = sorted(range(len(best)), key=lambda index: (-best[index], index))
-                kept[layer, j, place[order[: keep - self.recent]]] = True
+                values = cache.layers[layer].values[0, j, frozen + place[: len(best)]].double()
+                norms = values.norm(dim=-1).tolist()
+                by_value = sorted(range(len(best)), key=lambda index: (-norms[index], index))
+                large = by_value[: round(self.value_share * (keep - self.recent))]
+                others = set(range(len(best))) - set(large)
+                order = sorted(others, key=lambda index: (-best[index], index))
+                kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True
                 kept[layer, j, place[len(best) :]] = True
         return kept
 

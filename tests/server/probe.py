@@ -10,6 +10,8 @@ import json
 import os
 import zlib
 
+import torch
+
 
 def activate() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -18,7 +20,7 @@ def activate() -> None:
 
 
 def record(scheduler, batch, *_, **__) -> None:
-    """One line: for each request its lengths, its evicted count, and a checksum of its frozen K/V bytes."""
+    """One line: for each request its lengths, its slots and what they hold, and a checksum of its frozen K/V bytes."""
     if not batch.forward_mode.is_decode():
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -39,8 +41,25 @@ def record(scheduler, batch, *_, **__) -> None:
                 "attended": int(batch.seq_lens_cpu[index]),
                 "logical": int(batch.orig_seq_lens[index]),
                 "checksum": checksum,
+                "retractions": request.retraction_count,
+                # With overlap the token that the queued step draws is not among them yet.
+                "known": len(request.origin_input_ids) + len(request.output_ids),
+                **contents(pool, rows[request.kv.req_pool_idx, : int(batch.seq_lens_cpu[index])].long()),
             }
         )
     free = scheduler.token_to_kv_pool_allocator.available_size()
     with open(os.environ["PROBE_FILE"], "a") as file:
         file.write(json.dumps({"free": free, "requests": seen}) + "\n")
+
+
+def contents(pool, slots) -> dict:
+    """Slots of a row, the last of which this step writes; a number for the K/V bytes of each; the newest key there is.
+
+    The key is that of the first layer, [H_kv * head_dim], which depends on nothing but its token and position.
+    """
+    prints = 0
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        words = buffer[slots].contiguous().flatten(1).view(torch.int32).long()
+        prints = prints * 31 + (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1)
+    newest = pool.k_buffer[0][slots[-2]].float().flatten()
+    return {"slots": slots.tolist(), "prints": prints.tolist(), "newest_key": newest.tolist()}

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import Ended, run_python
+from launches import Ended
 from safetensors import safe_open
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, HunYuanDenseV1Config
 from words import text, with_tokenizer
 
 from sglang_triattn.calibrate import calibrate, run_job
@@ -25,7 +25,7 @@ from sglang_triattn.stats import QueryStats, load_stats
 import harness
 from server import session_members
 from tiny_model import END, VOCABULARY
-from warm import running_server
+from warm import run_script, running_server
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
@@ -51,16 +51,39 @@ def arguments(folder: Path, out: str, *options: str) -> list[str]:
     return [*words, "--device", "cpu", *options]
 
 
-def run(folder: Path, out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
-    return run_python(COMMAND, *arguments(folder, out, *options), env={**harness.STRICT, **(env or {})})
+# What the command runs, for processes that start in seconds.
+SCRIPT = """
+import sys
+from sglang_triattn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 
 
-def latent_model(folder: Path) -> Path:
-    """Configuration and tokenizer of a model that caches no keys per head; it is refused before its weights load."""
-    target = folder / "mla"
+@pytest.fixture
+def run(nursery, folder, tmp_path):
+    """`run(out, *options, env=...)` calibrates until the command has ended."""
+
+    def run(out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
+        script = tmp_path / "command.py"
+        script.write_text(SCRIPT)
+        return run_script(nursery, script, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
+
+    return run
+
+
+def unsupported_model(folder: Path, name: str) -> Path:
+    """Configuration and tokenizer, without weights, of a model that caches no keys per head ("mla"), or that normalises
+    them after their rotation ("late-norm")."""
+    target = folder / name
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV3ForCausalLM"]).save_pretrained(target)
+    if name == "mla":
+        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV3ForCausalLM"])
+    else:
+        config = HunYuanDenseV1Config(**sizes, use_qk_norm=True, architectures=["HunYuanDenseV1ForCausalLM"])
+    config.save_pretrained(target)
     return target
 
 
@@ -78,7 +101,15 @@ def assert_agree(one: QueryStats, other: QueryStats) -> None:
     assert difference(one.mean, other.mean.roll(1, dims=1)) > 0.1, "the heads are all alike, so nothing was compared"
 
 
-def test_interrupted_calibration_goes_on_and_agrees_with_transformers(folder):
+def assert_all_end(session: int) -> None:
+    """No process of the session stays; one that has closed its files may still be about to end."""
+    last = time.monotonic() + 10
+    while session_members(session) and time.monotonic() < last:
+        time.sleep(0.05)
+    assert session_members(session) == []
+
+
+def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folder):
     """Prevents processes or half-written files after Ctrl-C, lost or doubled texts, and queries un-rotated wrongly."""
     files = ["--data", str(folder / "chats.jsonl"), "--data", str(folder / "text.txt")]
     options = [*files, "--max-tokens", str(MANY_TOKENS), "--window", "1024", *SERVER]
@@ -96,12 +127,12 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(folder):
     assert process.returncode == 130, errors[-3000:]
     assert errors.endswith(f"sglang-triattn: interrupted, the same command goes on from {partial}\n")
     assert "Traceback" not in errors
-    assert session_members(process.pid) == []
+    assert_all_end(process.pid)
     assert set(folder.iterdir()) - before == {partial}
     with safe_open(partial, framework="pt") as file:
         assert 0 < int(file.metadata()["count"]) < MANY_TOKENS
 
-    ended = run(folder, "s.safetensors", *options)
+    ended = run("s.safetensors", *options)
     assert ended.code == 0, ended.output[-3000:]
     assert "going on after" in ended.output
     assert set(folder.iterdir()) - before == {folder / "s.safetensors"}
@@ -110,10 +141,10 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(folder):
     assert_agree(load_stats(folder / "s.safetensors"), expected)
 
 
-def test_tensor_parallel_ranks_measure_their_own_heads(folder):
+def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
     """Prevents heads that are lost, doubled or out of order when they are split over ranks."""
     options = ["--data", str(folder / "short.txt"), "--data", str(folder / "chats.jsonl"), *SERVER, "--tp", "2"]
-    ended = run(folder, "tp.safetensors", *options, env=harness.two_cores())
+    ended = run("tp.safetensors", *options, env=harness.two_cores())
     assert ended.code == 0, ended.output[-3000:]
     expected = calibrate(str(folder / "model"), [str(folder / "short.txt"), str(folder / "chats.jsonl")], device="cpu")
     assert_agree(load_stats(folder / "tp.safetensors"), expected)
@@ -168,9 +199,9 @@ def test_scheduler_serves_after_calibration(nursery, tiny, tmp_path):
     assert_agree(load_stats(measured), expected)
 
 
-def test_model_is_calibrated_on_its_own_traces(folder):
+def test_model_is_calibrated_on_its_own_traces(run, folder):
     """Prevents --self from needing a text, and from measuring prompts alone."""
-    ended = run(folder, "self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
+    ended = run("self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
     assert ended.code == 0, ended.output[-3000:]
     stats = load_stats(folder / "self.safetensors")
     assert stats.token_count > 300
@@ -185,15 +216,19 @@ def test_model_is_calibrated_on_its_own_traces(folder):
             ["--model", "mla"],
             "mla (DeepseekV3ForCausalLM) cannot be calibrated, because its attention is",
         ),
+        (
+            ["--model", "late-norm"],
+            "late-norm (HunYuanDenseV1ForCausalLM) cannot be calibrated, because it normalises queries and keys after",
+        ),
         (["--", "--enable-triattention", "--triattention-stats", "x"], "has no place in a calibration"),
     ],
-    ids=["pp", "mla", "compressed"],
+    ids=["pp", "mla", "late-norm", "compressed"],
 )
-def test_what_cannot_be_calibrated_is_refused(folder, options, words):
+def test_what_cannot_be_calibrated_is_refused(run, folder, options, words):
     """Prevents a traceback, or a long start, for a user's mistake."""
-    if "mla" in options:
-        options = ["--model", str(latent_model(folder))]
-    ended = run(folder, "r.safetensors", "--data", str(folder / "text.txt"), *options)
+    if options[0] == "--model":
+        options = ["--model", str(unsupported_model(folder, options[1]))]
+    ended = run("r.safetensors", "--data", str(folder / "text.txt"), *options)
     assert ended.code == 2, ended.output[-3000:]
     assert words in ended.output
     assert ended.output.rstrip().splitlines()[-1].startswith("sglang-triattn: ")

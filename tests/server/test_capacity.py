@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
 from tiny_model import END
 
 DENSE = {"triattention": {"enabled": False}}
@@ -46,15 +46,11 @@ def test_early_rounds_before_anyone_is_retracted(serve):
     Requests that decline compression are admitted on SGLang's bold estimate, and outgrow it.
     """
     client = serve("--max-total-tokens", "1024", "--triattention-pressure-budget", "32", *BOLD)
-    dense = {"custom_params": DENSE, **WITHOUT_END}
-    with ThreadPoolExecutor(2) as pool:
-        compressed = pool.submit(client.generate_all, [prompt(40 + i, 20) for i in range(4)], 300)
-        declined = pool.submit(client.generate_all, [prompt(50 + i, 20) for i in range(4)], 250, **dense)
-        compressed, declined = compressed.result(), declined.result()
-    assert [response["meta_info"]["completion_tokens"] for response in (*compressed, *declined)] == [300] * 4 + [
-        250
-    ] * 4
-    assert all(compression(response)["rounds"] == 0 for response in declined)
+    compressed = [(prompt(40 + i, 20), greedy(300)) for i in range(4)]
+    declined = [(prompt(50 + i, 20), greedy(250, custom_params=DENSE, **WITHOUT_END)) for i in range(4)]
+    responses = client.generate_each([*compressed, *declined])
+    assert [response["meta_info"]["completion_tokens"] for response in responses] == [300] * 4 + [250] * 4
+    assert all(compression(response)["rounds"] == 0 for response in responses[4:])
     assert client.totals()["pressure_rounds"] > 0
     assert_pool_is_whole(client)
 

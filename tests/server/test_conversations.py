@@ -142,6 +142,30 @@ def test_conversations_give_way(serve):
     assert_pool_is_whole(client)
 
 
+def test_only_a_granted_flush_takes_rows(serve):
+    """Prevents a flush that SGLang refuses from taking a conversation's row, and a granted one from leaving one."""
+    client = serve("--page-size", "1")
+    ids = prompt(81, 40)
+    first = turn(client, ids, 150, "flushed")
+    before = client.totals()["rounds"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate, prompt(82, 20), 900)
+        while client.totals()["rounds"] == before and not running.done():
+            time.sleep(0.02)
+        refused = client.post("/flush_cache")
+        assert not running.done(), "the request ended before the flush, so that nothing was tested"
+        assert refused.status_code == 400
+        running.result()
+    following = follow(ids, first, 83)
+    second = turn(client, following, 150, "flushed")
+    assert compression(second)["conversation"] == "resumed"
+    assert client.slots_in_use() > 0
+    assert_pool_is_whole(client)
+    third = turn(client, follow(following, second, 84), 150, "flushed", logprobs=True)
+    assert (compression(third)["conversation"], third["meta_info"]["cached_tokens"]) == ("lost", 0)
+    assert_pool_is_whole(client)
+
+
 def test_a_thousand_abandoned_conversations(serve):
     """Prevents a leak of a few slots or rows for each conversation that nobody comes back to."""
     client = serve("--page-size", "16")
@@ -151,7 +175,7 @@ def test_a_thousand_abandoned_conversations(serve):
         response = client.generate(prompt(number, 9), 20, custom_params=params)
         return compression(response)["conversation"]
 
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(96) as pool:
         assert set(pool.map(abandon, range(1000))) == {"new"}
     assert_pool_is_whole(client)
 

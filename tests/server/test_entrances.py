@@ -1,18 +1,18 @@
-"""Every way to start SGLang starts a server that compresses."""
+"""Every way to start SGLang starts a server that compresses.
+
+Those that the README names are in test_readme_clients.py, keywords of `sglang.Engine` in test_jitter.py.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
 import yaml
-from launches import launch, run_python
+from launches import launch
 
+import warm
 from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
-from server import free_port, running_process, wait_until_healthy
+from server import free_port
 
 
 def assert_compresses(client: Client) -> None:
@@ -21,68 +21,19 @@ def assert_compresses(client: Client) -> None:
     assert client.totals()["evicted_tokens"] == report["evicted_tokens"] == 160
 
 
-@pytest.mark.parametrize("entrance", ["sglang serve", "config"])
-def test_server_entrances(tiny, tmp_path, entrance):
-    """Prevents flags that work with launch_server only."""
+def test_config_file(nursery, tiny, tmp_path):
+    """Prevents flags that work at a command line only."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
-    if entrance == "config":
-        settings = {}
-        for word, following in pairwise([*arguments, "--"]):
-            if word.startswith("--"):
-                settings[word[2:]] = True if following.startswith("--") else following
-        file = tmp_path / "server.yaml"
-        file.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "sglang.launch_server", "--config", str(file)]
-    else:
-        command = [str(Path(sys.executable).parent / "sglang"), "serve", *arguments]
-    with running_process(command, port, env=STRICT, log_path=tmp_path / "server.log") as server:
-        wait_until_healthy(server)
+    settings = {}
+    for word, following in pairwise([*arguments, "--"]):
+        if word.startswith("--"):
+            settings[word[2:]] = True if following.startswith("--") else following
+    file = tmp_path / "server.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    command = ["sglang.launch_server", "--config", str(file)]
+    with warm.running_launch(nursery, command, port, STRICT, tmp_path / "server.log") as server:
         assert_compresses(Client(server))
-
-
-ENGINE = """
-import json, sys
-import sglang
-
-def main():
-    settings, plain, ids = json.loads(sys.argv[1])
-    results = {}
-    for name, extra in (("compressed", settings), ("plain", {})):
-        engine = sglang.Engine(**plain, **extra)
-        sampling = {"max_new_tokens": 250, "temperature": 0, "ignore_eos": True}
-        results[name] = engine.generate(input_ids=ids, sampling_params=sampling)["meta_info"].get("triattention")
-        engine.shutdown()
-    print("RESULTS" + json.dumps(results))
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_offline_engine(tiny, tmp_path):
-    """Prevents keywords of sglang.Engine from being refused, and a second, plain Engine from compressing too."""
-    script = tmp_path / "engine.py"
-    script.write_text(ENGINE)
-    settings = {
-        "enable_triattention": True,
-        "triattention_stats": str(tiny.stats),
-        "triattention_budget": 64,
-        "triattention_interval": 32,
-    }
-    plain = {
-        "model_path": str(tiny.path),
-        "skip_tokenizer_init": True,
-        "max_total_tokens": 2048,
-        "dtype": "float32",
-        "device": "cpu",
-    }
-    ended = run_python(str(script), json.dumps([settings, plain, prompt(1, 20)]), env=STRICT)
-    line = next((line for line in ended.output.splitlines() if line.startswith("RESULTS")), None)
-    assert line is not None, ended.output[-3000:]
-    results = json.loads(line.removeprefix("RESULTS"))
-    assert results["compressed"]["rounds"] == 5
-    assert results["plain"] is None
 
 
 def test_data_parallel_replicas(serve):

@@ -37,14 +37,19 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
+BY_VALUES = ["--triattention-selection", "per-layer-head", "--triattention-value-share", "0.75"]
+
+
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
         (["--triattention-aggregation", "max", "--triattention-budget-scope", "total"],
          {"aggregation": "max", "total": True}),
         (["--triattention-selection", "per-layer-head"], {"selection": "per-layer-head"}),
+        (BY_VALUES, {"selection": "per-layer-head", "value_share": 0.75}),
+        ([*BY_VALUES, "--page-size", "16"], {"selection": "per-layer-head", "value_share": 0.75}),
     ],
-    ids=["max-total", "per-layer-head"],
+    ids=["max-total", "per-layer-head", "values", "values-pages"],
 )  # fmt: skip
 def test_logits_with_other_settings(serve, oracle, flags, settings):
     """Prevents a setting that is accepted and ignored, or that changes more than it says."""
@@ -58,6 +63,22 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
     default, _ = oracle.logprobs(everything, len(ids), frozen)
     assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize(("page_size", "recent"), [(1, 40), (16, 48), (16, 40)])
+def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent):
+    """Prevents a round from taking older tokens for the newest ones, and rows that are closed up in the wrong place."""
+    ids, selection = prompt(17, 50), "per-layer-head"
+    flags = ("--page-size", str(page_size), "--triattention-selection", selection)
+    response = serve(*flags, "--triattention-recent", str(recent)).generate(ids, 240, logprobs=True)
+    everything, frozen = ids + response["output_ids"][:-1], compression(response)["frozen_length"]
+    settings = {**vars(oracle), "selection": selection}
+    expected, rounds = Oracle(**{**settings, "recent": recent}).logprobs(everything, len(ids), frozen)
+    assert compression(response)["rounds"] == rounds >= 5
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    fewer, _ = Oracle(**settings).logprobs(everything, len(ids), frozen)
+    assert (fewer.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
 def test_logits_with_keys_of_eight_bits(serve, oracle):
@@ -127,7 +148,10 @@ def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scores by other frequencies, dims or pairs than the model turns its keys with."""
     model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
     ids = prompt(10, 45)
-    response = serve(model=model).generate(ids, 240, logprobs=True)
+    client = serve(model=model)
+    response = client.generate(ids, 240, logprobs=True)
+    said = client.server.log_path.read_text().count("scores only 16 of the 32 dims")
+    assert said == (rope == "partial-interleaved")
     expected, rounds = oracle_of(model).logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
     assert compression(response)["rounds"] == rounds >= 5
     values, tokens = served_logprobs(response)

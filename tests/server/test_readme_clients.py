@@ -1,32 +1,38 @@
-"""The examples of the README's section Clients, as they stand there."""
+"""The commands and examples of the README, as they stand there."""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from launches import run_python
 
-from harness import STRICT, assert_pool_is_whole, compression
-from server import device_args
+from harness import STRICT, Client, assert_pool_is_whole, compression
+from server import port_is_free, running_process, wait_until_healthy
 
 README = Path(__file__).parents[2] / "README.md"
-URL = "http://localhost:30000"
+PORT = 30000
+URL = f"http://localhost:{PORT}"
 ROUNDS = (399 - 256) // 64
 """Of an answer of 400 tokens, the last of which is not computed, with the settings of the examples."""
 
 
-def example(kind: str, word: str) -> str:
+def section(name: str) -> str:
+    return re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", README.read_text(), re.DOTALL | re.MULTILINE).group(1)
+
+
+def example(kind: str, word: str, of: str = "Clients") -> str:
     """The code block of this kind in the section that contains the word."""
-    section = re.search(r"^## Clients\n(.*?)(?=^## |\Z)", README.read_text(), re.DOTALL | re.MULTILINE).group(1)
-    found = [
-        block for block in re.findall(rf"^```{kind}\n(.*?)^```$", section, re.DOTALL | re.MULTILINE) if word in block
-    ]
-    assert len(found) == 1, f"the section Clients has {len(found)} {kind} blocks with {word}"
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```$", section(of), re.DOTALL | re.MULTILINE)
+    found = [block for block in blocks if word in block]
+    assert len(found) == 1, f"the section {of} has {len(found)} {kind} blocks with {word}"
     return found[0]
 
 
@@ -73,10 +79,41 @@ def test_program(client, tmp_path):
     assert_pool_is_whole(client)
 
 
-def test_engine(talking, tmp_path):
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """The environment of a user with this Python on the PATH, whose statistics are not measured yet."""
+    folder = tmp_path_factory.mktemp("cache")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**STRICT, "PATH": path, "XDG_CACHE_HOME": str(folder)}
+
+
+@pytest.mark.parametrize("program", ["python -m sglang.launch_server", "sglang serve"])
+def test_first_command(user, talking, tmp_path, program):
+    """Prevents a first command that needs a flag which the README does not name, a GPU, a file, or another folder."""
+    commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section("Use it"), re.MULTILINE)
+    assert [command.endswith(" --model-path M --enable-triattention") for command in commands] == [True]
+    command = commands[0].replace(" M ", f" {talking.path} ")
+    wait_for_port()
+    with running_process(["bash", "-c", command], PORT, user, tmp_path / "server.log", folder=README.parent) as server:
+        wait_until_healthy(server)
+        client = Client(server)
+        lengths = {"budget": 64, "interval": 32, "recent": 16}
+        response = client.generate([5] * 20, 250, custom_params={"triattention": lengths})
+        assert compression(response)["evicted_tokens"] == 160
+        assert client.totals()["rounds"] == 5
+
+
+def wait_for_port() -> None:
+    """The commands name no port, so that their servers take SGLang's own, which another test run may hold."""
+    deadline = time.monotonic() + 300
+    while not port_is_free(PORT):
+        assert time.monotonic() < deadline, f"port {PORT} is taken: end the server that listens there"
+        time.sleep(1)
+
+
+def test_engine(user, talking, tmp_path):
     """Prevents an example that users copy from failing, or from compressing nothing."""
-    device = "".join(f', device="{name}"' for name in device_args()[1:])
-    model = f'model_path="{talking.path}", triattention_stats="{talking.stats}", max_total_tokens=2048{device}'
-    lines = run(tmp_path, example("python", "sglang.Engine").replace('model_path="M"', model), env=STRICT)
+    source = example("python", "sglang.Engine", of="Use it").replace('"M"', f'"{talking.path}"')
+    lines = run(tmp_path, source, env=user, cwd=str(README.parent))
     reports = [ast.literal_eval(line) for line in lines if line.startswith("{'rounds'")]
     assert [report["rounds"] for report in reports] == [ROUNDS]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_triattn.patches import refusals
 
+import warm
 from harness import compressed_args, plain_args
 
 # (flags, environment, words that the sentence must hold)
@@ -34,6 +35,10 @@ SETTINGS = [
     (["--enable-return-routed-experts"], {}, ["--enable-return-routed-experts"]),
     (["--tokenizer-worker-num", "2"], {}, ["--tokenizer-worker-num", "2"]),
     (["--use-ray"], {}, ["--use-ray"]),
+    (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel True", "decode steps"]),
+    (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel True", "decode steps"]),
+    (["--decode-attention-backend", "minicpm_flashinfer"], {}, ["--decode-attention-backend minicpm_flashinfer"]),
+    (["--model-impl", "transformers"], {}, ["--model-impl transformers", "use --model-impl auto"]),
     ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER"]),
     ([], {"SGLANG_USE_HND_KVCACHE": "1"}, ["SGLANG_USE_HND_KVCACHE"]),
     (["--triattention-budget", "0"], {}, ["--triattention-budget", "at least 1"]),
@@ -55,7 +60,7 @@ def outcomes(tiny):
         (["--model-path", tiny.path, "--triattention-budget", "7"], {}),
         (["--model-path", tiny.path, *plain_args(), "--enable-triattention"], {}),
         (command, {}),
-        (["--model-path", tiny.path, "--device", "cpu", "--enable-mixed-chunk"], {}),
+        (["--model-path", tiny.path, "--enable-mixed-chunk"], {}),
     ]
     return resolve(cases)
 
@@ -88,6 +93,58 @@ def test_flags_need_the_switch_and_nothing_else(outcomes):
     assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
 
 
+# Of these folders, config.json is all there is: a weight that was looked for would be an error of its own.
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+FAMILIES = [
+    ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
+    ("SeedOssForCausalLM", {"model_type": "seed_oss"}, "no implementation of its own"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "fields", "reason"), FAMILIES, ids=lambda value: str(value)[:20])
+def test_model_is_refused_by_its_file(tmp_path, architecture, fields, reason):
+    """Prevents minutes of loading weights for a model that its config.json shows not to be covered."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **SHAPE, **fields}))
+    ended = launch("--model-path", tmp_path, "--enable-triattention")
+    assert ended.code == 2
+    assert architecture in ended.error
+    assert reason in ended.error
+    assert "Traceback" not in ended.output
+    assert ended.cpu_seconds < 30
+
+
+FETCHED_LATER = """
+import json, pathlib, sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+load_plugins()
+record = prepare_server_args(["--model-path", sys.argv[1], "--enable-triattention"])
+file = pathlib.Path(sys.argv[1], "config.json")
+file.write_text(json.dumps(json.loads(file.read_text()) | {"no_rope_layers": [1, 1, 0]}))
+record.resolve_once()
+"""
+
+
+def test_a_file_that_comes_later_is_read_too(tiny, tmp_path):
+    """Prevents a model that SGLang has to fetch first from passing unread."""
+    (tmp_path / "config.json").write_text((tiny.path / "config.json").read_text())
+    ended = run_python("-c", FETCHED_LATER, str(tmp_path))
+    assert ended.code == 2
+    assert "some of its layers have no rotary embedding" in ended.error
+
+
+def test_broken_stats_are_refused_first(tmp_path):
+    """Prevents a wait for a model whose statistics cannot be read; here there is no model at all."""
+    (tmp_path / "broken.safetensors").write_text("{}")
+    words = ("--enable-triattention", "--triattention-stats", tmp_path / "broken.safetensors")
+    ended = launch("--model-path", tmp_path / "nowhere", *words)
+    assert ended.code == 2
+    assert "broken.safetensors" in ended.error
+    assert "Traceback" not in ended.output
+    assert ended.cpu_seconds < 15
+
+
 @pytest.fixture(scope="module")
 def foreign_stats(tiny, tmp_path_factory):
     """Statistics like the tiny model's, but measured with another rotary base."""
@@ -100,9 +157,10 @@ def foreign_stats(tiny, tmp_path_factory):
     return path
 
 
-def test_foreign_stats_end_the_launch(tiny, foreign_stats):
+def test_foreign_stats_end_the_launch(nursery, tiny, foreign_stats, tmp_path):
     """Prevents scoring with another model's frequencies; only the loaded model can tell, in another process."""
-    ended = launch("--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats))
+    words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats)]
+    ended = warm.run_module(nursery, ["sglang.launch_server", *words], {}, tmp_path / "log")
     assert ended.code == 2
     assert "inv" in ended.error.lower() or "frequenc" in ended.error.lower()
     assert "calibrate" in ended.error
@@ -138,7 +196,6 @@ def test_engine_raises_and_leaves_no_process(tiny, foreign_stats, tmp_path):
         "skip_tokenizer_init": True,
         "max_total_tokens": 2048,
         "dtype": "float32",
-        "device": "cpu",
     }
     ended = run_python(str(script), json.dumps(settings))
     refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")

@@ -9,7 +9,6 @@ import prepare_model
 import pytest
 
 from harness import STRICT, Client, compression
-from server import device_args
 from warm import running_server
 
 
@@ -17,7 +16,7 @@ from warm import running_server
 def smollm(nursery, tmp_path_factory):
     model, stats = prepare_model.prepare()
     args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
-    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle", *device_args()]
+    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle"]
     with running_server(nursery, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
         yield Client(server)
 

@@ -5,7 +5,7 @@ one for each test process, has done that once. It has imported neither SGLang no
 does that itself, in its usual order, so that plugins and hooks come as they do in `python -m sglang.launch_server`.
 The processes are related as there, too: the server leads a session, and what it spawns are its children.
 
-What is not started here starts in the usual way: tests/server/test_entrances.py, test_refusals.py, the benchmarks.
+What is not started here starts in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from launches import Ended
+
 import server
+from harness import python_path
 
 LARGEST_ANSWER = 64
+LONGEST_RUN_S = 300
 
 
 class Nursery:
@@ -74,17 +78,46 @@ class Process:
 
 
 @contextmanager
-def running_server(nursery: Nursery, model: Path, args: Sequence[str], env: dict[str, str], log_path: Path):
-    """As `server.running_server`. At the end its processes are killed, which have nothing to finish."""
-    port = server.free_port()
-    command = server.launch_command(model, port, args)
-    command = command[command.index("-m") + 1 :]
+def running_process(nursery: Nursery, command: Sequence[str], env: dict[str, str], log_path: Path):
+    """The Process of `command`, see `Nursery.start`. At the end its session is killed, which has nothing to finish."""
     with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder:
         with log_path.open("w") as log:
             process = nursery.start(command, server.environment(env), folder, log.fileno())
-        running = server.Server(process, port, log_path)
         try:
-            server.wait_until_healthy(running)
-            yield running
+            yield process
         finally:
             server.stop_process(process, grace_s=0)
+
+
+@contextmanager
+def running_server(nursery: Nursery, model: Path, args: Sequence[str], env: dict[str, str], log_path: Path):
+    """As `server.running_server`."""
+    port = server.free_port()
+    command = server.launch_command(model, port, args)
+    with running_launch(nursery, command[command.index("-m") + 1 :], port, env, log_path) as running:
+        yield running
+
+
+@contextmanager
+def running_launch(nursery: Nursery, command: Sequence[str], port: int, env: dict[str, str], log_path: Path):
+    """A healthy server, started by `command`, which lets it listen at `port`."""
+    with running_process(nursery, command, env, log_path) as process:
+        running = server.Server(process, port, log_path)
+        server.wait_until_healthy(running)
+        yield running
+
+
+def run_script(nursery: Nursery, script: Path, arguments: Sequence[str], env: dict[str, str]) -> Ended:
+    """Runs a Python file until it ends by itself."""
+    env = {**env, "PYTHONPATH": python_path(script.parent)}
+    return run_module(nursery, [script.stem, *arguments], env, script.with_suffix(".log"))
+
+
+def run_module(nursery: Nursery, command: Sequence[object], env: dict[str, str], log_path: Path) -> Ended:
+    """Runs `command`, see `Nursery.start`, until it ends by itself."""
+    with running_process(nursery, [str(word) for word in command], env, log_path) as process:
+        deadline = time.monotonic() + LONGEST_RUN_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"{command[0]} does not end:\n{log_path.read_text()[-3000:]}"
+            time.sleep(0.05)
+    return Ended(process.returncode, log_path.read_text())

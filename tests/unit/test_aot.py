@@ -15,10 +15,10 @@ TOOL = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
 UNFIT = """
 import sys
 import compile_kernels
-name, settings = next(c for c in compile_kernels.combinations() if c[0] == "score_kernel" and not c[1]["TILED"])
+name, settings = next(c for c in compile_kernels.combinations(90) if c[0] == "score_kernel" and not c[1]["TILED"])
 compile_kernels.ARCHITECTURES = (90,)
 unfit = [settings, settings | {"maxnreg": 40}, settings | {"FT": 33}]
-compile_kernels.combinations = lambda: [(name, each) for each in unfit]
+compile_kernels.combinations = lambda architecture: [(name, each) for each in unfit]
 sys.exit(compile_kernels.main())
 """
 
@@ -49,7 +49,10 @@ def test_launches_are_specialised_on_nothing_else():
     """Prevents Triton from compiling a launch for its arguments' values: that kernel was never checked."""
     code = """
 import compile_kernels
-for name in ("score_kernel", "scale_kernel", "importance_kernel", "keep_kernel", "move_kernel"):
+for name in (
+    "score_kernel", "scale_kernel", "importance_kernel", "keep_kernel", "moves_kernel", "move_kernel",
+    "value_size_kernel",
+):
     for parameter in compile_kernels.kernel_named(name).params:
         assert parameter.is_constexpr or parameter.do_not_specialize, (name, parameter.name)
 """

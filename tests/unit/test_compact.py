@@ -3,21 +3,26 @@
 import pytest
 import torch
 
-from sglang_triattn.kernels.compact import list_moves, move_naive, needs_order, remap
+from sglang_triattn.kernels.compact import cut_column, list_moves, move_naive, needs_order, remap
 
 LAYERS, HEADS, DIM = 2, 3, 4
 SETS = {"shared": (), "per-head": (HEADS,), "per-layer-head": (LAYERS, HEADS)}
 
 
-def random_case(seed: int, sets: str, keep: int = 7, lengths=(7, 12, 20, 9)):
-    """slots [R, N] padded with -1, kept [R, ..., keep] ascending, pools whose content names slot, layer, head, K/V."""
+def random_case(seed: int, sets: str, keep: int = 7, lengths=(7, 12, 20, 9), recent: int = 0):
+    """slots [R, N] padded with -1, kept [R, ..., keep] ascending, pools whose content names slot, layer, head, K/V.
+
+    The newest `recent` tokens of a request are in every set.
+    """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(lengths) + 5, generator=generator)
     slots, kept = torch.full((len(lengths), max(lengths)), -1), []
     for row, length in zip(slots, lengths, strict=True):
         row[:length], order = order[:length], order[length:]
+        newest = torch.arange(length - recent, length)
         picks = [
-            torch.randperm(length, generator=generator)[:keep].sort().values for _ in range(max(1, LAYERS * HEADS))
+            torch.cat([torch.randperm(length - recent, generator=generator)[: keep - recent].sort().values, newest])
+            for _ in range(LAYERS * HEADS)
         ]
         kept.append(torch.stack(picks).view(LAYERS, HEADS, keep))
     kept = torch.stack(kept)
@@ -27,8 +32,8 @@ def random_case(seed: int, sets: str, keep: int = 7, lengths=(7, 12, 20, 9)):
     return slots, kept, [pool.double() for pool in pools]
 
 
-def moved(pools, slots, kept, strategy):
-    sources, targets = list_moves(slots, kept, strategy)
+def moved(pools, slots, kept, strategy, **options):
+    sources, targets = list_moves(slots, kept, strategy, **options)
     after = [pool.clone() for pool in pools]
     move_naive(after[:LAYERS], sources, targets)
     move_naive(after[LAYERS:], sources, targets)
@@ -43,7 +48,7 @@ def test_the_front_holds_the_kept_tokens(seed, sets, strategy):
     slots, kept, pools = random_case(seed, sets)
     after, _, _ = moved(pools, slots, kept, strategy)
     keep = kept.shape[-1]
-    every = kept.view(len(kept), *[1] * (4 - kept.ndim), *kept.shape[1:]).expand(-1, LAYERS, HEADS, -1)
+    every = every_head(kept)
     untouched = torch.ones(len(pools[0]), dtype=torch.bool)
     for r in range(len(slots)):
         untouched[slots[r, :keep]] = False
@@ -70,6 +75,59 @@ def test_fill_moves_only_what_lies_behind_the_new_length(sets):
         moving = sources[r] != targets[r]
         assert not set(sources[r][moving].tolist()) & set(slots[r, : kept.shape[-1]].tolist())
         assert set(targets[r][moving].tolist()) <= set(slots[r, : kept.shape[-1]].tolist())
+
+
+def every_head(kept):
+    """[R, L, H_kv, keep]: the kept set of each layer and head."""
+    return kept.view(len(kept), *[1] * (4 - kept.ndim), *kept.shape[1:]).expand(-1, LAYERS, HEADS, -1)
+
+
+@pytest.mark.parametrize("cut", [0, 2, 5])
+@pytest.mark.parametrize("sets", SETS)
+@pytest.mark.parametrize("lengths", [(13, 12, 20, 31), (13,), (12,), (40, 13)], ids=str)
+def test_a_cut_leaves_the_newest_where_they_are(lengths, sets, cut):
+    """Prevents newest tokens that are copied or change places, and rows of unequal length cut as if they were equal."""
+    keep, recent = 12, 7
+    slots, kept, pools = random_case(sum(lengths) + cut, sets, keep, lengths, recent)
+    tokens = torch.tensor(lengths)
+    after, sources, targets = moved(pools, slots, kept, "fill", cut=cut, lengths=tokens)
+    emptied = (kept >= cut) & (kept < cut + (tokens - keep).view(-1, *[1] * (kept.ndim - 1)))
+    assert ((sources != targets).sum(-1) == emptied.sum(-1)).all(), "copies that the strategy exists to save"
+    untouched = torch.ones(len(pools[0]), dtype=torch.bool)
+    for r, length in enumerate(lengths):
+        moving = sources[r] != targets[r]
+        stays = torch.cat([slots[r, :cut], slots[r, cut + length - keep : length]])
+        assert not set(sources[r][moving].tolist()) & set(stays.tolist()), "a source that another move may overwrite"
+        assert set(targets[r][moving].tolist()) <= set(stays[:-recent].tolist())
+        untouched[stays[:-recent]] = False
+        for p, pool in enumerate(pools):
+            for head in range(HEADS):
+                expected = pool[slots[r][every_head(kept)[r, p % LAYERS, head]], head]
+                found = after[p][stays, head]
+                assert torch.equal(found.sort(0).values, expected.sort(0).values)
+    for before, pool in zip(pools, after, strict=True):
+        assert torch.equal(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("sets", SETS)
+def test_a_cut_never_copies_more_than_the_end_of_the_row(sets):
+    """Prevents a row cut elsewhere where its end is emptied for less."""
+    for seed in range(20):
+        slots, kept, _ = random_case(seed, sets, 12, (20, 20, 20), 5)
+        least, most = (list_moves(slots, kept, "fill", cut=cut) for cut in (7, None))
+        assert ((least[0] != least[1]).sum(-1) <= (most[0] != most[1]).sum(-1)).all()
+
+
+def test_where_a_row_is_cut():
+    """Prevents half a page from being cut out, or newest tokens with it."""
+    assert cut_column(keep=2048, recent=512, frozen=77, evicted=128, page_size=1) == 1536
+    assert cut_column(keep=2048, recent=512, frozen=64, evicted=128, page_size=16) == 1536
+    # Behind an odd number of frozen tokens the page begins earlier.
+    assert cut_column(keep=2048, recent=512, frozen=4, evicted=128, page_size=16) == 1532
+    assert cut_column(keep=2048, recent=500, frozen=64, evicted=128, page_size=16) == 1536
+    assert cut_column(keep=2048, recent=512, frozen=64, evicted=100, page_size=16) is None
+    assert cut_column(keep=40, recent=38, frozen=4, evicted=16, page_size=16) is None
+    assert cut_column(keep=40, recent=40, frozen=0, evicted=1, page_size=1) == 0
 
 
 def test_slide_never_reads_what_an_earlier_move_wrote():

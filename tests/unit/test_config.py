@@ -1,6 +1,7 @@
 """Settings: defaults, ranges, and the one sentence for each mistake."""
 
 import argparse
+import dataclasses
 
 import pytest
 
@@ -14,7 +15,7 @@ def test_defaults():
     """Prevents the documented defaults from drifting."""
     lengths = {"budget": 2048, "interval": 128, "recent": 128, "sinks": 4, "pressure_budget": None}
     choices = {"selection": "shared-mean", "aggregation": "mean", "budget_scope": "private", "prompt": "frozen"}
-    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600)
+    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.0)
     assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
@@ -36,6 +37,9 @@ def test_flags_and_keywords_agree():
     words += " --triattention-pressure-budget 50"
     config = read_settings(vars(parser.parse_args(words.split())))
     assert config == Config("s", 300, 9, 7, "union", "max", "total", 2, "compact", 50)
+    words += " --triattention-value-share 0.75 --triattention-selection per-layer-head"
+    shared = read_settings(vars(parser.parse_args(words.split())))
+    assert shared == dataclasses.replace(config, selection="per-layer-head", value_share=0.75)
     assert read_settings(vars(parser.parse_args([]))) is None
 
 
@@ -58,6 +62,13 @@ def test_flags_and_keywords_agree():
         ({"triattention_pressure_budget": 100}, "between --triattention-recent (128)"),
         ({"triattention_pressure_budget": 2049}, "and --triattention-budget (2048)"),
         ({"triattention_stats": ""}, "--triattention-stats"),
+        ({"triattention_value_share": -0.1}, "--triattention-value-share is -0.1"),
+        ({"triattention_value_share": 1.01}, "number from 0 to 1"),
+        ({"triattention_value_share": float("nan")}, "--triattention-value-share is nan"),
+        ({"triattention_value_share": True}, "--triattention-value-share is True"),
+        ({"triattention_value_share": "half"}, "--triattention-value-share is 'half'"),
+        ({"triattention_value_share": 0.5}, "add --triattention-selection per-layer-head"),
+        ({"triattention_value_share": 1, "triattention_selection": "union"}, "selection is union"),
         ({"triattention_bugdet": 3}, "triattention_bugdet"),
         ({"enable_triattention": False}, "no effect"),
         ({"enable_triattention": "yes"}, "'yes'"),

@@ -1,5 +1,7 @@
 """The plain-CPU platform serves where nothing else can, and nowhere else."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sglang.srt.platforms import _load_platform_class
@@ -22,6 +24,23 @@ def test_active_without_an_accelerator(bare):
     assert platform.get_compile_backend() == "eager"
     assert not platform.is_pin_memory_available()
     assert platform.is_out_of_tree()
+    assert platform.get_device(None) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, cpu_platform.POOL_TOKENS),
+        ({"max_total_tokens": 512}, 512),
+        ({"mem_fraction_static": 0.5}, None),
+    ],
+)
+def test_the_pool_leaves_the_machine_its_memory(bare, given, expected):
+    """Prevents a server that takes most of the machine's memory because nobody said how much, and a default that
+    overrules who did."""
+    settings = SimpleNamespace(**{"max_total_tokens": None, "mem_fraction_static": None} | given)
+    _load_platform_class(cpu_platform.activate())().apply_server_args_defaults(settings)
+    assert settings.max_total_tokens == expected
 
 
 def test_out_of_the_way_of_a_gpu(bare):

@@ -6,10 +6,9 @@ import types
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_triattn import patches
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches import calibration_launch, handshake, hooks, reporting
+from sglang_triattn.patches import calibration_launch, handshake, hooks, plugin, reporting, request_checks
 from sglang_triattn.patches import server_args as args_patch
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler import Compression
@@ -84,24 +83,25 @@ def test_every_hook_fits_the_installed_sglang():
         *handshake.main_hooks(),
         *handshake.controller_hooks(),
         *reporting.main_hooks(),
+        *request_checks.main_hooks(),
         *calibration_launch.main_hooks(),
         *calibration_launch.scheduler_hooks(None),
         *Compression(Config()).hooks(),
     ]
     for hook in every:
         hooks.check_target(hook)
-    assert len({hook.target for hook in every}) >= 14
+    assert len({hook.target for hook in every}) >= 27
 
 
 def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
     """Prevents the installed package from changing servers that did not ask for it."""
 
     def run_scheduler_process(server_args):
-        patches.activate()
+        plugin.activate()
         return set(HookRegistry._hooks)
 
     def run_detokenizer_process(server_args):
-        patches.activate()
+        plugin.activate()
         return set(HookRegistry._hooks)
 
     plain = types.SimpleNamespace()
@@ -113,7 +113,7 @@ def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
 
 def test_main_hooks_only_the_command_line(target):
     """Prevents the same in the main process: there, only the flags are defined and read."""
-    patches.activate()
+    plugin.activate()
     assert {name.rsplit(".", 1)[1] for name in HookRegistry._hooks} == {"add_cli_args", "from_cli_args"}
 
 
@@ -124,7 +124,7 @@ def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
     monkeypatch.setattr(sys, "argv", ["launch_server", "--enable-triattention"])
     with pytest.raises(SystemExit) as ended:
-        patches.activate()
+        plugin.activate()
     assert ended.value.code == 2
     assert "0.5.24 is installed" in capsys.readouterr().err
 

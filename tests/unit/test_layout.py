@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,14 @@ def test_files_stay_short():
             assert len(path.read_text().splitlines()) <= 400, path
 
 
+def test_tests_read_nothing_beside_the_checkout():
+    """Prevents tests that fail, or are left out, in a clone with nothing beside it."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        depth = len(path.relative_to(ROOT).parts) - 1
+        for number in re.findall(r"parents\[(\d+)\]", path.read_text()):
+            assert int(number) <= depth, f"{path} looks outside the checkout"
+
+
 # What a machine for kernels has, and what no kernel may need.
 BARE_MACHINE = """
 import sys
@@ -91,6 +100,15 @@ def test_a_checkout_that_is_not_installed():
     Without site-packages nothing is installed, not even this package.
     """
     code = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import checkout; checkout.make_importable(); "
-    code += "import sglang_triattn.kernels, sglang_triattn.rounds; print(sglang_triattn.kernels.__file__)"
+    code += "import sglang_triattn.kernels, sglang_triattn.rounds; print(*sglang_triattn.kernels.__path__)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == str(ROOT / "kernels" / "__init__.py"), done.stderr
+    assert done.stdout.strip() == str(ROOT / "sglang_triattn" / "kernels"), done.stderr
+
+
+def test_the_checkout_hides_no_package():
+    """Prevents the top-level `kernels` from hiding the PyPI package of that name, which SGLang imports, and patches
+    that cannot be found, where Python starts in the checkout's folder."""
+    code = "import kernels, sglang_triattn.patches.plugin, sglang_triattn.kernels.score; print(kernels.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT)

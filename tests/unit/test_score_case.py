@@ -1,15 +1,16 @@
 """`sglang-triattn score-case` on the published cases, and on cases that cannot be scored."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sglang_triattn.cli import main
+from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.score_case import score_case
 
-pytestmark = pytest.mark.usefixtures("reference_files")
-
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 STATS = str(GOLDEN / "qwen3_8b.pt")
 INPUTS = ("layers", "num_q_heads", "num_kv_heads", "keys_cached", "positions", "next_position", "inv_freq", "keep")
 # The reference's phases are float32; the mean over the offsets damps the frequencies that suffer, a maximum does not.
@@ -45,6 +46,23 @@ def test_published_cases(name, tmp_path, capsys):
             assert len(set(theirs) - set(mine)) <= -(-keep // 64)
 
 
+def test_the_scorer_that_serves_answers(tmp_path, monkeypatch):
+    """Prevents a check of the published method that runs beside the code that serves."""
+    keep, pieces = Scorer.keep, Scorer.pieces
+    monkeypatch.setattr(Scorer, "keep", lambda self, *row: keep(self, *row) - 1)
+
+    def shifted(*row, **options):
+        return (replace(piece, scores=piece.scores + 1) for piece in pieces(*row, **options))
+
+    monkeypatch.setattr(Scorer, "pieces", shifted)
+    case = case_of("qwen3_8b_a", tmp_path)
+    changed = score_case(case, STATS, device="cpu")
+    monkeypatch.undo()
+    plain = score_case(case, STATS, device="cpu")
+    for name, values in plain.items():
+        np.testing.assert_allclose(changed[name], values + (-1 if name.startswith("kept") else 1), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_key_dtypes(dtype, tmp_path):
     """Prevents --dtype from being ignored or from breaking the scores."""
@@ -65,7 +83,7 @@ def test_key_dtypes(dtype, tmp_path):
         ({"keep": None}, "lacks keep"),
         ({"keep": np.array(10**6)}, "keep is 1000000"),
         ({"keep": np.array(1.5)}, "whole number"),
-        ({"layers": np.array([0, 99, 1, 2])}, "within the 36"),
+        ({"layers": np.array([0, 99, 1, 2])}, "within the 5"),
         ({"layers": np.array([0])}, "layers"),
         ({"num_q_heads": np.array(16)}, "query heads"),
         ({"num_kv_heads": np.array(7)}, "KV heads"),

@@ -34,6 +34,17 @@ def test_reserved_once_and_as_planned():
     assert scratch.memory is memory
 
 
+def test_what_decides_has_room():
+    """Prevents a pool that is sized without the memory for values, or with that for scores that nobody makes."""
+    needs = []
+    for share in (0.0, 0.5, 1.0):
+        scratch = Scratch(Config("s", selection="per-layer-head", value_share=share))
+        scratch.hooks()[0].function(configurator("meta"), 1.0)
+        needs.append(scratch.plan.needs(1, 2176, 3))
+    assert needs[1] == needs[0] + needs[2]
+    assert needs[2] == 3 * 2 * 2176 * 4
+
+
 def test_nothing_where_no_kernel_runs():
     """Prevents memory held for nothing on a CPU, and a crash in place of the refusal of an unsupported model."""
     for other in (configurator("cpu"), configurator("meta", rotary=False)):

@@ -50,6 +50,47 @@ def test_ragged_batches_equal_the_definition(selection, keep, recent, poison):
         np.testing.assert_array_equal(kept[r].numpy(), expected)
 
 
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 0.99, 1.0])
+@pytest.mark.parametrize(("keep", "recent"), [(16, 0), (16, 5), (5, 5), (1, 0), (17, 16)], ids=str)
+def test_large_values_have_a_share_of_their_own(keep, recent, share):
+    """Prevents values and scores from competing for a place, a token that takes two, and padding of either kind."""
+    lengths, layers, kv_heads, group = [40, 17, 64, 33], 3, 2, 3
+    generator = np.random.default_rng(keep * 100 + recent)
+    scores = generator.normal(size=(4, layers, kv_heads * group, 64)).astype(np.float32)
+    # Few sizes, so that many tie.
+    sizes = generator.integers(0, 30, size=(4, layers, kv_heads, 64)).astype(np.float32)
+    padded = torch.tensor(scores), torch.tensor(sizes)
+    for r, n in enumerate(lengths):
+        padded[0][r, ..., n:] = float("nan")
+        # The newest tokens stay whatever their size.
+        padded[1][r, ..., n - recent :] = float("nan")
+    kept = select_naive(
+        padded[0] if share < 1 else None, torch.tensor(lengths), keep, recent,
+        selection="per-layer-head", num_kv_heads=kv_heads, sizes=padded[1], value_share=share,
+    )  # fmt: skip
+    large = round(share * (keep - recent))
+    for r, n in enumerate(lengths):
+        candidates = n - recent
+        rows = scores[r, ..., :candidates].astype(np.float64)
+        z = (rows - rows.mean(-1, keepdims=True)) / np.maximum(rows.std(-1, keepdims=True), 1e-6)
+        z = z.reshape(layers, kv_heads, group, candidates).max(2)
+        for layer in range(layers):
+            for head in range(kv_heads):
+                by_size = sorted(range(candidates), key=lambda i: (-sizes[r, layer, head, i], i))[:large]
+                others = sorted(set(range(candidates)) - set(by_size), key=lambda i: (-z[layer, head, i], i))
+                expected = {*by_size, *others[: keep - recent - large], *range(candidates, n)}
+                assert kept[r, layer, head].tolist() == sorted(expected)
+
+
+def test_value_shares_that_cannot_be_served():
+    """Prevents a share that is taken and ignored."""
+    scores, sizes = torch.zeros(1, 2, 4, 9), torch.zeros(1, 2, 2, 9)
+    for selection, given in (("union", sizes), ("per-head", sizes), ("per-layer-head", None)):
+        with pytest.raises(ValueError, match="value_share needs sizes and the selection per-layer-head"):
+            select_naive(scores, torch.tensor([9]), 4, 1, selection=selection, num_kv_heads=2, sizes=given,
+                         value_share=0.5)  # fmt: skip
+
+
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_recent_tokens_do_not_shift_the_statistics(selection):
     """Prevents the newest tokens, kept anyway, from deciding among the others."""
@@ -117,6 +158,10 @@ def test_no_value_is_read_on_the_host():
         select_naive(scores, lengths, 9, 2, selection=selection, num_kv_heads=2).shape for selection in SELECTIONS
     ]
     assert shapes == [(2, 9), (2, 9), (2, 2, 9), (2, 3, 2, 9)]
+    sizes, options = torch.empty(2, 3, 2, 30, device="meta"), {"selection": "per-layer-head", "num_kv_heads": 2}
+    for share in (0.5, 1.0):
+        kept = select_naive(scores, lengths, 9, 2, sizes=sizes, value_share=share, **options)
+        assert kept.shape == (2, 3, 2, 9)
 
 
 @pytest.mark.parametrize(

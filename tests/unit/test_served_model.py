@@ -6,6 +6,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.served_model import check_pool, read_rope, read_shape
@@ -130,6 +131,20 @@ def test_missing_kv_layers_are_refused():
     runner.token_to_kv_pool.layer_num = 3
     with pytest.raises(TriAttentionError, match=r"2 attention layers .* for 3 KV layers"):
         read_shape(runner, 1)
+
+
+def test_a_cache_beside_the_rows_is_refused(monkeypatch):
+    """Prevents rounds on rows that something else is kept in step with."""
+    monkeypatch.setattr(MHATokenToKVPool, "get_key_buffer", lambda *_: torch.zeros(1))
+    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.kv_cache_layout = "nhd"
+    rows = ReqToTokenPool.__new__(ReqToTokenPool)
+    rows._aux_cache = None
+    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=rows)
+    check_pool(runner)
+    rows._aux_cache = object()
+    with pytest.raises(TriAttentionError, match="a object beside its rows"):
+        check_pool(runner)
 
 
 def test_other_pools_are_refused():

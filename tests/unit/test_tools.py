@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import demo
 import env
-import prepare_model
 
 import server
 
@@ -111,12 +110,6 @@ class TestEnvironment:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"], "setuptools"]
         assert {name.split("==")[0] for name in wanted} <= pinned
-
-
-def test_calibration_text_is_long_and_always_the_same():
-    text = prepare_model.calibration_text()
-    assert len(text) == prepare_model.CALIBRATION_CHARACTERS
-    assert text == prepare_model.calibration_text()
 
 
 SERVER_STUB = """

@@ -68,7 +68,11 @@ def _activate_main() -> None:
 
 def _enable_main(server_args: Any) -> None:
     """Called in the main process once a launch asks for compression."""
-    from sglang_triattn.patches import handshake, hooks, launch, reporting, request_checks
+    from sglang_triattn.patches import launch
+
+    launch.check_files(server_args)
+    # These import SGLang's server.
+    from sglang_triattn.patches import handshake, hooks, reporting, request_checks
 
     launch.check_at_resolution()
     hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_checks.main_hooks()])

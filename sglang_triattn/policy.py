@@ -1,0 +1,82 @@
+"""What decides which tokens of a row stay outside SGLang, and what it may read: the server's scorer, or a control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+
+
+class CacheError(TriAttentionError):
+    """A cache was built or used in a way that cannot work."""
+
+
+class Policy(Protocol):
+    """What decides which private tokens stay. A `kernels.scorer.Scorer` is one."""
+
+    def keep(
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int
+    ) -> torch.Tensor:
+        """Indices of the private tokens that stay.
+
+        Args:
+            slots: [R, N] int64, private slots of each row in row order.
+            lengths: [R] int64, private tokens of each row.
+            next_positions: [R] int64, logical position of each row's next token.
+            keep: tokens that stay; the newest `recent` should be among them.
+
+        Returns:
+            int64 [R, keep], or [R, H_kv, keep], or [R, L, H_kv, keep]; each set ascending.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """What rows hold and a policy may read; shapes per layer, of L, with S slots.
+
+    Attributes:
+        k_buffers: [S, H_kv, head_dim], post-RoPE keys.
+        v_buffers: [S, H_kv, head_dim].
+        positions: [S, H_kv] int64, the logical position of the token that each head holds there.
+    """
+
+    k_buffers: tuple[torch.Tensor, ...]
+    v_buffers: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def empty(
+        cls, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> Pools:
+        """Pools of zeros: what is masked out must still be numbers."""
+        shape = (layers, slots, kv_heads)
+        k, v = (torch.zeros(*shape, head_dim, dtype=dtype, device=device) for _ in range(2))
+        return cls(k.unbind(), v.unbind(), torch.zeros(shape, dtype=torch.int64, device=device).unbind())
+
+    def all(self) -> Iterator[torch.Tensor]:
+        yield from (*self.k_buffers, *self.v_buffers, *self.positions)
+
+    def like(self, slots: int) -> Pools:
+        """Empty pools of the same model."""
+        k = self.k_buffers[0]
+        return Pools.empty(slots, len(self.k_buffers), *k.shape[1:], k.dtype, k.device)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one row is compacted.
+
+    Attributes:
+        config: decides when a round runs and how many tokens it keeps.
+        make_policy: makes what decides which tokens stay; None for the server's own `Scorer` under `config`. It is
+            called when a cache is built, and again for a branch that comes to a round; rows with equal settings share
+            what it returns.
+    """
+
+    config: Config
+    make_policy: Callable[[Pools], Policy] | None = None

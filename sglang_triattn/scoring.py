@@ -1,0 +1,62 @@
+"""The Scorer that settings and statistics ask for: one way to build it, in the server and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.rounds import scored_tokens
+from sglang_triattn.stats import QueryStats
+
+
+def build_scorer(
+    config: Config,
+    stats: QueryStats,
+    k_buffers: Sequence[torch.Tensor],
+    v_buffers: Sequence[torch.Tensor],
+    *,
+    context: int,
+    heads: slice = slice(None),
+    across: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    memory: torch.Tensor | None = None,
+    kernels: bool | None = None,
+) -> Scorer:
+    """The Scorer of a KV pool under these settings.
+
+    Args:
+        stats: of the whole model, checked against it by `check_stats`.
+        k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys.
+        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values; read where `config.value_share` is not 0.
+        context: most tokens of a request.
+        heads: the query heads whose keys the pool holds, all but under tensor parallelism.
+        across, memory, kernels: see `Scorer`.
+
+    Raises ValueError if the statistics do not fit the pool, or its kernels cannot read it.
+    """
+    tables = build_tables(
+        stats.mean[:, heads],
+        stats.abs_mean[:, heads],
+        stats.rope.inv_freq,
+        stats.rope.attention_scaling,
+        stats.rope.style,
+        k_buffers[0].shape[1],
+        k_buffers[0].device,
+    )
+    columns, longest = scored_tokens(config, context)
+    return Scorer(
+        k_buffers,
+        tables,
+        columns=columns,
+        longest=longest,
+        selection=config.selection,
+        aggregation=config.aggregation,
+        v_buffers=v_buffers,
+        value_share=config.value_share,
+        across=across,
+        memory=memory,
+        kernels=kernels,
+    )

@@ -1,0 +1,125 @@
+"""The sizes of values, by kernel and twin, against their definition in float64."""
+
+import pytest
+import torch
+
+from sglang_triattn.kernels.key_pools import key_pools
+from sglang_triattn.kernels.value_size import value_size_naive
+from sglang_triattn.kernels.value_size_triton import TOKENS, value_size_triton
+
+from kernel_cases import KernelCase
+
+SENTINEL = -12345.0
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+SHAPES = {
+    "one-token": {"lengths": [9], "kv_heads": 1},
+    "ragged": {"lengths": [71, 9, 64, 10, 130]},
+    "qwen3": {"lengths": [40, 33], "layers": 3, "kv_heads": 8, "group": 1, "value_dim": 128, "dtype": torch.bfloat16},
+    "wider-than-keys": {"lengths": [30], "value_dim": 256},
+    "narrower-than-keys": {"lengths": [30], "value_dim": 16, "dtype": torch.bfloat16},
+    "several-programs": {"lengths": [TOKENS + 9, TOKENS + 8, TOKENS + 10, 3 * TOKENS], "layers": 1, "head_dim": 8},
+}
+
+
+def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None) -> torch.Tensor:
+    """By the kernel, in memory that shows what was not written."""
+    slots = case.slots if slots is None else slots
+    buffers = buffers or case.value_pools
+    shape = (len(slots), len(buffers), buffers[0].shape[1], slots.shape[1])
+    sizes = torch.full(shape, SENTINEL, device=slots.device)
+    return value_size_triton(key_pools(buffers), slots, case.lengths, recent, sizes=sizes)
+
+
+def check(case: KernelCase, recent: int = 8) -> None:
+    sizes = sizes_of(case, recent)
+    assert torch.equal(sizes, sizes_of(case, recent))
+    twin = value_size_naive(case.value_pools, torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)).cpu()
+    sizes = sizes.cpu()
+    assert twin.shape == sizes.shape
+    for r, length in enumerate(case.lengths.tolist()):
+        expected = case.expected_sizes(r)
+        candidates = length - recent
+        torch.testing.assert_close(sizes[r, ..., :candidates].double(), expected[..., :candidates], rtol=1e-6, atol=0)
+        torch.testing.assert_close(twin[r, ..., :length].double(), expected, rtol=1e-6, atol=0)
+        assert (sizes[r, ..., candidates:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("value_dim", [16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 576, 1024])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_every_dtype_and_width(device, dtype, value_dim):
+    """Prevents a dtype or head size from being decoded or masked wrongly; poison from leaking."""
+    check(KernelCase(lengths=[37, 11], device=device, dtype=dtype, head_dim=16, value_dim=value_dim, seed=value_dim))
+
+
+@pytest.mark.parametrize("recent", [0, 8, 9])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes(device, shape, recent):
+    """Prevents a wrong row of a ragged batch, seams between programs, and values read that decide nothing."""
+    check(KernelCase(device=device, **shape), recent)
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_request_does_not_notice_its_batch(device, kernel):
+    """Prevents the width of a batch from changing a size by a single bit."""
+    case = KernelCase(lengths=[130, 590, 70], device=device, head_dim=48)
+    slots = torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)
+    together = sizes_of(case, 3) if kernel else value_size_naive(case.value_pools, slots)
+    for r, length in enumerate((130, 590, 70)):
+        alone = KernelCase(lengths=[130, 590, 70], device=device, head_dim=48)
+        alone.slots, alone.lengths = slots[r : r + 1, :length], case.lengths[r : r + 1]
+        sizes = sizes_of(alone, 3) if kernel else value_size_naive(alone.value_pools, alone.slots)
+        assert torch.equal(sizes[0, ..., : length - 3], together[r, ..., : length - 3])
+
+
+def test_long_rows_of_the_twin():
+    """Prevents a seam where the twin takes a long row in pieces."""
+    pools = [torch.randn(9000, 2, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    slots = torch.randperm(9000, generator=torch.Generator().manual_seed(2))[None]
+    sizes = value_size_naive(pools, slots)
+    for layer, pool in enumerate(pools):
+        assert torch.equal(sizes[0, layer], pool[slots[0]].square().sum(-1).T)
+
+
+def test_slots_of_either_integer_type(device):
+    """Prevents SGLang's int32 rows from being read as something else."""
+    case = KernelCase(lengths=[70], device=device)
+    assert torch.equal(sizes_of(case, 4), sizes_of(case, 4, slots=case.slots.int()))
+    assert torch.equal(
+        value_size_naive(case.value_pools, case.slots), value_size_naive(case.value_pools, case.slots.int())
+    )
+
+
+def test_pools_with_gaps(device):
+    """Prevents assuming that tokens or heads follow one another without a gap, or that rows are dense."""
+    case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16)
+    wide = [torch.full((len(p), 4, 128), float("nan"), dtype=p.dtype, device=device) for p in case.value_pools]
+    for target, pool in zip(wide, case.value_pools, strict=True):
+        target[:, ::2, :64] = pool
+    rows = torch.nn.functional.pad(case.slots, (0, 5))[:, : case.slots.shape[1]]
+    views = [w[:, ::2, :64] for w in wide]
+    assert torch.equal(sizes_of(case, 4, slots=rows, buffers=views), sizes_of(case, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_byte_of_float8(device, dtype):
+    """Prevents subnormal, infinite or missing numbers from being decoded as others."""
+    case = KernelCase(lengths=[256], device=device, layers=1, kv_heads=1, head_dim=16)
+    pool = torch.zeros(len(case.pools[0]), 1, 16, dtype=torch.uint8, device=device)
+    pool[case.slots[0], 0, 3] = torch.arange(256, dtype=torch.uint8, device=device)
+    stored = pool.view(dtype)
+    got = sizes_of(case, 0, buffers=[stored])
+    expected = stored[case.slots[0], 0, 3].float().square()
+    torch.testing.assert_close(got[0, 0, 0], expected, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(value_size_naive([stored], case.slots)[0, 0, 0], expected, equal_nan=True)
+
+
+def test_slots_beyond_two_billion_elements(device):
+    """Prevents 32-bit offsets. The pool is never filled: only the pages of the slots used come into being."""
+    case = KernelCase(lengths=[6], device=device, dtype=torch.float8_e4m3fn, layers=1, kv_heads=1)
+    count = (1 << 31) // 64 + 100
+    pool = torch.empty(count, 1, 64, dtype=torch.uint8, device=device)
+    far = torch.arange(count - 6, count, device=device)[None]
+    pool[far[0]] = case.value_pools[0].view(torch.uint8)[case.slots[0]]
+    got = sizes_of(case, 1, slots=far, buffers=[pool.view(torch.float8_e4m3fn)])
+    assert torch.equal(got, sizes_of(case, 1))

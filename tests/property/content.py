@@ -1,0 +1,32 @@
+"""The content oracle: K and V that say whose they are, so that whoever reads them back knows what moved where."""
+
+from __future__ import annotations
+
+import torch
+
+LAYERS, KV_HEADS, Q_HEADS, HEAD_DIM = 2, 2, 4, 8
+
+
+def exact_length(positions: torch.Tensor) -> int:
+    """Entries of a row before the first hole in any layer or head."""
+    there = (positions == torch.arange(positions.shape[-1])).all(0).all(0)
+    return int(there.long().cumprod(0).sum())
+
+
+def same_for_all(positions) -> torch.Tensor:
+    """[LAYERS, KV_HEADS, n] int64 of n positions that all heads share."""
+    return torch.tensor(list(positions), dtype=torch.int64).expand(LAYERS, KV_HEADS, -1)
+
+
+def contents(tokens: list[int], positions: torch.Tensor, stamps: torch.Tensor | int) -> torch.Tensor:
+    """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V that name their token, position, stamp, layer, K or V, and head.
+
+    positions: [LAYERS, KV_HEADS, n]; stamps: one for all, or as positions.
+    """
+    token = torch.tensor(tokens)[positions]
+    seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1, 1)
+    place = (torch.arange(HEAD_DIM) * (positions[..., None] + 1) * 0.37 + token[..., None])[:, None]
+    content = torch.sin(seed * 7 + place)  # [LAYERS, 2, KV_HEADS, n, HEAD_DIM]
+    for column, named in enumerate((token, positions, torch.as_tensor(stamps).expand_as(positions))):
+        content[..., column] = named[:, None]
+    return content.permute(3, 0, 1, 2, 4)

@@ -1,0 +1,268 @@
+"""Faults planted into the package, each of which the simulation's own checks must notice.
+
+Each is a small slip of the kind that reading may miss. They replace names that the package's modules look up when they
+run, never anything of the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_triattn.kernels import compaction
+from sglang_triattn.patches import conversations, launches, requests, rows
+from sglang_triattn.patches.compressor import Compressor
+from sglang_triattn.patches.conversations import Conversations
+from sglang_triattn.patches.launches import Launch
+from sglang_triattn.patches.rows import Rows
+from sglang_triattn.rounds import RequestState
+
+from checks import check_books
+from histories import run_histories
+from simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One slip.
+
+    Attributes:
+        noticed: what the check says that notices it first.
+        options: of the random histories in which it shows; None for `an_answer_that_became_a_prompt`, because it is
+            too rare.
+    """
+
+    name: str
+    plant: Callable[[pytest.MonkeyPatch], None]
+    noticed: str
+    options: dict | None
+
+    def history(self) -> None:
+        if self.options is None:
+            an_answer_that_became_a_prompt()
+        else:
+            run_histories(60, start=1, **self.options)
+
+
+def free_pages(more: int):
+    def plant(patch):
+        real = launches.in_pages
+        patch.setattr(launches, "in_pages", lambda length, page_size: real(length, page_size) - more * page_size)
+
+    return plant
+
+
+def free_what_stays(patch):
+    def remap(slots, kept):
+        ordered = real(slots, kept)
+        keep = kept.shape[1]
+        return torch.cat([ordered[:, -keep:], ordered[:, :-keep]], 1)
+
+    real = compaction.remap
+    patch.setattr(compaction, "remap", remap)
+
+
+def forget_the_order(patch):
+    patch.setattr(launches, "needs_order", lambda recent, interval: False)
+
+
+def cut_into_the_newest(patch):
+    real = launches.cut_column
+    patch.setattr(launches, "cut_column", lambda keep, *rest: min(real(keep, *rest) + 1, keep))
+
+
+def swap_newest_tokens(patch):
+    real = Launch.close_up
+
+    def close_up(self, rows, slots):
+        real(self, rows, slots)
+        for request, plan in self.rounds:
+            row = rows[request.kv.req_pool_idx]
+            row[plan.new_length - 2 : plan.new_length] = row[plan.new_length - 2 : plan.new_length].flip(0)
+
+    patch.setattr(Launch, "close_up", close_up)
+
+
+def leave_the_newest_behind(patch):
+    patch.setattr(Launch, "close_up", lambda self, rows, slots: None)
+
+
+def see_the_first_hole_late(patch):
+    real = compaction.unchanged_start
+    patch.setattr(compaction, "unchanged_start", lambda kept: real(kept) + 1)
+
+
+def forget_earlier_holes(patch):
+    def add_hole(state, first_hole):
+        state.unread_holes = (first_hole,)
+
+    patch.setattr(RequestState, "add_hole", add_hole)
+
+
+def let_the_tree_take_all(patch):
+    real = Compressor._record
+
+    def record(self, request, *rest):
+        real(self, request, *rest)
+        request.skip_radix_cache_insert = False
+
+    patch.setattr(Compressor, "_record", record)
+    # The package's own guard would notice first.
+    patch.setattr(
+        Rows, "release", lambda self, original, req, tree, *, checkpoint: original(req, tree, checkpoint=True)
+    )
+
+
+def publish_what_sglang_frees(patch):
+    real = rows.publish_start
+
+    def publish_start(req, state, tree):
+        req.owned_kv_len = lambda: req.kv.kv_committed_len
+        real(req, state, tree)
+        del req.owned_kv_len
+
+    patch.setattr(rows, "publish_start", publish_start)
+
+
+def free_what_the_tree_has(patch):
+    def give_back(original, req, tree, *, checkpoint):
+        original(req, tree, checkpoint=checkpoint)
+
+    patch.setattr(rows, "give_back", give_back)
+
+
+def publish_what_sglang_bars(patch):
+    patch.setattr(rows, "tokens_tell_all", lambda request: True)
+
+
+def keep_what_sglang_bars(patch):
+    patch.setattr(conversations, "tokens_tell_all", lambda request: True)
+
+
+def leave_the_tree_locked(patch):
+    real = Conversations._drop
+
+    def drop(self, name):
+        if name in self._idle:
+            self._idle[name].lock = None
+        real(self, name)
+
+    patch.setattr(Conversations, "_drop", drop)
+
+
+def free_a_row_twice(patch):
+    real = Conversations._drop
+
+    def drop(self, name):
+        row = self._idle[name].kv.req_pool_idx if name in self._idle else None
+        real(self, name)
+        if row is not None:
+            self._scheduler.req_to_token_pool.free_rows([row])
+
+    patch.setattr(Conversations, "_drop", drop)
+
+
+def compact_what_is_frozen(patch):
+    patch.setattr(requests, "frozen_length", lambda config, protected, prompt, page: config.sinks // page * page)
+
+
+def keep_the_old_lengths(patch):
+    patch.setattr(Compressor, "_shorten", lambda self, batch, due: None)
+
+
+def keep_the_state_of_a_lost_row(patch):
+    patch.setattr(rows, "drop_state", lambda request: None)
+
+
+def resume_as_if_nothing_was_evicted(patch):
+    patch.setattr(conversations, "begin_state", lambda request, state: requests.begin_state(request, RequestState()))
+
+
+def read_rows_after_the_flush(patch):
+    def on_flush(self, flushed, *_, **__):
+        while flushed and self.drop_one():
+            pass
+
+    patch.setattr(Conversations, "_on_flush", on_flush)
+
+
+def drop_rows_without_a_flush(patch):
+    real = Conversations._on_flush
+    patch.setattr(Conversations, "_on_flush", lambda self, flushed, *rest, **more: real(self, True, *rest, **more))
+
+
+def forget_who_lost_a_row(patch):
+    patch.setattr(Conversations, "_remember_lost", lambda self, name: None)
+
+
+def an_answer_that_became_a_prompt(*, finish: bool = False) -> None:
+    """A request is retracted, and finds in the tree what it has said itself."""
+    sim = Simulation(1, strip_thinking=True)
+    first = sim.request([5] * 8, thinks=True)
+    assert sim.admit(first, 1000)
+    for _ in range(6):
+        assert sim.decode(first)
+    assert sim.admit(sim.request([*first.tokens, 9]), 1000)
+    sim.retract(first)
+    assert sim.admit(sim.waiting.pop(), 1000)
+    assert first.req.kv.cache_protected_len > 8
+    check_books(sim)
+    sim.release(first, finish=finish)
+    check_books(sim)
+
+
+@pytest.mark.parametrize("finish", [True, False], ids=["finished", "retracted"])
+def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
+    """Prevents --strip-thinking-cache from freeing slots that the tree owns, or from ending the server."""
+    an_answer_that_became_a_prompt(finish=finish)
+
+
+REMAP = {"page_size": 1}
+CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
+PAGES = {"page_size": 4}
+# Rounds leave so many first tokens alone, more than most prompts have.
+STRIP = {"page_size": 1, "strip_thinking": True, "sinks": 12}
+BARRED = {"page_size": 1, "radix": True, "varied": True}
+FAULTS = [
+    Fault("a round frees a page too few", free_pages(-1), "slots came back, not|free, tree and private", PAGES),
+    Fault("a round frees a page too many", free_pages(1), "slots came back, not|belongs to", PAGES),
+    Fault("a round frees what it keeps", free_what_stays, "recent token was|came from|not in order", REMAP),
+    Fault("order is lost where it counts", forget_the_order, "not in order", {**PAGES, "recent": 10}),
+    Fault("a row is cut behind a newest token", cut_into_the_newest, "not in order|recent token|came from", CUT),
+    Fault("newest tokens change places in the row", swap_newest_tokens, "not in order", CUT),
+    Fault("a cut row is not closed up", leave_the_newest_behind, "belongs to|recent token|came from|held twice", CUT),
+    Fault("the first hole is off by one", see_the_first_hole_late, "but may have", REMAP),
+    Fault("only the last round's hole counts", forget_earlier_holes, "but may have", {**REMAP, "prompt": "compact"}),
+    Fault("the tree takes compacted rows", let_the_tree_take_all, "but may have", REMAP),
+    Fault("more is published than SGLang owns", publish_what_sglang_frees, "but may have|free, tree and", STRIP),
+    Fault("the tree's copy of an answer is freed", free_what_the_tree_has, "free, tree and|belongs to", None),
+    Fault("barred rows are published", publish_what_sglang_bars, "but may have", BARRED),
+    Fault("barred rows are kept", keep_what_sglang_bars, "do not determine", {"varied": True}),
+    Fault("a dropped conversation leaves its lock", leave_the_tree_locked, "of the tree are locked", REMAP),
+    Fault("a conversation's row is freed twice", free_a_row_twice, "a row is owned by nobody", REMAP),
+    Fault("rounds reach into the frozen part", compact_what_is_frozen, "wrote to a slot|due round|frozen|kept", PAGES),
+    Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
+    Fault("a retracted request keeps its state", keep_the_state_of_a_lost_row, "other (content|tokens)", REMAP),
+    Fault("a resumed row forgets what it lost", resume_as_if_nothing_was_evicted, "due round|other tokens", REMAP),
+    Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
+    Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
+    Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_is_noticed(fault, monkeypatch):
+    """Prevents checks that cannot fail: these histories pass, and must not with the fault.
+
+    The faults: a page too few or too many freed, kept slots freed, order lost, rows cut in the wrong place, closed
+    up in another order or not at all, the first hole late or forgotten, the tree given compacted rows, rows that
+    SGLang frees, or rows that it bars, and freed of what it owns; conversations that keep barred rows, leave a
+    lock, free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are
+    forgotten; rounds on the frozen part; lengths and states that outlive their row.
+    """
+    fault.plant(monkeypatch)
+    with pytest.raises(AssertionError, match=fault.noticed):
+        fault.history()

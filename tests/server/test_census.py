@@ -1,0 +1,75 @@
+"""The census on a real server: a slot that a foreign plugin gives two owners ends the server with a sentence."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+
+import pytest
+import requests
+from launches import resolve
+
+import warm
+from harness import BUDGET, INTERVAL, STRICT, Client, compressed_args, install_plugin, prompt, python_path
+
+# Gives a running request a slot of the tree in place of one of its own. SGLang's own checks, which count, see nothing.
+FAULT = """
+def activate():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", corrupt, HookType.BEFORE)
+
+
+def corrupt(scheduler, batch, *_, **__):
+    request = batch.reqs[0]
+    if batch.forward_mode.is_decode() and len(request.output_ids) == 20 and request.rid == "victim":
+        row = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
+        row[request.kv.cache_protected_len] = row[0]
+"""
+
+
+@pytest.fixture
+def corrupted(nursery, tiny, tmp_path):
+    """`corrupted(env)` is a running server with the plugin, and the path of its log."""
+    install_plugin(tmp_path, "fault", FAULT)
+    log = tmp_path / "server.log"
+
+    def start(env: dict[str, str]):
+        env = {**STRICT, "PYTHONPATH": python_path(tmp_path), **env}
+        return warm.running_server(nursery, tiny.path, compressed_args(tiny, "--page-size", "1"), env, log), log
+
+    return start
+
+
+def ask(server, tokens: int) -> requests.Response:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return Client(server).post("/generate", rid="victim", input_ids=prompt(1, 40), sampling_params=sampling)
+
+
+def test_a_fault_ends_the_server_with_a_sentence(corrupted):
+    """Prevents a server that goes on into a round, and answers, once two owners write to one slot."""
+    running, log = corrupted({})
+    with running as server:
+        with suppress(requests.ConnectionError):
+            assert ask(server, BUDGET + INTERVAL + 20).status_code != 200
+        deadline = time.monotonic() + 60
+        while server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert server.process.poll() is not None, "the server goes on"
+    sentence = r"Integrity: before the rounds of step \d+, slot \d+ belongs to request victim and to the tree\."
+    assert re.search(sentence, log.read_text()), log.read_text()[-3000:]
+
+
+def test_off_by_default(corrupted):
+    """Prevents servers that wait for the device at every step although nobody asked, and a test above that is vain."""
+    running, _ = corrupted({"SGLANG_TRIATTN_CHECK": "0"})
+    with running as server:
+        assert ask(server, 25).status_code == 200
+
+
+def test_neither_yes_nor_no(tiny):
+    """Prevents a check that its user believes to be on."""
+    (ended,) = resolve([(["--model-path", tiny.path, *compressed_args(tiny)], {"SGLANG_TRIATTN_CHECK": "on"})])
+    assert ended.code == 2
+    assert ended.error == "SGLANG_TRIATTN_CHECK is 'on': set it to 1 to check every slot at every round, or to 0."

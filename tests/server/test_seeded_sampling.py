@@ -1,0 +1,82 @@
+"""Tokens drawn by a seed: a token's position is its place in the text, whatever the row has lost before it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import seeded
+import torch
+
+from harness import compression, install_plugin, prompt, python_path
+from oracle import TOLERANCE, oracle_of
+
+SEED = 77
+CHUNK = 128
+
+
+@pytest.fixture(scope="module")
+def client(serve, tmp_path_factory):
+    """Of a server that draws by seeds and prefills in chunks."""
+    folder = tmp_path_factory.mktemp("seeded")
+    install_plugin(folder, "seeded", Path(seeded.__file__).read_text())
+    flags = ("--page-size", "1", "--enable-deterministic-inference", "--chunked-prefill-size", str(CHUNK))
+    return serve(*flags, env={"PYTHONPATH": python_path(folder)})
+
+
+def draw(client, ids: list[int], tokens: int, **params) -> dict:
+    return client.generate(ids, tokens, temperature=1, sampling_seed=SEED, custom_params={"triattention": params})
+
+
+def shortfall(logprobs: torch.Tensor, first_position: int, tokens: list[int]) -> torch.Tensor:
+    """[tokens]: by how much each token's perturbed log-probability misses the best one's; 0 is the token drawn.
+
+    Token i is drawn at `first_position` + i.
+    """
+    positions = torch.arange(first_position, first_position + len(tokens))
+    hashed = seeded.hashed(torch.full((len(tokens),), SEED), positions, torch.arange(logprobs.shape[-1]))
+    noise = -(-(hashed.double() / seeded.LARGEST).log()).log()
+    drawn = logprobs.double() + noise
+    return drawn.amax(-1) - drawn.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def assert_drawn_at(logprobs: torch.Tensor, position: int, evicted: int, tokens: list[int]) -> None:
+    """The first token belongs to `position`, each other to the next, and none to a place in the shortened row."""
+    assert shortfall(logprobs, position, tokens).max() < 4 * TOLERANCE
+    elsewhere = shortfall(logprobs, position - evicted, tokens)
+    assert elsewhere[0] > 100 * TOLERANCE, "both positions draw this token, so nothing was told apart"
+    assert elsewhere.median() > 100 * TOLERANCE
+
+
+def test_first_token_of_a_resumed_turn(client, tiny):
+    """Prevents a turn behind a shortened row from drawing its first token as if the evicted tokens had never been."""
+    ids = prompt(31, 48)
+    first = draw(client, ids, 150, conversation="seeded")
+    following = ids + first["output_ids"] + prompt(32, 12)
+    second = draw(client, following, 20, conversation="seeded", release=True)
+    assert compression(second)["conversation"] == "resumed"
+    oracle = oracle_of(tiny)
+    expected, _ = oracle.logprobs(
+        following + second["output_ids"][:-1], 48, 48, pauses=[(len(ids) + 149, len(following) + 1)]
+    )
+    evicted = compression(first)["evicted_tokens"]
+    assert evicted > 50
+    assert_drawn_at(expected[len(following) - 48 :], len(following) - 1, evicted, second["output_ids"])
+
+
+def test_first_token_of_a_compacted_prompt(client, tiny):
+    """Prevents the same behind a prompt that lost tokens between its chunks."""
+    ids = prompt(62, 500)
+    response = draw(client, ids, 20, prompt="compact")
+    assert compression(response)["rounds"] >= 2
+    expected, _ = oracle_of(tiny).logprobs(ids + response["output_ids"][:-1], len(ids), 4, chunk=CHUNK)
+    assert_drawn_at(expected, len(ids) - 1, compression(response)["evicted_tokens"], response["output_ids"])
+
+
+def test_tokens_between_rounds(client, tiny):
+    """Prevents decode steps behind a round from drawing by their place in the row."""
+    ids = prompt(33, 40)
+    response = draw(client, ids, 200)
+    assert compression(response)["rounds"] >= 4
+    expected, _ = oracle_of(tiny).logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+    assert shortfall(expected, len(ids) - 1, response["output_ids"]).max() < 4 * TOLERANCE

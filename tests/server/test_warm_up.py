@@ -1,0 +1,59 @@
+"""A server that runs the kernels: rehearsed before it is ready, refused where they cannot run."""
+
+from __future__ import annotations
+
+import warm
+from harness import (
+    BUDGET,
+    INTERVAL,
+    STRICT,
+    Client,
+    assert_pool_is_whole,
+    compressed_args,
+    compression,
+    install_plugin,
+    prompt,
+    python_path,
+)
+from server import running_server
+
+# As on a CUDA device. Under Triton's interpreter the kernels run on a CPU; without it Triton finds no device for them.
+KERNELS = """
+def activate():
+    from sglang_triattn.patches import warm_up
+
+    warm_up.runs_kernels = lambda device: True
+"""
+
+
+def test_kernels_that_cannot_run_end_the_launch(nursery, tiny, tmp_path):
+    """Prevents a server that starts, takes requests, and dies in its first round."""
+    install_plugin(tmp_path, "kernels", KERNELS)
+    words = ["--model-path", tiny.path, *compressed_args(tiny)]
+    env = {"PYTHONPATH": python_path(tmp_path)}
+    ended = warm.run_module(nursery, ["sglang.launch_server", *words], env, tmp_path / "log")
+    assert ended.code == 2
+    assert "score_triton failed" in ended.error
+    assert "start without --enable-triattention" in ended.error
+    assert "Traceback (most recent call last)" not in ended.output
+
+
+def answer_of(client: Client) -> dict:
+    answer = client.generate(prompt(1, 20), BUDGET + INTERVAL + 8)
+    assert_pool_is_whole(client)
+    return answer
+
+
+def test_a_rehearsed_server_serves_as_any_other(serve, tiny, tmp_path):
+    """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep other tokens than twins."""
+    install_plugin(tmp_path, "kernels", KERNELS)
+    expected = answer_of(serve())
+    # Not from the nursery, where Triton is imported already, without its interpreter.
+    env = {**STRICT, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(tmp_path)}
+    # The interpreter is slow on the long rows that a longer context would be rehearsed with.
+    args = compressed_args(tiny, "--context-length", "256")
+    with running_server(tiny.path, args, env, tmp_path / "log") as server:
+        answer = answer_of(Client(server))
+    assert compression(answer)["rounds"] > 0
+    assert compression(answer) == compression(expected)
+    assert answer["output_ids"] == expected["output_ids"]

@@ -1,0 +1,23 @@
+"""For all tests here: the command `sglang-triattn plan`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_triattn import cli
+
+
+@pytest.fixture
+def run_plan(tmp_path, monkeypatch, capsys):
+    """Plans a config (a dict, saved as the file `model`); returns status, output and error output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(config: object, *options: str) -> tuple[int, str, str]:
+        Path("model").write_text(json.dumps(config))
+        status = cli.main(
+            ["plan", "--model", "model", *(options if "--memory" in options else ("--memory", "24G", *options))]
+        )
+        return status, *capsys.readouterr()
+
+    return run
