@@ -1,0 +1,135 @@
+"""The cache for transformers keeps what the server keeps: the same tokens, the same positions, round by round."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.select import importance_naive
+from sglang_triattn.policy import Setting
+from sglang_triattn.scoring import build_scorer
+from sglang_triattn.stats import load_stats
+from sglang_triattn.transformers_cache import CompactedCache
+from sglang_triattn.transformers_feed import feed
+
+import harness
+import kept_probe
+from harness import BUDGET, INTERVAL, RECENT, compression, prompt
+
+CONFIG = Config(budget=BUDGET, interval=INTERVAL, recent=RECENT)
+MARGIN = 2e-5
+"""Between the last token that stays and the first that goes, in standard deviations. Where it is less, sums that run in
+another order may decide: the case then needs another prompt."""
+
+
+@pytest.fixture(scope="module")
+def watched(serve, tmp_path_factory):
+    """`watched(*args)` gives a Client and a function that returns what the probe wrote since its last call."""
+    folder = tmp_path_factory.mktemp("kept")
+    harness.install_plugin(folder, "kept_probe", Path(kept_probe.__file__).read_text())
+    file = folder / "held.jsonl"
+
+    def start(*args: str):
+        client = serve(*args, env={"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)})
+        file.write_text("")
+        return client, lambda: harness.read_lines(file)
+
+    return start
+
+
+def kept_by_server(batches: list[dict], rid: str) -> list[torch.Tensor]:
+    """Positions [L, H_kv, kept] that each head holds after each round of a request."""
+    held = [torch.tensor(batch[rid]) for batch in batches if rid in batch]
+    known: list[list[dict[int, int]]] = [[{} for _ in heads] for heads in held[0]]
+    seen, kept = 0, []
+    for before, now in pairwise([held[0][..., :0], *held]):
+        stayed = torch.zeros_like(now, dtype=torch.bool)
+        for layer, heads in enumerate(known):
+            for head, positions in enumerate(heads):
+                numbers = now[layer, head].tolist()
+                stayed[layer, head] = torch.tensor([number in positions for number in numbers])
+                # What is new comes last, in order.
+                new = [number for number in numbers if number not in positions]
+                assert numbers[len(numbers) - len(new) :] == new
+                assert len(set(numbers)) == len(numbers)
+                positions.update({number: seen + place for place, number in enumerate(new)})
+        staying = int(stayed[0, 0].sum())
+        assert bool((stayed.sum(-1) == staying).all())
+        seen += now.shape[-1] - staying
+        if staying < before.shape[-1]:
+            places = [
+                [sorted(positions[number] for number in numbers[:staying]) for numbers, positions in pairs]
+                for pairs in (zip(heads.tolist(), known[layer], strict=True) for layer, heads in enumerate(now))
+            ]
+            kept.append(torch.tensor(places))
+    return kept
+
+
+class Watched:
+    """The server's scorer, which also writes down how clear its decisions were."""
+
+    def __init__(self, config: Config, stats, pools) -> None:
+        self.config, self.kv_heads, self.margins = config, stats.num_kv_heads, []
+        self.scorer = build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=len(pools.k_buffers[0]))
+
+    def keep(self, slots, lengths, next_positions, keep, recent):
+        scores = self.scorer.scores(slots, lengths, next_positions, recent)
+        importance = importance_naive(
+            scores, lengths, recent, selection=self.config.selection, num_kv_heads=self.kv_heads
+        )
+        ranked = importance.sort(dim=-1, descending=True).values
+        self.margins.append(float((ranked[..., keep - recent - 1] - ranked[..., keep - recent]).min()))
+        return self.scorer.keep(slots, lengths, next_positions, keep, recent)
+
+
+# Flags of the server, what they change in the settings, its page size, the prompt.
+CASES = {
+    "union-remapped": ((), {"selection": "union"}, 1, prompt(7, 50)),
+    "shared-mean-pages": ((), {"selection": "shared-mean"}, 16, prompt(8, 50)),
+    "per-head": ((), {"selection": "per-head"}, 1, prompt(9, 50)),
+    "per-layer-head-pages": ((), {"selection": "per-layer-head"}, 16, prompt(10, 50)),
+    "compacted-prompt": (
+        ("--chunked-prefill-size", "64"),
+        {"selection": "shared-mean", "prompt": "compact", "budget_scope": "total"}, 1, prompt(11, 300),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_live_server_keeps_the_same_positions(watched, tiny, case):
+    """Prevents a benchmark of the cache from measuring other decisions than the server's."""
+    more, changes, page_size, ids = case
+    flags = [word for name, value in changes.items() for word in (f"--triattention-{name.replace('_', '-')}", value)]
+    client, batches = watched("--page-size", str(page_size), *flags, *more)
+    response = client.generate(ids, 360)
+    served = kept_by_server(batches(), response["meta_info"]["id"])
+    report = compression(response)
+    assert len(served) == report["rounds"] >= 8
+
+    config = dataclasses.replace(CONFIG, **changes)
+    policies, kept = [], []
+
+    def make_policy(pools):
+        policies.append(Watched(config, load_stats(tiny.stats), pools))
+        return policies[-1]
+
+    model, everything = tiny.load(), ids + response["output_ids"][:-1]
+    settings = [Setting(config, make_policy), config]
+    cache = CompactedCache.for_model(
+        model, settings, load_stats(tiny.stats),
+        capacity=len(everything), prompt_length=len(ids), page_size=page_size,
+    )  # fmt: skip
+    cache.rows.after_round = lambda row, _: kept.append(cache.rows.positions_of(row)) if row == 0 else None
+    feed(model, cache, everything, chunk=int(more[1]) if more else 512)
+    assert cache.rows.report(0).to_dict() == report
+    assert cache.rows.report(1) == cache.rows.report(0)
+    assert torch.equal(cache.rows.positions_of(1), cache.rows.positions_of(0))
+    assert len(kept) == len(served)
+    for number, (mine, theirs) in enumerate(zip(kept, served, strict=True)):
+        assert policies[0].margins[number] > MARGIN, f"round {number} is too close to call"
+        assert torch.equal(mine, theirs), f"round {number}, margin {policies[0].margins[number]}"
