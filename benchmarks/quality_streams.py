@@ -1,0 +1,119 @@
+"""Streams for the quality benchmark: what does a model still know of a text once its KV cache was compressed?
+
+Deterministic in form, seed and length, self-made, nothing is downloaded. Kinds of streams and the tasks in them:
+
+    mixed      statements among unrelated sentences, asked for at the end: facts, early, words
+    state      the last values of twelve counters in a log
+    dfs        a depth-first search: parents, steps, and the stack at its end
+    variables  the values of variables in code
+    agent      identifiers that an agent's tools returned
+    text       prose and code from what comes with Python; no questions, its second half is scored
+
+    python benchmarks/quality_streams.py --model FOLDER --seed 1 --out streams.jsonl
+    python benchmarks/quality_streams.py --model FOLDER --form held-out --streams mixed=12 dfs=4 --out x.jsonl
+
+quality_format.py describes the file and reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+
+from quality_agent import agent
+from quality_code import variables
+from quality_draft import Builder, Length, fitted
+from quality_format import Stream, StreamError, write_streams
+from quality_logs import dfs, state
+from quality_prose import mixed
+from quality_text import text
+from quality_words import FORMS
+
+KINDS: dict[str, Builder] = {
+    "mixed": mixed,
+    "state": state,
+    "dfs": dfs,
+    "variables": variables,
+    "agent": agent,
+    "text": text,
+}
+DEFAULT_STREAMS = {"mixed": 6, "state": 3, "dfs": 2, "variables": 2, "agent": 2, "text": 2}
+# Below, the statements of a stream would be most of it.
+MIN_TOKENS = 1024
+# Of English and code, for lengths in characters.
+CHARACTERS_PER_TOKEN = 4
+
+
+def length_in_tokens(tokens: int, count: Callable[[str], int]) -> Length:
+    """`count` gives the tokens of a text, without any that a tokenizer puts before it."""
+    return Length(tokens, count, tokens)
+
+
+def length_in_characters(characters: int) -> Length:
+    return Length(characters, len, characters // CHARACTERS_PER_TOKEN)
+
+
+def make_streams(form: str, seed: int, streams: Mapping[str, int], length: Length) -> tuple[Stream, ...]:
+    """The first so many streams of each kind in `streams`; those of another seed, form or kind are unrelated.
+
+    Raises StreamError if a kind, a number or the length cannot be had.
+    """
+    if form not in FORMS:
+        raise StreamError(f"There is no form {form!r}: use one of {', '.join(FORMS)}.")
+    if length.tokens < MIN_TOKENS:
+        raise StreamError(
+            f"A private text of {length.tokens} tokens is too short for its questions: use at least {MIN_TOKENS}."
+        )
+    made = []
+    for kind, count in streams.items():
+        if kind not in KINDS or count < 0:
+            raise StreamError(f"{kind}={count} names no streams: use {', '.join(KINDS)}, each with a number from 0 on.")
+        for number in range(count):
+            identity = f"{form}-{kind}-{seed}-{number}"
+            draft = fitted(KINDS[kind], identity, form, number, length)
+            made.append(Stream(identity, draft.prompt, draft.private, draft.questions, draft.score_last))
+    return tuple(made)
+
+
+def _counted(entry: str) -> tuple[str, int]:
+    kind, equals, count = entry.partition("=")
+    if not equals or not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"{entry!r} is not KIND=NUMBER, such as mixed=6")
+    return kind, int(count)
+
+
+def _model_length(model: str, tokens: int) -> Length:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return length_in_tokens(
+        tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write streams for the quality benchmark.", allow_abbrev=False)
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--model", help="folder or hub name of the model whose tokenizer counts --tokens")
+    size.add_argument("--characters", type=int, help="length of the private texts in characters, instead of --model")
+    parser.add_argument("--tokens", type=int, default=2048, help="length of the private texts (2048)")
+    parser.add_argument("--form", choices=FORMS, default=FORMS[0], help="held-out: the same in other words")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", nargs="+", type=_counted, metavar="KIND=NUMBER", help="which and how many")
+    parser.add_argument("--out", required=True, help="JSONL file to write")
+    arguments = parser.parse_args(argv)
+    length = (
+        length_in_characters(arguments.characters)
+        if arguments.model is None
+        else _model_length(arguments.model, arguments.tokens)
+    )
+    try:
+        streams = make_streams(arguments.form, arguments.seed, dict(arguments.streams or DEFAULT_STREAMS), length)
+        write_streams(arguments.out, streams)
+    except (OSError, StreamError) as error:
+        raise SystemExit(f"error: {error}") from error
+    print(f"{arguments.out}: {len(streams)} streams, {sum(len(stream.questions) for stream in streams)} questions")
+
+
+if __name__ == "__main__":
+    main()
