@@ -116,9 +116,11 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folde
     command = [sys.executable, COMMAND, *arguments(folder, "s.safetensors", *options)]
     before = set(folder.iterdir())
     environment = {**os.environ, **harness.STRICT, "HF_HUB_OFFLINE": "1"}
+    # A shell that starts the tests in the background lets them ignore what the user's Ctrl-C sends.
     process = subprocess.Popen(
-        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     partial = folder / "s.partial.safetensors"
     while not partial.exists() and process.poll() is None:
         time.sleep(0.02)

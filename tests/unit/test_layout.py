@@ -55,6 +55,12 @@ def test_files_stay_short():
             assert len(path.read_text().splitlines()) <= 400, path
 
 
+def test_no_two_test_files_share_a_name():
+    """Prevents files that pytest runs alone, but not all together: it imports each by its name without folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_tests_read_nothing_beside_the_checkout():
     """Prevents tests that fail, or are left out, in a clone with nothing beside it."""
     for path in (ROOT / "tests").rglob("*.py"):
