@@ -69,7 +69,7 @@ def scoring_share(bench: Bench) -> dict:
     order = torch.randperm(requests * tokens, generator=torch.Generator().manual_seed(4))
     slots = order.view(requests, tokens).to(setting.device, torch.int32)
     lengths = torch.full((requests,), tokens, device=setting.device)
-    work = _scoring(bench, k, slots, lengths, lengths + tokens, setting.config(budget, 1).recent)
+    work = _scoring(bench, k, slots, lengths, lengths + tokens)
     work()
     runtime.wait()
     first = runtime.mark()
@@ -83,12 +83,12 @@ def scoring_share(bench: Bench) -> dict:
     return {"requests": requests, "tokens": tokens, "share": rate / bench.bandwidth}
 
 
-def _scoring(bench: Bench, k, slots, lengths, positions, recent: int):
-    """All scores of a round, as the server makes them: as many requests at once as its memory holds."""
+def _scoring(bench: Bench, k, slots, lengths, positions):
+    """All scores, as the server makes them, of the newest tokens too: as many requests at once as its memory holds."""
     scorer = Scorer(k, bench.tables, columns=slots.shape[1], longest=slots.shape[1])
 
     def work() -> None:
-        for _ in scorer.pieces(slots, lengths, positions, recent):
+        for _ in scorer.pieces(slots, lengths, positions, recent=0):
             pass
 
     return work

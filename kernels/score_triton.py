@@ -1,6 +1,6 @@
 """Triton `score`: every due request, layer and query head in one launch; twin: `score.score_naive`.
 
-One program scores one chunk of one request's private tokens with all query heads of one KV head:
+One program scores one chunk of one request's candidates with all query heads of one KV head:
 
     slots [CHUNK] -> keys [BLOCK, 2F], read once from the paged pool -> [Re K, Im K, |K|] . columns -> scores
 
@@ -9,6 +9,8 @@ HEADS of them are spread over programs that lie side by side and find the keys i
 cores multiply bfloat16 without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts
 whose sum is exact, and the result is as good as a float32 product. No key is widened in memory, gathered or repeated.
 Only "max" gives a program four query heads at most: 17 offsets cost so much more than reading the keys again.
+
+The newest tokens stay whatever their score, so that their keys are not read.
 
 Each program also reduces its scores to a mean and a sum of squared deviations, which `importance_triton` merges in a
 fixed order: no atomics, equal bits in every run, and nothing of a request depends on the batch around it.
@@ -39,7 +41,7 @@ def score_triton(
     moments: torch.Tensor | None = None,
     units: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of the private tokens of R requests in all layers and query heads; higher is more important.
+    """Scores of the candidates of R requests in all layers and query heads; higher is more important.
 
     Args:
         pools: from `key_pools`.
@@ -47,12 +49,12 @@ def score_triton(
             int64 is narrowed into a copy.
         lengths: [R] int64, private tokens of each request.
         next_positions: [R] int64, logical position of each request's next token.
-        recent: newest tokens of each request that are no candidates: scored, but not part of `moments`.
+        recent: newest tokens of each request, which are no candidates.
         aggregation: "mean", "max" or "norm", see `score_naive`.
         scores, moments, units: float32 tensors to fill, allocated where None; `units` as `phase_units` returns it.
 
     Returns:
-        scores [R, L, H_q, N] float32, columns from `lengths[r]` on unwritten; moments [R, L, H_q, C, 2] float32 with
+        scores [R, L, H_q, N] float32, only the candidates' columns written; moments [R, L, H_q, C, 2] float32 with
         C = ceil(N / CHUNK): mean of the chunk's candidates and their sum of squared deviations from it.
 
     Raises ValueError where `check_fits` does.
@@ -147,8 +149,7 @@ def score_kernel(
     i_lj, first = i_ljs // split, (i_ljs % split) * GP
     i_l, i_j = i_lj // kv_heads, i_lj % kv_heads
     F = frequencies * ALIGN
-    length = tl.load(lengths + i_r).to(tl.int32)
-    candidates = length - recent
+    candidates = tl.load(lengths + i_r).to(tl.int32) - recent
 
     # Columns 4 g .. 4 g + 3 belong to the group's query head first + g.
     o_c = tl.arange(0, NC)
@@ -183,9 +184,9 @@ def score_kernel(
     b_count = tl.zeros([], tl.float32)
     b_mean = tl.zeros([GP], tl.float32)
     b_square = tl.zeros([GP], tl.float32)
-    for start in range(i_c * CHUNK, tl.minimum(i_c * CHUNK + CHUNK, length), BLOCK):
+    for start in range(i_c * CHUNK, tl.minimum(i_c * CHUNK + CHUNK, candidates), BLOCK):
         o_n = start + tl.arange(0, BLOCK)
-        m_n = o_n < length
+        m_n = o_n < candidates
         b_slot = tl.load(slots + i_r * stride_row + o_n, mask=m_n, other=0).to(tl.int64)
         p_key = p_pool + b_slot[:, None] * ALIGN * stride_slot
 
@@ -240,13 +241,12 @@ def score_kernel(
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 
         # Mean and squared deviations so far, joined with the block's (Chan et al.).
-        m_c = (o_n < candidates)[:, None]
-        b_new = tl.minimum(tl.maximum(candidates - start, 0), BLOCK).to(tl.float32)
-        b_mid = tl.sum(tl.where(m_c, b_score, 0.0), axis=0) / tl.maximum(b_new, 1.0)
-        b_off = tl.where(m_c, b_score - b_mid[None, :], 0.0)
+        b_new = tl.minimum(candidates - start, BLOCK).to(tl.float32)
+        b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
+        b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
         b_gap = b_mid - b_mean
-        b_total = tl.maximum(b_count + b_new, 1.0)
-        b_mean += tl.where(b_new > 0, b_gap * (b_new / b_total), 0.0)
+        b_total = b_count + b_new
+        b_mean += b_gap * (b_new / b_total)
         b_square += tl.sum(b_off * b_off, axis=0) + b_gap * b_gap * (b_count * b_new / b_total)
         b_count += b_new
     p_moment = moments + (i_row * tl.num_programs(1) + i_c) * 2
