@@ -64,7 +64,8 @@ class Rounds:
         """As the server makes them: see `build_compressor` and `make_mover`."""
         k, v = buffers
         due = config.trigger(config.sinks)
-        options = {"columns": due, "longest": due, "selection": config.selection}
+        options = {"columns": due, "longest": due, "selection": config.selection, "value_share": config.value_share}
+        options["v_buffers"] = v
         mover = None if page_size == 1 else Mover(k, v)
         return Rounds(config, Scorer(k, tables, **options), mover, Scorer(k, tables, **options, kernels=False))
 

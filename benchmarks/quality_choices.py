@@ -1,8 +1,9 @@
 """What the quality benchmark compares, by name: `dense`, `default`, selections, controls, and any settings.
 
-A name may have fields of Config behind it: `value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`.
-Fields that are not given are what a server derives that was started with the budget alone. A number between 0 and 1 for
-a field that counts tokens, such as `recent`, is a share of the budget.
+A selection stands for the server's scores alone, with no share for large values. A name may have fields of Config
+behind it: `value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a
+server derives that was started with the budget alone. A number between 0 and 1 for a field that counts tokens, such as
+`recent`, is a share of the budget.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def read_choice(text: str) -> Choice:
             f"There is no policy {text!r}: use {', '.join(ALL)}, or {SETTINGS}:FIELD=VALUE,... with fields of the "
             "server's settings."
         )
-    fields: dict[str, str] = {"selection": head} if head in SELECTIONS else {}
+    # By scores alone.
+    fields: dict[str, str] = {"selection": head, "value_share": "0"} if head in SELECTIONS else {}
     known = [field.name for field in dataclasses.fields(Config) if field.name not in _TAKEN]
     for entry in rest.split(",") if colon else ():
         name, equals, value = entry.partition("=")

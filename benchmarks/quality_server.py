@@ -106,7 +106,7 @@ class ServerRunner:
     def fields_of(self, cell: Cell, private: int) -> dict[str, Any]:
         """What a request for a cell says under `custom_params.triattention`.
 
-        The server's own settings hold but for the budget, and `recent`, which is at most half of it.
+        The server's own settings hold but for the budget, and what it derives from that.
 
         Raises AskError where a request cannot ask for it.
         """
@@ -126,8 +126,8 @@ class ServerRunner:
                 f"start it with --triattention-budget {config.budget}, or leave the share out."
             )
         interval = config.interval if self.interval or "interval" in given else served["interval"]
-        recent = config.recent if "recent" in given else min(served["recent"], config.budget // 2)
-        return {"prompt": "compact", "budget": config.budget, "interval": interval, "recent": recent}
+        fields = {"prompt": "compact", "budget": config.budget, "interval": interval}
+        return fields | ({"recent": config.recent} if "recent" in given else {})
 
     def _answered(self, stream: Tokens, fields: dict[str, Any]) -> dict[str, list[Unit]]:
         """Task -> units, in the order of the questions."""

@@ -7,6 +7,10 @@ The scorer's own minimum is every key read once and every score written once. A 
 once more: whether a token stays depends on the mean and deviation of whole rows, so no score can be used before all are
 there. `ratio_to_minimum` compares with these; `ratio_to_keys_and_writes` leaves the second visit out.
 
+Rows of the default settings are of a whole round with its moves, every one of which is counted as if it were made: the
+newest tokens' keys are not read, the values of the others are, and what each head of each layer keeps is moved.
+`ratio_to_keys` compares with reading every key once.
+
     python benchmarks/score_traffic.py --json traffic.json
 """
 
@@ -18,9 +22,12 @@ from collections.abc import Sequence
 
 from common import MODELS, Model, report
 
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact import moves_of
 from sglang_triattn.kernels.importance_triton import SCALE_ROWS, TOKENS
 from sglang_triattn.kernels.score import CHUNK
 from sglang_triattn.kernels.select import SELECTIONS, kept_sets
+from sglang_triattn.kernels.value_size import value_count
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
 BUDGET = 2048
@@ -52,6 +59,27 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
     }
 
 
+def default_bytes(model: Model, requests: int, tokens: int, key_bytes: int) -> dict[str, int]:
+    """Bytes of each part of one round of the default settings, K/V moves included."""
+    config = Config(budget=BUDGET)
+    candidates = tokens - config.recent
+    sets = requests * kept_sets(config.selection, model.layers, model.kv_heads)
+    large = sets * value_count(BUDGET, config.recent, config.value_share)
+    moves = sets * moves_of("fill", BUDGET - config.recent, candidates)
+    vector = model.head_dim * key_bytes
+    # Scored like a row without its newest tokens; marks are written, read back and set in the importance.
+    return round_bytes(model, requests, candidates, key_bytes, config.selection) | {
+        "values": sets * candidates * vector,
+        "value slots": sets * candidates * 4,
+        "value sizes": sets * candidates * 4 * 2,
+        "marks": large * (8 * 2 + 4),
+        # As int64, read again by what lists the moves.
+        "kept": sets * BUDGET * 8 * 2,
+        "moves listed": moves * 2 * 4 * 2,
+        "moves": moves * 2 * vector * 2,
+    }
+
+
 SCORER = ("keys", "scores written", "slots", "query columns", "phases", "sums written")
 
 
@@ -60,21 +88,25 @@ def rows_of(requests: int, lengths: tuple[int, ...], selections: Sequence[str]) 
     for model, tokens, (name, key_bytes) in itertools.product(MODELS, lengths, KEY_BYTES.items()):
         shape = f"{model.name} {requests}x{tokens} {name}"
         parts = round_bytes(model, requests, tokens, key_bytes, "union")
-        least = parts["keys"] + parts["scores written"]
-        rows.append(row_of(shape, "scores only", sum(parts[part] for part in SCORER), least, least))
+        keys = parts["keys"]
+        least = keys + parts["scores written"]
+        rows.append(row_of(shape, "scores only", sum(parts[part] for part in SCORER), keys, least, least))
         for selection in selections:
             total = sum(round_bytes(model, requests, tokens, key_bytes, selection).values())
-            rows.append(row_of(shape, selection, total, least + parts["scores read"], least))
+            rows.append(row_of(shape, selection, total, keys, least + parts["scores read"], least))
+        rows.append(row_of(shape, "default", sum(default_bytes(model, requests, tokens, key_bytes).values()), keys))
     return rows
 
 
-def row_of(shape: str, selection: str, total: int, least: int, least_without_reading: int) -> dict:
+def row_of(shape: str, selection: str, total: int, keys: int, *least: int) -> dict:
+    """`least`: with the second visit of scores and without, where all keys are scored."""
+    named = zip(("ratio_to_minimum", "ratio_to_keys_and_writes"), least, strict=False)
     return {
         "shape": shape,
         "selection": selection,
         "bytes": total,
-        "ratio_to_minimum": total / least,
-        "ratio_to_keys_and_writes": total / least_without_reading,
+        "ratio_to_keys": total / keys,
+        **{name: total / bytes_ for name, bytes_ in named},
     }
 
 

@@ -18,8 +18,15 @@ SELECTIONS = ("shared-mean", "union", "per-head", "per-layer-head")
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
+RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
+"""What `recent` and `value_share` are by default, see `Config`."""
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
+
+
+# The least value of each length; None is allowed for some.
+_LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
+_OPTIONAL = ("recent", "pressure_budget")
 
 
 @dataclass(frozen=True)
@@ -28,21 +35,25 @@ class Config:
 
     `value_share` is the share of the kept tokens besides the newest that are chosen by the size of their values.
 
+    Two defaults follow from the other fields, and are never None in a Config that was built: `recent` is RECENT_SHARE
+    of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE where the selection is
+    "per-layer-head", 0 elsewhere.
+
     Raises TriAttentionError when a value has the wrong type or range, or the values contradict one another.
     """
 
     stats: str = AUTO
     budget: int = 2048
     interval: int = 128
-    recent: int = 128
-    selection: str = "shared-mean"
+    recent: int | None = None
+    selection: str = "per-layer-head"
     aggregation: str = "mean"
     budget_scope: str = "private"
     sinks: int = 4
     prompt: str = "frozen"
     pressure_budget: int | None = None
     conversation_ttl: int = 600
-    value_share: float = 0.0
+    value_share: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -50,16 +61,20 @@ class Config:
                 f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
                 "`sglang-triattn calibrate`."
             )
-        lengths = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0}
-        if self.pressure_budget is not None:
-            lengths["pressure_budget"] = 1
-        for name, least in lengths.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(
                     f"{flag(name)} is {value!r}, but it must be a whole number of "
                     f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
+        if self.recent is None:
+            most = self.budget if self.pressure_budget is None else self.pressure_budget // 2
+            object.__setattr__(self, "recent", max(min(int(RECENT_SHARE * self.budget), most), 1))
+        if self.value_share is None:
+            object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
         if self.recent > self.budget:
             raise TriAttentionError(
                 f"{flag('recent')} ({self.recent}) is greater than {flag('budget')} ({self.budget}), but the newest "
@@ -132,7 +147,7 @@ OPTIONS = (
         int,
         "TOKENS",
         "newest tokens of a request that a round always keeps, within the budget",
-        default_note=", at most half the budget",
+        default_note="a fifth of the budget, at most half the pressure budget",
     ),
     Option(
         "selection",
@@ -147,6 +162,7 @@ OPTIONS = (
         "SHARE",
         "share of the kept tokens besides the newest that are chosen by the size of their values, per layer and KV "
         "head, from 0 to 1; needs the selection per-layer-head",
+        default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(
@@ -236,10 +252,7 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
                 f"{flag(min(given))} has no effect without --enable-triattention: add that flag, or leave this out."
             )
         return None
-    config = Config(**{"recent": 0, **given})
-    if "recent" not in given:
-        config = dataclasses.replace(config, recent=min(_DEFAULTS["recent"], config.budget // 2))
-    return config
+    return Config(**given)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -64,7 +64,8 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Ask
     enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
     budget = _tokens(asked, "budget", 1, config.budget)
     interval = _tokens(asked, "interval", 1, config.interval)
-    recent = _tokens(asked, "recent", 0, budget, default=min(config.recent, budget))
+    # The same share of a smaller budget.
+    recent = _tokens(asked, "recent", 0, budget, default=-(-config.recent * budget // config.budget))
     prompt = asked.get("prompt", config.prompt)
     if prompt not in PROMPTS:
         raise TriAttentionError(f"custom_params.{KEY}.prompt is {prompt!r}, but it must be {' or '.join(PROMPTS)}.")

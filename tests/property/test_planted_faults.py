@@ -220,7 +220,7 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
     an_answer_that_became_a_prompt(finish=finish)
 
 
-REMAP = {"page_size": 1}
+REMAP = {"page_size": 1, "selection": "shared-mean"}
 CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
 PAGES = {"page_size": 4}
 # Rounds leave so many first tokens alone, more than most prompts have.

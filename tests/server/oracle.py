@@ -21,6 +21,9 @@ from tiny_model import TinyModel
 TOLERANCE = 2e-3
 """Between served and recomputed log-probabilities, whose sums run in other orders."""
 
+VALUE_SHARE = 0.8
+"""The server's default for sets of each head of each layer."""
+
 OFFSETS = [2**power for power in range(17)]
 
 
@@ -52,7 +55,7 @@ class Oracle:
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether the frozen tokens count in the budget.
         value_share: share of the tokens kept besides the newest that each head of each layer chooses by the norm of
-            their values.
+            their values; None for the server's default.
     """
 
     model: torch.nn.Module
@@ -63,12 +66,12 @@ class Oracle:
     budget: int
     interval: int
     recent: int
-    selection: str = "shared-mean"
+    selection: str = "per-layer-head"
     aggregation: str = "mean"
     interleaved: bool = False
     stored: torch.dtype = torch.float32
     total: bool = False
-    value_share: float = 0.0
+    value_share: float | None = None
 
     @torch.no_grad()
     def logprobs(
@@ -159,6 +162,9 @@ class Oracle:
         by their merged z-scores."""
         layers, heads = self.mean.shape[:2]
         group = heads // self.num_kv_heads
+        value_share = self.value_share
+        if value_share is None:
+            value_share = VALUE_SHARE if self.selection == "per-layer-head" else 0.0
         places = [[visible[layer, j].nonzero().flatten() for j in range(self.num_kv_heads)] for layer in range(layers)]
         z = []  # [L, H_q, candidates]
         for layer in range(layers):
@@ -182,7 +188,7 @@ class Oracle:
                 values = cache.layers[layer].values[0, j, frozen + place[: len(best)]].double()
                 norms = values.norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-norms[index], index))
-                large = by_value[: round(self.value_share * (keep - self.recent))]
+                large = by_value[: round(value_share * (keep - self.recent))]
                 others = set(range(len(best))) - set(large)
                 order = sorted(others, key=lambda index: (-best[index], index))
                 kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True

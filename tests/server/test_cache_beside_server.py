@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.select import importance_naive
+from sglang_triattn.kernels.value_size import value_count, value_size_naive
 from sglang_triattn.policy import Setting
 from sglang_triattn.scoring import build_scorer
 from sglang_triattn.stats import load_stats
@@ -21,7 +21,6 @@ import harness
 import kept_probe
 from harness import BUDGET, INTERVAL, RECENT, compression, prompt
 
-CONFIG = Config(budget=BUDGET, interval=INTERVAL, recent=RECENT)
 MARGIN = 2e-5
 """Between the last token that stays and the first that goes, in standard deviations. Where it is less, sums that run in
 another order may decide: the case then needs another prompt."""
@@ -74,7 +73,7 @@ class Watched:
     """The server's scorer, which also writes down how clear its decisions were."""
 
     def __init__(self, config: Config, stats, pools) -> None:
-        self.config, self.kv_heads, self.margins = config, stats.num_kv_heads, []
+        self.config, self.kv_heads, self.pools, self.margins = config, stats.num_kv_heads, pools, []
         self.scorer = build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=len(pools.k_buffers[0]))
 
     def keep(self, slots, lengths, next_positions, keep, recent):
@@ -82,17 +81,28 @@ class Watched:
         importance = importance_naive(
             scores, lengths, recent, selection=self.config.selection, num_kv_heads=self.kv_heads
         )
-        ranked = importance.sort(dim=-1, descending=True).values
-        self.margins.append(float((ranked[..., keep - recent - 1] - ranked[..., keep - recent]).min()))
+        margins = []
+        if large := value_count(keep, recent, self.config.value_share):
+            sizes = value_size_naive(self.pools.v_buffers, slots)[..., : importance.shape[-1] - recent].sqrt()
+            margins.append(margin(sizes, large))
+            importance.scatter_(-1, sizes.topk(large).indices, float("inf"))
+        self.margins.append(min([*margins, margin(importance, keep - recent)]))
         return self.scorer.keep(slots, lengths, next_positions, keep, recent)
+
+
+def margin(ranks: torch.Tensor, kept: int) -> float:
+    """By how much the last of `kept` beats the next one, where that is closest; ranks: [..., N]."""
+    ranked = ranks.sort(dim=-1, descending=True).values
+    return float((ranked[..., kept - 1] - ranked[..., kept]).min())
 
 
 # Flags of the server, what they change in the settings, its page size, the prompt.
 CASES = {
+    "default": ((), {}, 1, prompt(21, 50)),
     "union-remapped": ((), {"selection": "union"}, 1, prompt(7, 50)),
     "shared-mean-pages": ((), {"selection": "shared-mean"}, 16, prompt(8, 50)),
     "per-head": ((), {"selection": "per-head"}, 1, prompt(9, 50)),
-    "per-layer-head-pages": ((), {"selection": "per-layer-head"}, 16, prompt(10, 50)),
+    "scores-pages": ((), {"value_share": 0.0}, 16, prompt(10, 50)),
     "compacted-prompt": (
         ("--chunked-prefill-size", "64"),
         {"selection": "shared-mean", "prompt": "compact", "budget_scope": "total"}, 1, prompt(11, 300),
@@ -104,14 +114,14 @@ CASES = {
 def test_a_live_server_keeps_the_same_positions(watched, tiny, case):
     """Prevents a benchmark of the cache from measuring other decisions than the server's."""
     more, changes, page_size, ids = case
-    flags = [word for name, value in changes.items() for word in (f"--triattention-{name.replace('_', '-')}", value)]
+    flags = [word for name in changes for word in ("--triattention-" + name.replace("_", "-"), str(changes[name]))]
     client, batches = watched("--page-size", str(page_size), *flags, *more)
     response = client.generate(ids, 360)
     served = kept_by_server(batches(), response["meta_info"]["id"])
     report = compression(response)
     assert len(served) == report["rounds"] >= 8
 
-    config = dataclasses.replace(CONFIG, **changes)
+    config = Config(budget=BUDGET, interval=INTERVAL, recent=RECENT, **changes)
     policies, kept = [], []
 
     def make_policy(pools):

@@ -27,17 +27,17 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "1"),
-        ("--page-size", "16", "--triattention-selection", "per-layer-head"),
+        ("--page-size", "1", "--triattention-selection", "shared-mean"),
+        ("--page-size", "16"),
         ("--page-size", "1", "--tp-size", "2"),
     ],
-    ids=["page 1", "page 16, per-layer-head", "two ranks"],
+    ids=["page 1, shared-mean", "page 16", "two ranks"],
 )
 def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     """Prevents wrong positions, kept sets or tokens behind a row that waited: a turn must go on as if never ended."""
     client = serve(*flags, env=two_cores() if "--tp-size" in flags else None)
     oracle = oracle_of(tiny)
-    oracle.selection = "per-layer-head" if "per-layer-head" in flags else "shared-mean"
+    oracle.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
     ids = prompt(31, 48)
     first = turn(client, ids, 150, f"long {flags}", logprobs=True)
     assert (compression(first)["conversation"], compression(first)["conversation_kept"]) == ("new", True)

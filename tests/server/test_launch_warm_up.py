@@ -33,7 +33,7 @@ def test_kernels_that_cannot_run_end_the_launch(nursery, tiny, tmp_path):
     env = {"PYTHONPATH": python_path(tmp_path)}
     ended = warm.run_module(nursery, ["sglang.launch_server", *words], env, tmp_path / "log")
     assert ended.code == 2
-    assert "score_triton failed" in ended.error
+    assert "value_size_triton failed" in ended.error
     assert "start without --enable-triattention" in ended.error
     assert "Traceback (most recent call last)" not in ended.output
 

@@ -98,7 +98,7 @@ def test_totals_add_up(serve):
     after = client.totals()
     for name in ("rounds", "evicted_tokens", "freed_slots"):
         assert after[name] - before[name] == sum(compression(response)[name] for response in responses)
-    assert (after["budget"], after["interval"], after["selection"]) == (BUDGET, INTERVAL, "shared-mean")
+    assert (after["budget"], after["interval"], after["selection"]) == (BUDGET, INTERVAL, "per-layer-head")
 
 
 def test_metrics_and_log_line(serve):

@@ -37,19 +37,16 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
-BY_VALUES = ["--triattention-selection", "per-layer-head", "--triattention-value-share", "0.75"]
-
-
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
         (["--triattention-aggregation", "max", "--triattention-budget-scope", "total"],
          {"aggregation": "max", "total": True}),
-        (["--triattention-selection", "per-layer-head"], {"selection": "per-layer-head"}),
-        (BY_VALUES, {"selection": "per-layer-head", "value_share": 0.75}),
-        ([*BY_VALUES, "--page-size", "16"], {"selection": "per-layer-head", "value_share": 0.75}),
+        (["--triattention-value-share", "0"], {"value_share": 0.0}),
+        (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
+        (["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
     ],
-    ids=["max-total", "per-layer-head", "values", "values-pages"],
+    ids=["max-total", "scores alone", "fewer-values-pages", "shared-mean"],
 )  # fmt: skip
 def test_logits_with_other_settings(serve, oracle, flags, settings):
     """Prevents a setting that is accepted and ignored, or that changes more than it says."""
@@ -68,16 +65,15 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
 @pytest.mark.parametrize(("page_size", "recent"), [(1, 40), (16, 48), (16, 40)])
 def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent):
     """Prevents a round from taking older tokens for the newest ones, and rows that are closed up in the wrong place."""
-    ids, selection = prompt(17, 50), "per-layer-head"
-    flags = ("--page-size", str(page_size), "--triattention-selection", selection)
-    response = serve(*flags, "--triattention-recent", str(recent)).generate(ids, 240, logprobs=True)
+    ids = prompt(17, 50)
+    flags = ("--page-size", str(page_size), "--triattention-recent", str(recent))
+    response = serve(*flags).generate(ids, 240, logprobs=True)
     everything, frozen = ids + response["output_ids"][:-1], compression(response)["frozen_length"]
-    settings = {**vars(oracle), "selection": selection}
-    expected, rounds = Oracle(**{**settings, "recent": recent}).logprobs(everything, len(ids), frozen)
+    expected, rounds = Oracle(**{**vars(oracle), "recent": recent}).logprobs(everything, len(ids), frozen)
     assert compression(response)["rounds"] == rounds >= 5
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
-    fewer, _ = Oracle(**settings).logprobs(everything, len(ids), frozen)
+    fewer, _ = oracle.logprobs(everything, len(ids), frozen)
     assert (fewer.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
@@ -98,11 +94,14 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
     assert (dense.gather(1, tokens) - values).abs().mean() > 200 * TOLERANCE
 
 
-def test_logits_on_two_ranks(serve, oracle):
-    """Prevents ranks from keeping different tokens, or the tokens that one rank's heads alone would keep."""
+@pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])
+def test_logits_on_two_ranks(serve, oracle, selection):
+    """Prevents ranks from keeping each other's heads' tokens, or, of a shared set, different ones."""
     ids = prompt(9, 40)
-    response = serve("--tp-size", "2", env=two_cores()).generate(ids, 200, logprobs=True)
-    expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+    flags = ("--tp-size", "2", "--triattention-selection", selection)
+    response = serve(*flags, env=two_cores()).generate(ids, 200, logprobs=True)
+    account = Oracle(**{**vars(oracle), "selection": selection})
+    expected, rounds = account.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
     assert compression(response)["rounds"] == rounds >= 4
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE

@@ -13,18 +13,28 @@ GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
 def test_defaults():
     """Prevents the documented defaults from drifting."""
-    lengths = {"budget": 2048, "interval": 128, "recent": 128, "sinks": 4, "pressure_budget": None}
-    choices = {"selection": "shared-mean", "aggregation": "mean", "budget_scope": "private", "prompt": "frozen"}
-    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.0)
+    lengths = {"budget": 2048, "interval": 128, "recent": 409, "sinks": 4, "pressure_budget": None}
+    choices = {"selection": "per-layer-head", "aggregation": "mean", "budget_scope": "private", "prompt": "frozen"}
+    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.8)
     assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
 
 
-def test_recent_follows_a_small_budget():
+def test_recent_follows_the_budgets():
     """Prevents a small budget from being refused, or filled by the newest tokens alone, because of a default."""
-    assert read_settings({**GOOD, "triattention_budget": 100}).recent == 50
+    for budget, pressure, recent in ((100, None, 20), (4, None, 1), (1, 1, 1), (100, 41, 20), (100, 20, 10)):
+        given = {"triattention_budget": budget, "triattention_pressure_budget": pressure}
+        assert read_settings({**GOOD, **given}).recent == recent
     assert read_settings({**GOOD, "triattention_budget": 100, "triattention_recent": 100}).recent == 100
+    assert read_settings({**GOOD, "triattention_recent": 0}).recent == 0
+
+
+def test_values_count_where_each_head_keeps_its_own():
+    """Prevents a user who chooses a shared set from being refused for a default."""
+    for selection, share in (("shared-mean", 0), ("union", 0), ("per-head", 0), ("per-layer-head", 0.8)):
+        assert read_settings({**GOOD, "triattention_selection": selection}).value_share == share
+    assert read_settings({**GOOD, "triattention_value_share": 0}).value_share == 0
 
 
 def test_flags_and_keywords_agree():
@@ -59,7 +69,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_conversation_ttl": -1}, "whole number of seconds"),
         ({"triattention_prompt": "private"}, "'private'"),
         ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
-        ({"triattention_pressure_budget": 100}, "between --triattention-recent (128)"),
+        ({"triattention_pressure_budget": 100, "triattention_recent": 128}, "between --triattention-recent (128)"),
         ({"triattention_pressure_budget": 2049}, "and --triattention-budget (2048)"),
         ({"triattention_stats": ""}, "--triattention-stats"),
         ({"triattention_value_share": -0.1}, "--triattention-value-share is -0.1"),
@@ -67,7 +77,10 @@ def test_flags_and_keywords_agree():
         ({"triattention_value_share": float("nan")}, "--triattention-value-share is nan"),
         ({"triattention_value_share": True}, "--triattention-value-share is True"),
         ({"triattention_value_share": "half"}, "--triattention-value-share is 'half'"),
-        ({"triattention_value_share": 0.5}, "add --triattention-selection per-layer-head"),
+        (
+            {"triattention_value_share": 0.5, "triattention_selection": "per-head"},
+            "add --triattention-selection per-layer-head",
+        ),
         ({"triattention_value_share": 1, "triattention_selection": "union"}, "selection is union"),
         ({"triattention_bugdet": 3}, "triattention_bugdet"),
         ({"enable_triattention": False}, "no effect"),

@@ -31,8 +31,8 @@ def test_each_field_is_taken():
 
 
 def test_smaller_budgets_stay_consistent():
-    """Prevents a small budget from being refused for the server's recent tokens or floor, or exceeded by them."""
-    assert ask(budget=20).recent == 20
+    """Prevents a small budget from being refused for the server's recent tokens or floor, or filled by them."""
+    assert [ask(budget=budget).recent for budget in (128, 20, 1)] == [16, 3, 1]
     config = dataclasses.replace(CONFIG, pressure_budget=128)
     assert read_request(config, {"triattention": {"budget": 64}}).settings.pressure_budget == 64
 

@@ -20,10 +20,10 @@ from sglang_triattn.transformers_feed import compute_dense, feed, forward, repla
 from oracle import Oracle, oracle_of
 from tiny_model import VOCABULARY, build_tiny_model
 
-CONFIG = Config(budget=64, interval=32, recent=16, selection="shared-mean")
+CONFIG = Config(budget=64, interval=32, recent=16)
 PROMPT, TOKENS = 50, 300
-ALL = [dataclasses.replace(CONFIG, selection=selection) for selection in SELECTIONS]
-BY_VALUES = [dataclasses.replace(CONFIG, selection="per-layer-head", value_share=share) for share in (0.75, 1.0)]
+ALL = [dataclasses.replace(CONFIG, selection=selection, value_share=0) for selection in SELECTIONS]
+BY_VALUES = [dataclasses.replace(CONFIG, value_share=share) for share in (0.75, 1.0)]
 UNLIMITED = Config(budget=10_000)
 
 

@@ -76,7 +76,7 @@ def compressor(
 
     return SimpleNamespace(
         device=torch.device("cpu"),
-        config=Config("s", **{"budget": 64, "interval": 32, "recent": 16, **settings}),
+        config=Config("s", **{"budget": 64, "interval": 32, "recent": 16, "selection": "shared-mean", **settings}),
         strategies=("slide", "fill") if moves else ("remap",),
         scratch_plan=ScratchPlan(4, 8, 2, 16, columns, longest, limit),
         score_and_move=score_and_move,
@@ -145,7 +145,8 @@ def start(monkeypatch, build, scheduler=None) -> str:
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", lambda *_: None)
     monkeypatch.setattr(scheduler_patch, "build_compressor", build)
-    compression = scheduler_patch.Compression(Config("s"))
+    # With one set for all heads, which ranks have to merge.
+    compression = scheduler_patch.Compression(Config("s", selection="shared-mean"))
     compression._on_built(None, scheduler or pretended())
     assert compression.compressor is None
     return compression.refusal
