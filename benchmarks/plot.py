@@ -133,9 +133,7 @@ def draw_quality(content: dict, path: Path) -> None:
     axes.invert_yaxis()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(shares), fontsize=8)
     setting = content["setting"]
-    figure.suptitle(
-        f"{Path(setting['model']).name}: right answers by part of the cache kept; dashed: dense", fontsize=9
-    )
+    figure.suptitle(f"{setting['model']}: right answers by part of the cache kept; dashed: dense", fontsize=9)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 

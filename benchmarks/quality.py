@@ -22,6 +22,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     )
     streams = _streams(options, _tokenizer(options))
     setting = {
-        "model": options.model,
+        "model": Path(options.model).name,
         "measured": "by a server",
         "chunk": runner.chunk,
         "page_size": runner.page_size,
@@ -86,7 +87,7 @@ def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: _say(f"  {line}")
     )
     setting = {
-        "model": options.model,
+        "model": Path(options.model).name,
         "measured": "each row fed" if options.fed else "questions on dense K/V, text fed",
         "interval": cells[-1].config(64, options.interval).interval,
         "dtype": str(model.dtype).removeprefix("torch."),
