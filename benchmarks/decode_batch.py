@@ -64,8 +64,13 @@ class Rounds:
         """As the server makes them: see `build_compressor` and `make_mover`."""
         k, v = buffers
         due = config.trigger(config.sinks)
-        options = {"columns": due, "longest": due, "selection": config.selection, "value_share": config.value_share}
-        options["v_buffers"] = v
+        options = {
+            "columns": due,
+            "longest": due,
+            "selection": config.selection,
+            "v_buffers": v,
+            "value_share": config.value_share,
+        }
         mover = None if page_size == 1 else Mover(k, v)
         return Rounds(config, Scorer(k, tables, **options), mover, Scorer(k, tables, **options, kernels=False))
 

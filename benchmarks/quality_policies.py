@@ -22,6 +22,7 @@ that lost against k others stays lost, as if all had been compared at the end.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class RowFacts:
     queries: QueryLog | None = None
 
 
-class Control:
+class Control(ABC):
     """A policy by importance. Subclasses say what that is; all that it says of the newest `recent` is ignored."""
 
     needs_queries = False
@@ -76,9 +77,9 @@ class Control:
         importance[..., aged:] = float("-inf")
         return keep_naive(importance[None], lengths, keep, recent)
 
+    @abstractmethod
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         """[N], or [L, H_kv, N], of private tokens at `slots` [N]; the first `aged` of them compete."""
-        raise NotImplementedError
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
         """[L, H_kv, N] int64: the logical position of the token that each head holds."""

@@ -90,24 +90,21 @@ def rows_of(requests: int, lengths: tuple[int, ...], selections: Sequence[str]) 
         parts = round_bytes(model, requests, tokens, key_bytes, "union")
         keys = parts["keys"]
         least = keys + parts["scores written"]
-        rows.append(row_of(shape, "scores only", sum(parts[part] for part in SCORER), keys, least, least))
+        total = sum(parts[part] for part in SCORER)
+        rows.append(row_of(shape, "scores only", total, keys) | ratios(total, least, least))
         for selection in selections:
             total = sum(round_bytes(model, requests, tokens, key_bytes, selection).values())
-            rows.append(row_of(shape, selection, total, keys, least + parts["scores read"], least))
+            rows.append(row_of(shape, selection, total, keys) | ratios(total, least + parts["scores read"], least))
         rows.append(row_of(shape, "default", sum(default_bytes(model, requests, tokens, key_bytes).values()), keys))
     return rows
 
 
-def row_of(shape: str, selection: str, total: int, keys: int, *least: int) -> dict:
-    """`least`: with the second visit of scores and without, where all keys are scored."""
-    named = zip(("ratio_to_minimum", "ratio_to_keys_and_writes"), least, strict=False)
-    return {
-        "shape": shape,
-        "selection": selection,
-        "bytes": total,
-        "ratio_to_keys": total / keys,
-        **{name: total / bytes_ for name, bytes_ in named},
-    }
+def row_of(shape: str, selection: str, total: int, keys: int) -> dict:
+    return {"shape": shape, "selection": selection, "bytes": total, "ratio_to_keys": total / keys}
+
+
+def ratios(total: int, least: int, least_without_reading: int) -> dict[str, float]:
+    return {"ratio_to_minimum": total / least, "ratio_to_keys_and_writes": total / least_without_reading}
 
 
 def main() -> None:

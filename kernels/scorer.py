@@ -169,7 +169,7 @@ class Scorer:
         """The scores that `keep` decides by, for inspection; arguments as for `keep`.
 
         Returns:
-            [R, L, H_q, N] float32, meaningless from `lengths[r]` on.
+            [R, L, H_q, N] float32, meaningless from `lengths[r] - recent` on.
 
         Raises ValueError where `value_share` is 1: nothing is decided by scores.
         """

@@ -24,9 +24,8 @@ AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
 
-# The least value of each length; None is allowed for some.
+# The least value of each length.
 _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
-_OPTIONAL = ("recent", "pressure_budget")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Config:
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+            if value is None and _DEFAULTS[name] is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(

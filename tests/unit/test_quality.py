@@ -9,29 +9,11 @@ import sys
 
 import pytest
 import torch
-import transformers
-from tiny_models import COMMON, make_model
 
 from sglang_triattn.stats import save_stats
 
-from quality_cases import FOLDER, cells_of, modules, random_stats, runner_of, stream_of
+from quality_cases import FOLDER, cells_of, random_stats, runner_of, stream_of
 from recalling import FILLER, QUESTION, recalling_model
-
-
-@pytest.fixture(scope="module")
-def bench():
-    return modules()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("quality") / "model", transformers.LlamaConfig(**COMMON))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 def test_a_quick_run(folder, model, tmp_path, monkeypatch):

@@ -5,30 +5,13 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from tiny_models import COMMON, make_model
 
 from sglang_triattn.config import Config, read_settings
 from sglang_triattn.policy import Setting
 from sglang_triattn.transformers_cache import CompactedCache, shape_of
 from sglang_triattn.transformers_feed import compute_dense, replay
 
-from quality_cases import INTERVAL, modules, words
-
-
-@pytest.fixture(scope="module")
-def bench():
-    return modules()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("quality") / "model", transformers.LlamaConfig(**COMMON))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+from quality_cases import INTERVAL, words
 
 
 def held_by(bench, model, name, budget, *, recent, tokens=400):

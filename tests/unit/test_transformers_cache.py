@@ -1,4 +1,4 @@
-"""The cache for transformers against its own `DynamicCache`, and against the server tests' independent oracle."""
+"""The cache for transformers against the server tests' independent oracle."""
 
 import dataclasses
 import re
@@ -6,33 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from tiny_models import COMMON, make_model
-from transformers import AutoModelForCausalLM, DynamicCache
 
-from sglang_triattn.config import SELECTIONS, Config
+from sglang_triattn.config import SELECTIONS
 from sglang_triattn.policy import CacheError, Setting
 from sglang_triattn.rounds import row_bound
 from sglang_triattn.stats import StatsError, load_stats
-from sglang_triattn.transformers_cache import CompactedCache
 from sglang_triattn.transformers_feed import compute_dense, feed, forward, replay
 
+from cache_cases import CONFIG, PROMPT, TOKENS, UNLIMITED, Newest, make_cache
 from oracle import Oracle, oracle_of
 from tiny_model import VOCABULARY, build_tiny_model
 
-CONFIG = Config(budget=64, interval=32, recent=16)
-PROMPT, TOKENS = 50, 300
 ALL = [dataclasses.replace(CONFIG, selection=selection, value_share=0) for selection in SELECTIONS]
 BY_VALUES = [dataclasses.replace(CONFIG, value_share=share) for share in (0.75, 1.0)]
-UNLIMITED = Config(budget=10_000)
-
-
-@dataclasses.dataclass
-class Newest:
-    """Keeps what a sliding window would."""
-
-    def keep(self, slots, lengths, next_positions, keep, recent):
-        return (lengths[:, None] - keep + torch.arange(keep))[:, None].expand(-1, 2, -1)
 
 
 class Anything:
@@ -67,10 +53,6 @@ def ids():
     return torch.randint(3, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(7))
 
 
-def make_cache(model, settings, stats=None, **changes):
-    return CompactedCache.for_model(model, settings, stats, **{"capacity": TOKENS, "prompt_length": PROMPT, **changes})
-
-
 def kept_of(cache):
     """Row -> the positions that its heads hold after each round, from here on."""
     kept = {}
@@ -80,38 +62,6 @@ def kept_of(cache):
 
 def tensors_of(cache):
     return [tensor.clone() for tensor in cache.rows.pools.all()]
-
-
-MODELS = {
-    "llama": transformers.LlamaConfig(**COMMON),
-    "qwen3": transformers.Qwen3Config(**COMMON, head_dim=16),
-    "phi3": transformers.Phi3Config(**COMMON),
-    "glm": transformers.GlmConfig(**COMMON, head_dim=16, partial_rotary_factor=0.5),
-    "one-head-each": transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 6}),
-}
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", MODELS)
-def test_below_the_budget_nothing_changes(tmp_path, name, attention):
-    """Prevents a mask, a position or a stored number that differs from what the model computes with its own cache."""
-    folder = make_model(tmp_path / "model", MODELS[name])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
-    ids = torch.randint(2, 100, (70,), generator=torch.Generator().manual_seed(1))
-    # One forward pass for each call: pieces end with the prompt.
-    cache = make_cache(model, [Setting(UNLIMITED, lambda pools: Newest())], prompt_length=70)
-    plain = DynamicCache()
-    start = 0
-    for size in (40, 1, 29):
-        piece = ids[start : start + size]
-        # The kernel that sdpa chooses depends on whether there is a mask: both sides get it.
-        mask = torch.full((size, start + size), torch.finfo(torch.float32).min).triu(start + 1)[None, None]
-        with torch.no_grad():
-            expected = model(input_ids=piece[None], attention_mask=mask, past_key_values=plain).logits
-        assert torch.equal(feed(model, cache, piece, logits=size), expected)
-        start += size
-    assert cache.get_seq_length() == plain.get_seq_length() == 70
-    assert cache.rows.report(0).rounds == 0
 
 
 @pytest.mark.parametrize("config", [*ALL, *BY_VALUES], ids=[*SELECTIONS, "values-and-scores", "values"])
@@ -302,19 +252,6 @@ def test_refusals(model, stats, tiny, ids, tmp_path):
         with pytest.raises(CacheError, match=said):
             call()
     assert cache.rows.lengths == [0]
-
-
-def test_models_that_cannot_be_compacted(tmp_path):
-    """Prevents attention that the mask of a row does not reach, or that keys are not kept for."""
-    cases = (
-        (transformers.Gemma2Config(**COMMON, head_dim=16), "eager", "sliding window"),
-        (transformers.LlamaConfig(**COMMON), "flex_attention", "load it with attn_implementation"),
-    )
-    for number, (config, attention, said) in enumerate(cases):
-        folder = make_model(tmp_path / str(number), config)
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-        with pytest.raises(CacheError, match=said):
-            make_cache(model, [Setting(CONFIG, lambda pools: Newest())])
 
 
 def test_the_example_in_the_readme(tiny, ids, tmp_path, monkeypatch, capsys):
