@@ -5,6 +5,7 @@ nursery --forks--> server --forks at once--> spares, which become what it spawns
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -18,7 +19,11 @@ from multiprocessing import util
 PACKAGES = (
     "torch", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "transformers.activations",
     "transformers.modeling_gguf_pytorch_utils", "transformers.modeling_layers", "flashinfer", "triton_kernels.tensor",
+    "transformers.models.auto.processing_auto", "transformers.models.llava.modeling_llava",
+    "transformers.models.mllama.modeling_mllama", "transformers.models.parakeet.modeling_parakeet",
+    "transformers.models.pixtral.modeling_pixtral", "transformers.models.whisper.modeling_whisper",
     "compressed_tensors.config", "gguf", "openai.types.realtime", "openai.types.responses", "fastapi", "aiohttp",
+    "xgrammar", "timm", "quack", "torchcodec", "IPython", "uvicorn", "uvloop", "watchfiles", "lxml.etree",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
 # Schedulers of two ranks and a detokenizer; a server that spawns more starts the others as new interpreters.
@@ -33,6 +38,8 @@ def run_nursery(ours: socket.socket) -> None:
         importlib.import_module(name)
     early = [name for name in sys.modules if name.split(".")[0] in OURS]
     assert not early, f"imported before its time: {early}"
+    # Collections in the servers, dozens while they import, then pass over what is here.
+    gc.freeze()
     while True:
         data, files, *_ = socket.recv_fds(ours, LARGEST_MESSAGE, MOST_FILES)
         if not data:
