@@ -27,8 +27,8 @@ demo: ## serve the model, send requests that outgrow the budget, show what was e
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
 	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
 
-# -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to two
-# servers of 3.5 GB. A file stays in one process, because its tests share servers. First the files that tests/conftest.py
+# -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to four
+# servers of 1.3 GB. A file stays in one process, because its tests share servers. First the files that tests/conftest.py
 # names, then in the order of the folders, so that the many short ones of tests/unit come last and both processes end
 # together. One thread for each process: threads
 # that wait for one another spin, and where more of them run than there are cores everything is many times slower.

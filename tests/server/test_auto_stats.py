@@ -8,13 +8,10 @@ import doctest
 import inspect
 import logging
 import random
-import sys
-from pathlib import Path
 
 import prepare_model
 import pytest
 import torch
-from launches import run_python
 
 from sglang_triattn.calibrate import calibrate
 from sglang_triattn.kernels.score import build_tables, score_naive
@@ -22,7 +19,7 @@ from sglang_triattn.kernels.select import SELECTIONS, select_naive
 from sglang_triattn.stats import load_stats
 
 import harness
-from warm import running_server
+from warm import run_command, running_server
 
 BUDGET, INTERVAL = 96, 32
 
@@ -122,14 +119,13 @@ def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record
     assert all(share >= 0.9 for share in agreements.values())
 
 
-def test_the_engine_measures_what_transformers_does(smollm, tmp_path):
+def test_the_engine_measures_what_transformers_does(nursery, smollm, tmp_path):
     """Prevents an engine calibration that is right for small models in float32 only."""
     (tmp_path / "text.txt").write_text(prepare_model.calibration_text()[:4000])
     out = tmp_path / "engine.safetensors"
     words = ["--model", str(smollm[0]), "--data", str(tmp_path / "text.txt"), "--window", "512"]
-    command = [str(Path(sys.executable).with_name("sglang-triattn")), "calibrate", "--engine", "sglang", *words]
-    ended = run_python(*command, "--out", str(out), "--device", "cpu", "--", "--max-total-tokens", "2048",
-                       env=harness.STRICT)  # fmt: skip
+    command = ["calibrate", "--engine", "sglang", *words, "--out", out, "--device", "cpu"]
+    ended = run_command(nursery, tmp_path, [*command, "--", "--max-total-tokens", "2048"], harness.STRICT)
     assert ended.code == 0, ended.output[-3000:]
     engine = load_stats(out)
     expected = calibrate(str(smollm[0]), words[3], window=512, device="cpu", progress=False)

@@ -25,7 +25,7 @@ from sglang_triattn.stats import QueryStats, load_stats
 import harness
 from server import session_members
 from tiny_model import END, VOCABULARY
-from warm import run_script, running_server
+from warm import run_command, running_server
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
@@ -51,24 +51,12 @@ def arguments(folder: Path, out: str, *options: str) -> list[str]:
     return [*words, "--device", "cpu", *options]
 
 
-# What the command runs, for processes that start in seconds.
-SCRIPT = """
-import sys
-from sglang_triattn.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
-"""
-
-
 @pytest.fixture
 def run(nursery, folder, tmp_path):
     """`run(out, *options, env=...)` calibrates until the command has ended."""
 
     def run(out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
-        script = tmp_path / "command.py"
-        script.write_text(SCRIPT)
-        return run_script(nursery, script, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
+        return run_command(nursery, tmp_path, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
 
     return run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import warm
 from harness import (
     BUDGET,
@@ -15,7 +17,6 @@ from harness import (
     prompt,
     python_path,
 )
-from server import running_server
 
 # As on a CUDA device. Under Triton's interpreter the kernels run on a CPU; without it Triton finds no device for them.
 KERNELS = """
@@ -24,6 +25,17 @@ def activate():
 
     warm_up.runs_kernels = lambda device: True
 """
+
+
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+
+@pytest.fixture
+def interpreting():
+    """A nursery where Triton was imported with its interpreter."""
+    nursery = warm.Nursery(INTERPRETED)
+    yield nursery
+    nursery.stop()
 
 
 def test_kernels_that_cannot_run_end_the_launch(nursery, tiny, tmp_path):
@@ -44,15 +56,14 @@ def answer_of(client: Client) -> dict:
     return answer
 
 
-def test_a_rehearsed_server_serves_as_any_other(serve, tiny, tmp_path):
+def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_path):
     """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep other tokens than twins."""
     install_plugin(tmp_path, "kernels", KERNELS)
     expected = answer_of(serve())
-    # Not from the nursery, where Triton is imported already, without its interpreter.
-    env = {**STRICT, "TRITON_INTERPRET": "1", "PYTHONPATH": python_path(tmp_path)}
     # The interpreter is slow on the long rows that a longer context would be rehearsed with.
     args = compressed_args(tiny, "--context-length", "256")
-    with running_server(tiny.path, args, env, tmp_path / "log") as server:
+    env = {**STRICT, **INTERPRETED, "PYTHONPATH": python_path(tmp_path)}
+    with warm.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:
         answer = answer_of(Client(server))
     assert compression(answer)["rounds"] > 0
     assert compression(answer) == compression(expected)

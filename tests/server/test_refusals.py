@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from launches import launch, resolve, run_python
+from launches import launch, resolve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sglang_triattn.patches import refusals
 
 import warm
-from harness import compressed_args, plain_args
+from harness import compressed_args, install_plugin, plain_args, python_path
 
 # (flags, environment, words that the sentence must hold)
 SETTINGS = [
@@ -126,10 +126,13 @@ record.resolve_once()
 """
 
 
-def test_a_file_that_comes_later_is_read_too(tiny, tmp_path):
+def test_a_file_that_comes_later_is_read_too(nursery, tiny, tmp_path):
     """Prevents a model that SGLang has to fetch first from passing unread."""
-    (tmp_path / "config.json").write_text((tiny.path / "config.json").read_text())
-    ended = run_python("-c", FETCHED_LATER, str(tmp_path))
+    model, script = tmp_path / "model", tmp_path / "fetched_later.py"
+    model.mkdir()
+    (model / "config.json").write_text((tiny.path / "config.json").read_text())
+    script.write_text(FETCHED_LATER)
+    ended = warm.run_script(nursery, script, [str(model)], {})
     assert ended.code == 2
     assert "some of its layers have no rotary embedding" in ended.error
 
@@ -185,7 +188,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_raises_and_leaves_no_process(tiny, foreign_stats, tmp_path):
+def test_engine_raises_and_leaves_no_process(nursery, tiny, foreign_stats, tmp_path):
     """Prevents an Engine that refused from holding memory in schedulers that nobody can reach."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
@@ -197,24 +200,27 @@ def test_engine_raises_and_leaves_no_process(tiny, foreign_stats, tmp_path):
         "max_total_tokens": 2048,
         "dtype": "float32",
     }
-    ended = run_python(str(script), json.dumps(settings))
+    ended = warm.run_script(nursery, script, [json.dumps(settings)], {})
     refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")
     assert refused.endswith(" 0"), ended.output[-3000:]
     assert "calibrate" in refused
 
 
 SABOTAGE = """
-import sys
-# Spawned children alone: there the plugin's scheduler part cannot be imported.
-if any("multiprocessing" in word for word in sys.argv) or "--multiprocessing-fork" in sys.argv:
-    sys.modules["sglang_triattn.patches.scheduler"] = None
+import multiprocessing, sys
+
+def activate():
+    # In spawned children alone the plugin's scheduler part cannot be imported.
+    if multiprocessing.parent_process() is not None:
+        sys.modules["sglang_triattn.patches.scheduler"] = None
 """
 
 
-def test_scheduler_without_the_plugin_ends_the_launch(tiny, tmp_path):
+def test_scheduler_without_the_plugin_ends_the_launch(nursery, tiny, tmp_path):
     """Prevents a server that runs dense because the plugin failed to load in the scheduler, which SGLang only logs."""
-    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
-    ended = launch("--model-path", tiny.path, *compressed_args(tiny), env={"PYTHONPATH": str(tmp_path)})
+    install_plugin(tmp_path / "plugin", "sabotage", SABOTAGE)
+    command = ["sglang.launch_server", "--model-path", tiny.path, *compressed_args(tiny)]
+    ended = warm.run_module(nursery, command, {"PYTHONPATH": python_path(tmp_path / "plugin")}, tmp_path / "log")
     assert ended.code == 2
     assert "did not confirm" in ended.error
 

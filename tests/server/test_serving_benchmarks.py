@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,44 +11,49 @@ from pathlib import Path
 import pytest
 
 import warm
+from harness import own_core
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": str(own_core())}
 
 
 @pytest.fixture
-def capacity(nursery, monkeypatch):
-    """benchmarks/capacity.py, with servers that start in seconds."""
+def run_quick(nursery, monkeypatch, tmp_path):
+    """`run_quick(name)` runs a benchmark with servers that start in seconds, and gives what it wrote."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def running_server(model: str, args: list[str], log_path: Path):
-        return warm.running_server(nursery, Path(model), args, {}, log_path)
+        return warm.running_server(nursery, Path(model), args, ONE_CORE, log_path)
 
-    monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)
-    return importlib.import_module("capacity")
+    def run(name: str) -> dict:
+        monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "out.json")])
+        importlib.import_module(name).main()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return run
 
 
-def test_capacity(capacity, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["agents", "capacity"])
+def test_command(name):
+    """Prevents a benchmark that does not run as the command that its docstring names."""
+    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
+def test_capacity(run_quick):
     """Prevents a comparison of servers that do not finish the same requests, or that retract to keep them running."""
-    out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["capacity.py", "--quick", "--json", str(out)])
-    capacity.main()
-    content = json.loads(out.read_text())
+    content = run_quick("capacity")
     for name in ("plain", "compressed"):
         assert content[name]["finished"] == content["setting"]["requests"]
         assert content[name]["retractions"] == 0
     assert content["compressed"]["peak_slots"] <= content["setting"]["pool"]
 
 
-def test_agents(tmp_path):
-    """Prevents turns that are counted as resumed but prefill what was said before, and exact ones that are not.
-
-    And a benchmark of serving that does not run as the command that its docstring names.
-    """
-    out = tmp_path / "out.json"
-    command = [sys.executable, str(FOLDER / "agents.py"), "--quick", "--json", str(out)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(out.read_text())
+def test_agents(run_quick):
+    """Prevents turns that are counted as resumed but prefill what was said before, and exact ones that are not."""
+    content = run_quick("agents")
     exact, continued, setting = content["exact"], content["continued"], content["setting"]
     assert exact["answers_equal_cold"]
     assert continued["starts"] == [["new"], *[["resumed"]] * (setting["turns"] - 1)]

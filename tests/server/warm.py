@@ -34,10 +34,11 @@ LONGEST_RUN_S = 300
 class Nursery:
     """The nursery of this process. Ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        """env: for packages that read it while they are imported; that of a process comes later."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", str(Path(__file__).with_name("nursery.py")), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, env=server.environment(), pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, env=server.environment(env), pass_fds=[theirs.fileno()])
         theirs.close()
 
     def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
@@ -111,6 +112,23 @@ def run_script(nursery: Nursery, script: Path, arguments: Sequence[str], env: di
     """Runs a Python file until it ends by itself."""
     env = {**env, "PYTHONPATH": python_path(script.parent)}
     return run_module(nursery, [script.stem, *arguments], env, script.with_suffix(".log"))
+
+
+# What the installed command runs.
+COMMAND = """
+import sys
+from sglang_triattn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def run_command(nursery: Nursery, folder: Path, arguments: Sequence[object], env: dict[str, str]) -> Ended:
+    """Runs `sglang-triattn` with these arguments until it ends by itself; `folder` is for its script and log."""
+    script = folder / "command.py"
+    script.write_text(COMMAND)
+    return run_script(nursery, script, [str(word) for word in arguments], env)
 
 
 def run_module(nursery: Nursery, command: Sequence[object], env: dict[str, str], log_path: Path) -> Ended:
