@@ -15,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.requests import adopt, evicted_of, frozen_of, settings_of, wants_prompt_logprobs
-from sglang_triattn.request_settings import Asked, read_request
+from sglang_triattn.patches.requests import (
+    attach_options,
+    evicted_of,
+    frozen_of,
+    settings_of,
+    wants_prompt_logprobs,
+    write_tree_rule,
+)
+from sglang_triattn.request_settings import CompressionOptions, read_request
 from sglang_triattn.rounds import in_pages, row_bound
 
 
@@ -83,7 +89,7 @@ class Admission:
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
         return [
-            Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._adopt_and_limit, "self req"),
+            Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._attach_and_limit, "self req"),
             Hook(f"{scheduler}.get_prefill_adder_class", "after", self._bound_adder, "self"),
             Hook(
                 "sglang.srt.managers.utils.validate_input_length",
@@ -107,19 +113,20 @@ class Admission:
     def _bound_adder(self, adder: type, _: Any) -> type:
         return bounded_adder(adder, self._conversations)
 
-    def _adopt_and_limit(self, original: Callable, scheduler: Any, req: Any) -> None:
+    def _attach_and_limit(self, original: Callable, scheduler: Any, req: Any) -> None:
         """Reads a new request's settings, and lifts the cap on its answer that follows from the size of the pool."""
         try:
-            asked = read_request(self._config, req.sampling_params.custom_params)
+            options = read_request(self._config, req.sampling_params.custom_params)
         except TriAttentionError as error:
             req.set_finish_with_abort(str(error))
-            asked = Asked(None)
-        adopt(req, asked)
-        if asked.conversation is not None and settings_of(req) is not None:
+            options = CompressionOptions(None)
+        owner = attach_options(req, options)
+        if owner.conversation is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
                 # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
-                adopt(req, replace(asked, settings=replace(asked.settings, prompt="compact")))
+                owner.compact_prompt()
+                write_tree_rule(req)
         params = req.sampling_params
         most, least = params.max_new_tokens, params.min_new_tokens
         original(scheduler, req)
@@ -199,14 +206,14 @@ def bounded_adder(adder: type, conversations: Conversations) -> type:
             if settings_of(req) is None:
                 return super().add_one_req(req, has_chunked_req, truncation_align_size)
             self._chunk_in_progress = has_chunked_req or self.new_chunked_req is not None
-            lent = conversations.lend(req)
+            acquired = conversations.acquire(req)
             # SGLang's other way to admit, for requests without stop conditions and the tree off, knows no bound.
             with _attribute(req.sampling_params, "ignore_eos", False):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
             if self.can_run_list and self.can_run_list[-1] is req:
-                conversations.settle(req)
-            elif lent:
-                conversations.take_back(req)
+                conversations.commit(req)
+            elif acquired:
+                conversations.rollback(req)
             if self.new_chunked_req is req:
                 # A chunk cut short by memory leaves tokens in this pass, but SGLang tracks one unfinished prefill.
                 self.rem_chunk_tokens = 0

@@ -101,7 +101,7 @@ def read_lengths(requests: Sequence[Any], idle: Mapping[str, Any], in_prefill: s
         (*_books(request.kv), evicted_of(request), _due(request, id(request) in in_prefill, id(request) in queued))
         for request in requests
     ]
-    figures += [(*_books(parked.kv), parked.state.evicted_tokens, len(parked.ids)) for parked in idle.values()]
+    figures += [(*_books(parked.kv), parked.record.evicted_tokens, len(parked.ids)) for parked in idle.values()]
     filling = [id(request) in in_prefill for request in requests] + [False] * len(idle)
     return Lengths([*requests, *idle], np.array(filling, bool), *np.array(figures, np.int64).reshape(-1, 6).T)
 

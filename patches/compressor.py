@@ -29,21 +29,24 @@ from sglang_triattn.kernels.compaction import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer, ScratchPlan
 from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.lifecycle import FirstEvicted
 from sglang_triattn.patches.admission import reserved_of
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.launches import Kind, Launch, kind_for, read_later, snapshot, to_device
-from sglang_triattn.patches.prefill import resume_behind
 from sglang_triattn.patches.pressure import early_rounds
 from sglang_triattn.patches.requests import (
     can_compact,
     lengths_of,
     long_enough,
+    owner_of,
     recent_of,
+    resume_behind,
     settings_of,
-    state_of,
     wait_until_due,
+    write_row_length,
+    write_tree_rule,
 )
-from sglang_triattn.rounds import FirstHole, Plan, Totals, plan_round
+from sglang_triattn.rounds import Plan, Totals, plan_round
 
 
 class Compressor:
@@ -134,11 +137,11 @@ class Compressor:
         launches = snapshot(self._rows, rounds, self._kind_of)
         with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
             done = [self.score_and_move(launch) for launch in launches]
-            holes = read_later(torch.cat([first for _, first in done]))
+            positions = read_later(torch.cat([first for _, first in done]))
         self._give_back(launches, [ordered for ordered, _ in done])
         members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
         for place, (kind, request, plan) in enumerate(members):
-            self._record(request, plan, kind, lambda place=place: holes()[place])
+            self._record(request, plan, kind, lambda place=place: positions()[place])
 
     def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         """On the forward stream: finds what stays, and moves its K/V where a round moves any.
@@ -194,17 +197,14 @@ class Compressor:
         # The tree may have taken tokens that counted as private.
         return plan_round(settings, **lengths_of(request, self._page_size))
 
-    def _record(self, request: Any, plan: Plan, kind: Kind, first_hole: FirstHole) -> None:
-        """Books the round with the request; from here on the tree must never take its row as a whole."""
-        state = state_of(request)
-        state.add_hole(first_hole if self._alike_on_ranks else lambda: 0)
-        state.rounds += 1
-        state.evicted_tokens += plan.evicted_tokens
-        state.freed_slots += plan.freed_slots
-        state.mixed_length = kind.mixed_length(plan, state.mixed_length)
+    def _record(self, request: Any, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+        """Books the round with the request, and writes what follows from it."""
+        owner = owner_of(request)
+        unordered_len = kind.unordered_len(plan, owner.record.unordered_len)
+        owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
         self.totals.add(plan)
-        request.kv.kv_committed_len = request.kv.kv_allocated_len = plan.new_length
-        request.skip_radix_cache_insert = True
+        write_row_length(request, plan.new_length)
+        write_tree_rule(request)
 
     def _shorten(self, batch: Any, due: list[tuple[int, Plan]]) -> None:
         """Lowers the batch's physical lengths; `orig_seq_lens` stays, it is the logical length.

@@ -9,8 +9,8 @@ goes on behind the row, as one does between two chunks of a prefill (`prefill`).
 
 Who owns a row:
 
-    running request --keep--> conversation --lend--> request at admission --settle--> running request
-                                   |     <--take back, if not admitted--
+    running request --park--> conversation --acquire--> request at admission --commit--> running request
+                                   |     <--rollback, if not admitted--
                                    +--drop: least recently used first, when others need memory or rows; too old
                                    +--forgotten by a flush
 
@@ -22,27 +22,28 @@ from __future__ import annotations
 import time
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from sglang_triattn.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, RowRecord, Stage
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.prefill import show_ids_behind
 from sglang_triattn.patches.requests import (
-    asked_of,
-    begin_state,
-    drop_state,
+    count_as_cached,
     free_tail,
+    leave_row,
+    owner_of,
     rows_of,
     settings_of,
-    state_of,
+    take_row,
     tokens_tell_all,
     wants_prompt_logprobs,
+    write_row_length,
+    write_tree_rule,
 )
+from sglang_triattn.rounds import Report
 
 REMEMBERED = 4096
 """Dropped conversations whose next turn is still told so."""
-
-NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
 
 
 @dataclass(eq=False)
@@ -54,7 +55,7 @@ class Conversation:
         lock: the tree lock on its frozen prefix, ended at `last_node`.
         ids: token ids of its logical positions.
         owner: what else must be equal for K/V to be reused: adapter, extra key, salt.
-        state: what rounds did to it.
+        record: what rounds did to it.
         used: when its last turn arrived, seconds.
     """
 
@@ -63,7 +64,7 @@ class Conversation:
     last_node: Any
     ids: array
     owner: tuple
-    state: Any
+    record: RowRecord
     used: float
 
 
@@ -75,6 +76,8 @@ class Conversations:
         self._scheduler: Any = None
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
+        # The row that the request under admission stands behind.
+        self._acquired: Conversation | None = None
 
     def hooks(self) -> list[Hook]:
         return [
@@ -96,75 +99,75 @@ class Conversations:
         now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
         for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
             self._drop(name)
-        asked_of(request).arrived = now
+        owner_of(request).arrived_at = now
 
-    def lend(self, request: Any) -> bool:
+    def acquire(self, request: Any) -> bool:
         """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
-        asked = asked_of(request)
-        if asked.conversation is None or request.kv.holds_kv or asked.start is not None:
+        owner = owner_of(request)
+        name = owner.conversation
+        if name is None or owner.stage is not Stage.ARRIVED or owner.start is not None:
             return False
-        idle = self._idle.get(asked.conversation)
+        idle = self._idle.get(name)
         if idle is None or not _continues(idle, request):
             return False
-        asked.lent = self._idle.pop(asked.conversation)
-        request.kv = idle.kv
-        begin_state(request, replace(idle.state))
-        show_ids_behind(request)
-        request.prefix_len = idle.kv.kv_allocated_len
-        request.last_node = request.best_match_node = request.last_host_node = idle.last_node
-        request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
+        self._acquired = self._idle.pop(name)
+        owner.acquire(idle.record)
+        take_row(request, idle.kv, idle.last_node)
         return True
 
-    def take_back(self, request: Any) -> None:
+    def rollback(self, request: Any) -> None:
         """The attempt failed: the row is the conversation's again."""
-        asked = asked_of(request)
-        self._idle[asked.conversation], asked.lent = asked.lent, None
-        request.detach_kv()
-        drop_state(request)
-        request.prefix_len, request.last_node = 0, None
+        owner = owner_of(request)
+        self._idle[owner.conversation], self._acquired = self._acquired, None
+        owner.rollback()
+        leave_row(request)
 
-    def settle(self, request: Any) -> None:
-        """A request was admitted: a lent row is its own now, and its conversation knows how it started."""
-        asked = asked_of(request)
-        if asked.conversation is None or asked.start is not None:
-            return
-        idle, asked.lent = asked.lent, None
+    def commit(self, request: Any) -> None:
+        """A request was admitted: an acquired row is its own now, and its conversation knows how it started."""
+        owner = owner_of(request)
+        idle, self._acquired = self._acquired, None
+        owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
+        write_tree_rule(request)
         if idle is not None:
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
-            request.skip_radix_cache_insert = True
-            # The evicted tokens were not computed again either.
-            request.cached_tokens += idle.state.evicted_tokens
-            asked.start = RESUMED
-        elif asked.conversation in self._idle:
-            self._drop(asked.conversation)
-            asked.start = DIVERGED
-        else:
-            asked.start = LOST if asked.conversation in self._lost else NEW
+            count_as_cached(request, idle.record.evicted_tokens)
 
-    def keep(self, request: Any, physical: int) -> bool:
-        """Takes over the row of a request that has ended, `physical` entries of it; False where it must be released."""
-        asked, tree = asked_of(request), self._scheduler.tree_cache
-        if asked.conversation is None or asked.release or _was_aborted(request) or not tokens_tell_all(request):
+    def _start_of(self, owner: CompressedRequest) -> str | None:
+        """How a conversation starts with a request that did not resume its row, which is dropped."""
+        name = owner.conversation
+        if name is None or owner.start is not None:
+            return owner.start
+        if name in self._idle:
+            self._drop(name)
+            return DIVERGED
+        return LOST if name in self._lost else NEW
+
+    def park(self, request: Any, report: Report) -> bool:
+        """Takes over the row of a request that has ended; False where it must be released.
+
+        report: on the request, of whose row `physical_length` entries stay.
+        """
+        owner, tree, physical = owner_of(request), self._scheduler.tree_cache, report.physical_length
+        name = owner.conversation
+        if name is None or owner.options.release or _was_aborted(request) or not tokens_tell_all(request):
             return False
-        state = state_of(request)
-        if not state.evicted_tokens and not tree.disable:
+        if not owner.evicted_tokens and not tree.disable:
             # All of it is exact: the tree takes it, for everybody.
             return False
-        name = asked.conversation
         self._drop(name)
-        kv = request.kv
-        free_tail(kv, physical, tree)
-        kv.kv_committed_len = kv.kv_allocated_len = physical
-        ids = (request.origin_input_ids + request.output_ids_through_stop)[: physical + state.evicted_tokens]
+        free_tail(request.kv, physical, tree)
+        write_row_length(request, physical)
+        ids = (request.origin_input_ids + request.output_ids_through_stop)[: report.logical_length]
+        record = owner.park(report)
         self._idle[name] = Conversation(
             kv=request.detach_kv(),
             lock=request.lock,
             last_node=request.last_node,
             ids=ids,
             owner=_owner(request),
-            state=state,
-            used=asked.arrived,
+            record=record,
+            used=owner.arrived_at,
         )
         request.lock = None
         self._lost.pop(name, None)
@@ -181,9 +184,9 @@ class Conversations:
         """Drops conversations until every waiting request that cannot resume one finds a row."""
         if not self._idle:
             return
-        wanted = {asked_of(request).conversation for request in waiting}
+        wanted = {owner_of(request).conversation for request in waiting}
         rows = self._scheduler.req_to_token_pool
-        needed = sum(rows_of(request) for request in waiting if asked_of(request).conversation not in self._idle)
+        needed = sum(rows_of(request) for request in waiting if owner_of(request).conversation not in self._idle)
         unwanted = [name for name in self._idle if name not in wanted]
         while rows.available_size() < needed and unwanted:
             self._drop(unwanted.pop(0))

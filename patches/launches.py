@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     cut: int
     width: int
 
-    def mixed_length(self, plan: Plan, before: int) -> int:
+    def unordered_len(self, plan: Plan, before: int) -> int:
         """Entries at the front of a row that are out of order after a round, of which `before` were ahead of it."""
         if self.strategy != "fill":
             return min(before, plan.new_length)

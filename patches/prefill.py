@@ -15,16 +15,13 @@ and those before them are read by nobody, because a row with holes never enters 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.requests import evicted_of
-
-_SHORTENED = "triattention_shortened_ids"
+from sglang_triattn.patches.requests import evicted_of, show_all_ids, show_ids_behind
 
 
 def hooks() -> list[Hook]:
@@ -33,29 +30,6 @@ def hooks() -> list[Hook]:
         Hook(f"{target}.Req.init_next_round_input", "around", _show_ids_behind_row, "self tree_cache cow_mamba"),
         Hook(f"{target}.ScheduleBatch.prepare_for_extend", "after", _keep_logical_lengths, "self"),
     ]
-
-
-def resume_behind(request: Any, length: int) -> None:
-    """Lets the next chunk of a request start behind its row, which a round has shortened to `length` entries."""
-    request.prefix_len = request.extend_end = length
-    # SGLang counts what lies before a chunk and was not computed by the request as cached tokens.
-    request.already_computed = length
-
-
-def show_ids_behind(request: Any) -> None:
-    """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
-    evicted = evicted_of(request)
-    if evicted:
-        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
-        setattr(request, _SHORTENED, True)
-
-
-def show_all_ids(request: Any) -> None:
-    """Lets SGLang see all ids of a request again."""
-    if getattr(request, _SHORTENED, False):
-        # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
-        request.full_untruncated_fill_ids = array("q")
-        setattr(request, _SHORTENED, False)
 
 
 def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any) -> None:

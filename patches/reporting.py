@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.requests import report_of
+from sglang_triattn.patches.requests import owner_of
 from sglang_triattn.rounds import Report, Totals
 
 KEY = "triattention"
@@ -84,7 +84,7 @@ def _add_to_outputs(streamer: type, _: Any) -> type:
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list) -> dict[str, list]:
-            reports = [(report_of(req) or _NOTHING).to_dict() if req.finished() else None for req in reqs]
+            reports = [(owner_of(req).report or _NOTHING).to_dict() if req.finished() else None for req in reqs]
             return {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
 
     return ReportingStreamer

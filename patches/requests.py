@@ -1,101 +1,65 @@
-"""What compression knows of a request. SGLang part: `Req` (sglang/srt/managers/schedule_batch.py)."""
+"""A compressed request and SGLang's `Req` of it (sglang/srt/managers/schedule_batch.py).
+
+`owner_of` gives the request's `CompressedRequest`, which knows its state and what may follow. This module alone writes
+what follows from that to `Req`: lengths, token ids, its row, and whether the tree may take it.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 from sglang_triattn.config import Config
-from sglang_triattn.request_settings import Asked
-from sglang_triattn.rounds import Report, RequestState, frozen_length, in_pages
+from sglang_triattn.lifecycle import CompressedRequest
+from sglang_triattn.request_settings import CompressionOptions
+from sglang_triattn.rounds import frozen_length, in_pages
 
-_ASKED = "triattention_asked"
-_WITHHELD = "triattention_withheld"
-_STATE = "triattention_state"
-_REPORT = "triattention_report"
-_NOTHING_ASKED = Asked(None)
-
-
-def set_report(request: Any, report: Report) -> None:
-    """What `meta_info` will say of a request that gives its row back."""
-    setattr(request, _REPORT, report)
+_OWNER = "triattention"
+_SHORTENED = "triattention_shortened_ids"
+_NOT_COMPRESSED = CompressionOptions(None)
 
 
-def adopt(request: Any, asked: Asked) -> None:
-    """Lets a new request be compressed as it asked.
-
-    A prompt to be compacted is kept out of the tree, which would freeze it.
-    """
-    setattr(request, _ASKED, asked)
-    setattr(request, _WITHHELD, request.skip_radix_cache_insert)
-    if asked.settings is not None and asked.settings.prompt == "compact":
-        request.skip_radix_cache_insert = True
+# What is known of a request
 
 
-def withhold_as_at_arrival(request: Any) -> None:
-    """Lets the tree take the request's row, unless SGLang itself keeps it out."""
-    request.skip_radix_cache_insert = getattr(request, _WITHHELD)
+def attach_options(request: Any, options: CompressionOptions) -> CompressedRequest:
+    """A request arrives and asks for `options`; one of a beam search is not compressed."""
+    owner = CompressedRequest(
+        options if request.beam_group is None else _NOT_COMPRESSED, withheld=request.skip_radix_cache_insert
+    )
+    setattr(request, _OWNER, owner)
+    if owner.settings is not None:
+        write_tree_rule(request)
+    return owner
 
 
-def tokens_tell_all(request: Any) -> bool:
-    """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
-    return not getattr(request, _WITHHELD) and request.input_embeds is None
-
-
-def asked_of(request: Any) -> Asked:
-    """What the request asked for; of one that never arrived by SGLang's usual way, nothing."""
-    return getattr(request, _ASKED, _NOTHING_ASKED)
+def owner_of(request: Any) -> CompressedRequest:
+    """Of a request that never arrived by SGLang's usual way, one that is not compressed."""
+    owner = getattr(request, _OWNER, None)
+    return attach_options(request, _NOT_COMPRESSED) if owner is None else owner
 
 
 def settings_of(request: Any) -> Config | None:
     """Settings of a request that may be compressed, None of any other (beam search, compression declined)."""
-    return asked_of(request).settings if request.beam_group is None else None
-
-
-def state_of(request: Any) -> RequestState:
-    """The state of the request's current row."""
-    state = getattr(request, _STATE, None)
-    if state is None:
-        state = RequestState()
-        setattr(request, _STATE, state)
-    return state
-
-
-def begin_state(request: Any, state: RequestState) -> None:
-    """Gives the request a row on which rounds ran before, in an earlier turn."""
-    state.rounds = state.freed_slots = 0
-    # Its settings may be others than those of the turn before.
-    state.due_protected = -1
-    setattr(request, _STATE, state)
-
-
-def drop_state(request: Any) -> None:
-    """Forgets the request's row."""
-    delattr(request, _STATE)
+    return owner_of(request).settings
 
 
 def evicted_of(request: Any) -> int:
     """Tokens evicted from the request's current row."""
-    state = getattr(request, _STATE, None)
-    return 0 if state is None else state.evicted_tokens
+    return owner_of(request).evicted_tokens
 
 
-def report_of(request: Any) -> Report | None:
-    """What compression did to a request that has given its row back; None before."""
-    return getattr(request, _REPORT, None)
+def tokens_tell_all(request: Any) -> bool:
+    """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
+    return not owner_of(request).withheld and request.input_embeds is None
 
 
 def frozen_of(request: Any, settings: Config, page_size: int) -> int:
     """First position of the request's row that a round may touch."""
-    return frozen_length(settings, request.kv.cache_protected_len, prompt_length_of(request), page_size)
-
-
-def prompt_length_of(request: Any) -> int:
-    """Tokens of the prompt behind which the row's private part began, that of the first turn in a resumed row."""
-    state = getattr(request, _STATE, None)
-    if state is None or state.prompt_length is None:
-        return len(request.origin_input_ids)
-    return state.prompt_length
+    record = owner_of(request).record
+    prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len
+    return frozen_length(settings, request.kv.cache_protected_len, prompt_len, page_size)
 
 
 def long_enough(requests: Sequence[Any]) -> list[int]:
@@ -105,18 +69,17 @@ def long_enough(requests: Sequence[Any]) -> list[int]:
     """
     found = []
     for index, request in enumerate(requests):
-        kv, state = request.kv, getattr(request, _STATE, None)
-        if state is None or kv.kv_allocated_len >= state.due_length or kv.cache_protected_len != state.due_protected:
+        kv, owner = request.kv, owner_of(request)
+        if owner.settings is not None and owner.may_be_due(kv.kv_allocated_len, kv.cache_protected_len):
             found.append(index)
     return found
 
 
 def wait_until_due(request: Any, page_size: int) -> None:
     """Lets `long_enough` leave out a request that has settings and no round now, until its row has grown enough."""
-    state, settings = state_of(request), settings_of(request)
+    settings = settings_of(request)
     frozen = frozen_of(request, settings, page_size)
-    state.due_length = frozen + settings.trigger(frozen)
-    state.due_protected = request.kv.cache_protected_len
+    owner_of(request).wait_until(frozen + settings.trigger(frozen), request.kv.cache_protected_len)
 
 
 def lengths_of(request: Any, page_size: int) -> dict[str, int]:
@@ -135,19 +98,12 @@ def rows_of(request: Any) -> int:
 
 
 def recent_of(request: Any) -> int:
-    """Newest tokens that a round of a request with settings keeps: what was asked for, as far as the order tells.
+    """Recency window of a request's next round: `recent`, or what was appended since a round permuted the row.
 
-    Fewer only where little came since a round that mixed up the order of all: at page sizes above 1, early rounds, and
-    turns with other settings.
+    Fewer only where little came since then: at page sizes above 1, early rounds, and turns with other settings.
     """
-    return min(settings_of(request).recent, request.kv.kv_allocated_len - state_of(request).mixed_length)
-
-
-def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
-    """Frees the pages of a row that lie wholly behind its first `length` entries."""
-    first_empty = in_pages(length, tree_cache.page_size)
-    if first_empty < kv.kv_allocated_len:
-        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
+    owner = owner_of(request)
+    return min(owner.settings.recent, request.kv.kv_allocated_len - owner.record.unordered_len)
 
 
 def wants_prompt_logprobs(request: Any) -> bool:
@@ -165,3 +121,76 @@ def can_compact(request: Any) -> bool:
         and not request.is_retracted
         and request.kv.kv_committed_len == request.kv.kv_allocated_len
     )
+
+
+# What is written to a request
+
+
+def write_tree_rule(request: Any) -> None:
+    """Lets SGLang give the whole row to the tree, or keeps it from that; after every transition."""
+    request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
+
+
+def write_row_length(request: Any, length: int) -> None:
+    """The row holds `length` entries, all of them computed."""
+    request.kv.kv_committed_len = request.kv.kv_allocated_len = length
+
+
+def resume_behind(request: Any, length: int) -> None:
+    """Lets the next chunk of a request start behind its row, which a round has shortened to `length` entries."""
+    request.prefix_len = request.extend_end = length
+    # SGLang counts what lies before a chunk and was not computed by the request as cached tokens.
+    request.already_computed = length
+
+
+def keep_private(request: Any) -> None:
+    """Counts the chunk that was just prefilled as done, without giving it to the tree."""
+    request.prefix_len = request.extend_end
+
+
+def take_row(request: Any, kv: Any, last_node: Any) -> None:
+    """Puts a waiting request behind a row that rounds have compacted; nothing of its prompt is looked for elsewhere.
+
+    Args:
+        kv: SGLang's record of the row.
+        last_node: of the tree, where its frozen part ends.
+    """
+    request.kv = kv
+    show_ids_behind(request)
+    request.prefix_len = kv.kv_allocated_len
+    request.last_node = request.best_match_node = request.last_host_node = last_node
+    request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
+
+
+def leave_row(request: Any) -> None:
+    """Lets a waiting request have no row again, after `take_row`."""
+    request.detach_kv()
+    request.prefix_len, request.last_node = 0, None
+
+
+def count_as_cached(request: Any, tokens: int) -> None:
+    """Tokens of a resumed row that were evicted: they were not computed again either."""
+    request.cached_tokens += tokens
+
+
+def show_ids_behind(request: Any) -> None:
+    """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
+    evicted = evicted_of(request)
+    if evicted:
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
+        setattr(request, _SHORTENED, True)
+
+
+def show_all_ids(request: Any) -> None:
+    """Lets SGLang see all ids of a request again."""
+    if getattr(request, _SHORTENED, False):
+        # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
+        request.full_untruncated_fill_ids = array("q")
+        setattr(request, _SHORTENED, False)
+
+
+def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
+    """Frees the pages of a row that lie wholly behind its first `length` entries."""
+    first_empty = in_pages(length, tree_cache.page_size)
+    if first_empty < kv.kv_allocated_len:
+        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])

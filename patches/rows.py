@@ -14,19 +14,15 @@ from typing import Any
 
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.prefill import show_all_ids
 from sglang_triattn.patches.requests import (
-    asked_of,
-    drop_state,
     frozen_of,
-    prompt_length_of,
-    set_report,
-    settings_of,
-    state_of,
+    keep_private,
+    owner_of,
+    show_all_ids,
     tokens_tell_all,
-    withhold_as_at_arrival,
+    write_tree_rule,
 )
-from sglang_triattn.rounds import Report, RequestState
+from sglang_triattn.rounds import Report
 
 
 class Rows:
@@ -54,45 +50,44 @@ class Rows:
             return
         if req.kv.cache_protected_len < prompt_length:
             tree_cache.checkpoint(req, up_to=prompt_length)
-        req.prefix_len = req.extend_end
+        keep_private(req)
 
     def release(self, original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
         """Writes the request's report, and gives its row to its conversation or back to SGLang."""
         if not req.kv.holds_kv:
             original(req, tree_cache, checkpoint=checkpoint)
             return
-        state, settings, asked = state_of(req), settings_of(req), asked_of(req)
-        if state.evicted_tokens and not req.skip_radix_cache_insert:
+        owner = owner_of(req)
+        if owner.evicted_tokens and not req.skip_radix_cache_insert:
             raise RuntimeError(f"request {req.rid} has evicted tokens, but its row is about to enter the tree")
-        if settings is None:
-            set_report(req, report_on(req, state, req.kv.cache_protected_len))
+        report = report_on(req, tree_cache.page_size)
+        if owner.settings is None:
+            owner.report = report
             give_back(original, req, tree_cache, checkpoint=checkpoint)
             return
-        state.prompt_length = prompt_length_of(req)
-        report = report_on(req, state, frozen_of(req, settings, tree_cache.page_size))
-        asked.kept = self._conversations.keep(req, report.physical_length)
-        if asked.conversation is not None:
-            report = replace(report, conversation=asked.start, conversation_kept=asked.kept)
-        set_report(req, report)
-        if not asked.kept:
-            if not state.evicted_tokens:
-                withhold_as_at_arrival(req)
-            elif checkpoint and tokens_tell_all(req):
-                publish_start(req, state, tree_cache)
+        kept = self._conversations.park(req, report)
+        if owner.conversation is not None:
+            report = replace(report, conversation=owner.start, conversation_kept=kept)
+        if kept:
+            owner.report = report
+        elif req.finished():
+            exact = owner.publish(report)
+            write_tree_rule(req)
+            if exact is not None and checkpoint and tokens_tell_all(req):
+                publish_start(req, exact, tree_cache)
             give_back(original, req, tree_cache, checkpoint=checkpoint)
-        drop_state(req)
-        if not req.finished():
-            # Retracted: its next row starts exact, and a frozen prompt may enter the tree again.
-            withhold_as_at_arrival(req)
-            req.skip_radix_cache_insert |= settings.prompt == "compact"
+        else:
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
+            owner.retract(report)
+            write_tree_rule(req)
 
 
-def publish_start(req: Any, state: RequestState, tree_cache: Any) -> None:
-    """Gives the tree a finished row's entries before its first hole, if these are more than it has.
+def publish_start(req: Any, exact: int, tree_cache: Any) -> None:
+    """Gives the tree a finished row's first `exact` entries, if these are more than it has.
 
     No more than SGLang's release takes for the request's: with --strip-thinking-cache it frees what was generated.
     """
-    exact = min(state.exact_length(), req.owned_kv_len())
+    exact = min(exact, req.owned_kv_len())
     exact -= exact % tree_cache.page_size
     if exact > req.kv.cache_protected_len:
         show_all_ids(req)
@@ -117,16 +112,19 @@ def give_back(original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool
         req.reasoning_tokens = reasoning
 
 
-def report_on(req: Any, state: RequestState, frozen: int) -> Report:
-    """The report of a request that gives its row back, of which rounds left `frozen` entries alone."""
+def report_on(req: Any, page_size: int) -> Report:
+    """The report of a request that gives its row back."""
+    owner = owner_of(req)
+    protected = req.kv.cache_protected_len
+    frozen = protected if owner.settings is None else frozen_of(req, owner.settings, page_size)
     # With overlap a step may have run past the end; those tokens are nobody's.
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
-    logical = min(req.kv.kv_committed_len + state.evicted_tokens, computed)
-    physical = logical - state.evicted_tokens
+    logical = min(req.kv.kv_committed_len + owner.evicted_tokens, computed)
+    physical = logical - owner.evicted_tokens
     return Report(
-        rounds=state.rounds,
-        evicted_tokens=state.evicted_tokens,
-        freed_slots=state.freed_slots,
+        rounds=owner.rounds,
+        evicted_tokens=owner.evicted_tokens,
+        freed_slots=owner.freed_slots,
         frozen_length=min(frozen, physical),
         physical_length=physical,
         logical_length=logical,

@@ -21,7 +21,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact import list_moves, move_naive
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.policy import CacheError, Policy, Pools, Setting
-from sglang_triattn.rounds import Plan, Report, RequestState, frozen_length, plan_round
+from sglang_triattn.rounds import Plan, Report, Totals, frozen_length, plan_round
 
 # Keeps the order of tokens, so that the newest are always the last.
 _STRATEGY = "slide"
@@ -41,7 +41,7 @@ class KVRows:
 
     Attributes:
         lengths: KV entries that each row holds.
-        states: what rounds did to each row.
+        totals: what rounds did to each row.
         after_round: called with the row's number and its plan after each round, unless None.
 
     Raises CacheError when a number is out of range.
@@ -67,7 +67,7 @@ class KVRows:
         self.settings, self.pools, self.capacity = tuple(settings), pools, capacity
         self.prompt_length, self.protected, self.page_size = prompt_length, protected, page_size
         self.lengths = [0] * len(self.settings)
-        self.states = [RequestState() for _ in self.settings]
+        self.totals = [Totals() for _ in self.settings]
         self.after_round: Callable[[int, Plan], None] | None = None
         self._make_scorer = make_scorer
         self._policies: dict[Setting, Policy] = {}
@@ -84,7 +84,7 @@ class KVRows:
 
     def logical_length(self, row: int) -> int:
         """Tokens that a row has seen, and the position of its next one."""
-        return self.lengths[row] + self.states[row].evicted_tokens
+        return self.lengths[row] + self.totals[row].evicted_tokens
 
     def frozen(self, row: int) -> int:
         """First entry of a row that a round may touch."""
@@ -155,7 +155,7 @@ class KVRows:
             self.settings[row].config,
             frozen=self.frozen(row),
             length=self.lengths[row],
-            evicted_before=self.states[row].evicted_tokens,
+            evicted_before=self.totals[row].evicted_tokens,
             page_size=self.page_size,
         )
 
@@ -166,11 +166,11 @@ class KVRows:
 
     def report(self, row: int) -> Report:
         """What the server says of a finished request in `meta_info`."""
-        state = self.states[row]
+        totals = self.totals[row]
         return Report(
-            rounds=state.rounds,
-            evicted_tokens=state.evicted_tokens,
-            freed_slots=state.freed_slots,
+            rounds=totals.rounds,
+            evicted_tokens=totals.evicted_tokens,
+            freed_slots=totals.freed_slots,
             frozen_length=min(self.frozen(row), self.lengths[row]),
             physical_length=self.lengths[row],
             logical_length=self.logical_length(row),
@@ -200,7 +200,7 @@ class KVRows:
             for place, row in enumerate(rows):
                 target[place, : self.lengths[row]] = source[row, : self.lengths[row]]
         copied.lengths = [self.lengths[row] for row in rows]
-        copied.states = [replace(self.states[row]) for row in rows]
+        copied.totals = [replace(self.totals[row]) for row in rows]
         return copied
 
     def _until_due(self, row: int) -> int:
@@ -220,10 +220,7 @@ class KVRows:
         self._check_kept(row, kept, plan)
         self._mover.move(slots, kept, _STRATEGY)
         move_naive(self.pools.positions, *list_moves(slots, kept, _STRATEGY))
-        state = self.states[row]
-        state.rounds += 1
-        state.evicted_tokens += plan.evicted_tokens
-        state.freed_slots += plan.freed_slots
+        self.totals[row].add(plan)
         self.lengths[row] = plan.new_length
         if self.after_round is not None:
             self.after_round(row, plan)

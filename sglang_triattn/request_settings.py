@@ -18,30 +18,22 @@ FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "conversation", "
 LONGEST_NAME = 256
 
 
-@dataclass
-class Asked:
-    """What a request asked for, and what became of its conversation.
+@dataclass(frozen=True)
+class CompressionOptions:
+    """What a request asked for.
 
     Attributes:
         settings: None where it asked not to be compressed.
         conversation: the name under which its row is kept, and looked for at its start.
         release: whether the conversation ends with it.
-        start: how it started, once it was admitted: new, resumed, lost or diverged.
-        kept: whether its row waits for the next turn.
-        arrived: when it came, in seconds of the scheduler's clock.
-        lent: its conversation's row, during an attempt at admission.
     """
 
     settings: Config | None
     conversation: str | None = None
     release: bool = False
-    start: str | None = None
-    kept: bool = False
-    arrived: float = 0.0
-    lent: Any = None
 
 
-def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Asked:
+def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> CompressionOptions:
     """What one request asks for.
 
     Args:
@@ -53,7 +45,7 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Ask
     """
     asked = (custom_params or {}).get(KEY)
     if asked is None:
-        return Asked(config)
+        return CompressionOptions(config)
     if not isinstance(asked, Mapping):
         raise TriAttentionError(f"custom_params.{KEY} is {asked!r}, but it must be an object with {', '.join(FIELDS)}.")
     unknown = sorted(str(name) for name in asked if name not in FIELDS)
@@ -78,14 +70,14 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Ask
                 f"custom_params.{KEY}.conversation does not work with enabled false, because only compressed requests "
                 "leave a row behind: leave one of the two out."
             )
-        return Asked(None)
+        return CompressionOptions(None)
     pressure = config.pressure_budget
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
     settings = dataclasses.replace(
         config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure
     )
-    return Asked(settings, conversation, release)
+    return CompressionOptions(settings, conversation, release)
 
 
 def _switch(asked: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -13,50 +13,9 @@ same and nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from sglang_triattn.config import Config
-
-FirstHole = Callable[[], int]
-"""The first position of a row at which a round kept another token than was there."""
-
-
-@dataclass
-class RequestState:
-    """What compression did to one request since it got its row; dropped together with the row.
-
-    Counts are in tokens, `freed_slots` in KV slots (whole pages at page sizes above 1).
-
-    Attributes:
-        mixed_length: entries at the front of the row that rounds have brought out of order.
-        prompt_length: where a resumed conversation's first prompt ends; None where the request's own does.
-        first_hole: the first of all rounds but those of `unread_holes`, the last two, whose copies from the device may
-            still be on their way.
-        due_length: physical length from which a round may be due, while the tree owns `due_protected` entries.
-    """
-
-    rounds: int = 0
-    evicted_tokens: int = 0
-    freed_slots: int = 0
-    mixed_length: int = 0
-    prompt_length: int | None = None
-    first_hole: int | None = None
-    unread_holes: tuple[FirstHole, ...] = ()
-    due_length: int = 0
-    due_protected: int = -1
-
-    def add_hole(self, first_hole: FirstHole) -> None:
-        """Books a round's first hole, and reads that of the round before the last: its copy has long been made."""
-        if len(self.unread_holes) == 2:
-            oldest = self.unread_holes[0]()
-            self.first_hole = oldest if self.first_hole is None else min(oldest, self.first_hole)
-        self.unread_holes = (*self.unread_holes[-1:], first_hole)
-
-    def exact_length(self) -> int:
-        """Entries of the row before its first hole, in whatever head or layer: they lie at their logical positions."""
-        holes = [hole() for hole in self.unread_holes]
-        return min(holes if self.first_hole is None else [*holes, self.first_hole], default=0)
 
 
 @dataclass(frozen=True)

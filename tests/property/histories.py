@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from sglang_triattn.request_settings import Asked
+from sglang_triattn.request_settings import CompressionOptions
 
 from checks import check_books, check_rounds, check_row
 from memory import ROWS
@@ -91,17 +91,19 @@ class Histories(RuleBasedStateMachine):
         chunk = max(chunk - chunk % self.sim.page_size, self.sim.page_size)
         return self.sim.admit(running, chunk, lambda chunked: check_rounds(self.sim, chunked), abort_at)
 
-    def _asked(self, asked: str, conversation: str | None = None) -> Asked:
+    def _asked(self, asked: str, conversation: str | None = None) -> CompressionOptions:
         config = self.sim.config
         if not self.varied or asked == "nothing":
-            return Asked(config, conversation)
+            return CompressionOptions(config, conversation)
         if asked == "declined" and conversation is None:
-            return Asked(None)
+            return CompressionOptions(None)
         if asked == "the other prompt":
             other = {"frozen": "compact", "compact": "frozen"}[config.prompt]
-            return Asked(replace(config, prompt=other), conversation)
+            return CompressionOptions(replace(config, prompt=other), conversation)
         pressure = None if config.pressure_budget is None else 5
-        return Asked(replace(config, budget=9, interval=4, recent=2, pressure_budget=pressure), conversation)
+        return CompressionOptions(
+            replace(config, budget=9, interval=4, recent=2, pressure_budget=pressure), conversation
+        )
 
     @rule(
         stem=st.sampled_from(STEMS),

@@ -13,7 +13,7 @@ import torch
 from sglang_triattn.kernels import compact_triton, importance_triton, keep_triton, score_triton, value_size_triton
 from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches import warm_up
-from sglang_triattn.request_settings import Asked
+from sglang_triattn.request_settings import CompressionOptions
 
 from checks import check_books, check_row, decode_together
 from simulation import CONTEXT, Simulation
@@ -114,7 +114,7 @@ def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_siz
         monkeypatch.setattr(module, name, Recorded(getattr(module, name), name, served))
     for settings in ({}, {"recent": 9, "interval": 5}, {"budget": 6, "interval": 4}):
         request = sim.request([5] * 4)
-        requests_patch.adopt(request.req, Asked(dataclasses.replace(sim.config, **settings)))
+        requests_patch.attach_options(request.req, CompressionOptions(dataclasses.replace(sim.config, **settings)))
         assert sim.admit(request, 1000)
         for _ in range(26):
             sim.compress()

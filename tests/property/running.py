@@ -40,4 +40,4 @@ class Running:
 
     @property
     def evicted(self) -> int:
-        return requests_patch.state_of(self.req).evicted_tokens
+        return requests_patch.evicted_of(self.req)

@@ -17,9 +17,10 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_triattn.lifecycle import CompressedRequest
 from sglang_triattn.patches import prefill as prefill_patch
 from sglang_triattn.patches import requests as requests_patch
-from sglang_triattn.request_settings import Asked
+from sglang_triattn.request_settings import CompressionOptions
 
 from content import contents, exact_length, same_for_all
 from memory import CONTEXT, Memory
@@ -63,14 +64,19 @@ class Simulation(Memory):
         return self.compressor.totals.rounds
 
     def request(
-        self, prompt: list[int], conversation: str | None = None, *, asked: Asked | None = None, **fields
+        self,
+        prompt: list[int],
+        conversation: str | None = None,
+        *,
+        asked: CompressionOptions | None = None,
+        **fields,
     ) -> Running:
         """A request that asks for the server's settings, or for `asked`; the other `fields` are those of Running."""
         self._serial += 1
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
         req.skip_radix_cache_insert = fields.get("barred", False)
-        requests_patch.adopt(req, asked or Asked(self.config, conversation))
+        requests_patch.attach_options(req, asked or CompressionOptions(self.config, conversation))
         return Running(req, **fields)
 
     def admit(
@@ -86,24 +92,24 @@ class Simulation(Memory):
             between_chunks: runs the rounds between two chunks, and brings the account up to date.
             abort_at: where the client goes away: 2n before the rounds behind chunk n, 2n + 1 after them.
         """
-        req, asked = running.req, requests_patch.asked_of(running.req)
+        req, owner = running.req, requests_patch.owner_of(running.req)
         with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
             self._next_input(req, self.tree)
-        idle, start = set(self.conversations.records()), asked.start
-        lent = self.conversations.lend(req)
+        idle, start = set(self.conversations.records()), owner.start
+        acquired = self.conversations.acquire(req)
         req.lock = self.tree.lock(req.last_node)
         needed = len(req.full_untruncated_fill_ids) - req.prefix_len + self.page_size
-        if not self.make_room(needed) or not (lent or self.make_row()):
+        if not self.make_room(needed) or not (acquired or self.make_row()):
             self.tree.unlock(req.lock)
             req.lock = None
-            if lent:
-                self.conversations.take_back(req)
+            if acquired:
+                self.conversations.rollback(req)
             return False
         self.rows.alloc([req])
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         req.is_retracted = False
-        if lent:
-            talk = self.talks[asked.conversation]
+        if acquired:
+            talk = self.talks[owner.conversation]
             running.positions, running.first_tainted, running.prompt_length, req.serial = talk
             self.resumed += 1
         else:
@@ -111,9 +117,10 @@ class Simulation(Memory):
                 row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
             running.positions = same_for_all(range(req.prefix_len))
             running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
-        self.conversations.settle(req)
-        if start is None and asked.conversation is not None:
-            self._check_start(asked, lent, f"triattention {asked.conversation}" in idle)
+        if owner.settings is not None:
+            self.conversations.commit(req)
+        if start is None and owner.conversation is not None:
+            self._check_start(owner, acquired, f"triattention {owner.conversation}" in idle)
         done = 0
         while not self._prefill(running, row, chunk):
             for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
@@ -128,18 +135,18 @@ class Simulation(Memory):
         self.running.append(running)
         return True
 
-    def _check_start(self, asked: Asked, lent: bool, was_idle: bool) -> None:
+    def _check_start(self, owner: CompressedRequest, acquired: bool, was_idle: bool) -> None:
         """What the client is told of its conversation, against the account of what was kept."""
-        if lent:
+        if acquired:
             expected = {"resumed"}
         elif was_idle:
             # It may have made room for this very request.
             expected = {"diverged", "lost"}
         else:
-            expected = {"lost" if asked.conversation in self.kept_once else "new"}
-        assert asked.start in expected, f"the conversation is {asked.start}, not {expected}"
-        if lent:
-            self.kept_once.discard(asked.conversation)
+            expected = {"lost" if owner.conversation in self.kept_once else "new"}
+        assert owner.start in expected, f"the conversation is {owner.start}, not {expected}"
+        if acquired:
+            self.kept_once.discard(owner.conversation)
 
     def _abort_prefill(self, running: Running) -> None:
         running.req.finished_reason = FINISH_ABORT()
@@ -220,7 +227,7 @@ class Simulation(Memory):
             overrun: with overlap, its newest token's K/V was computed before anyone knew that it was the last.
         """
         self.running.remove(running)
-        req, asked = running.req, requests_patch.asked_of(running.req)
+        req, owner = running.req, requests_patch.owner_of(running.req)
         held = running.positions[..., : len(running.tokens) - 1 - running.evicted]
         if overrun:
             self._compute_last(running)
@@ -234,16 +241,16 @@ class Simulation(Memory):
         found = self.matched(running.tokens)
         most = max(before, most if finish else 0)
         assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
-        if asked.kept:
+        if owner.kept:
             assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
-            self.kept_once.add(asked.conversation)
+            self.kept_once.add(owner.conversation)
             # Of a name that several requests have at once, the row of the last that left one waits.
-            self.talks[asked.conversation] = held, running.first_tainted, running.prompt_length, req.serial
+            self.talks[owner.conversation] = held, running.first_tainted, running.prompt_length, req.serial
         elif finish:
             assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
             self.shared_starts += running.first_tainted is not None and least > protected
-        if finish and asked.conversation is not None:
-            self.spoken[asked.conversation] = running.tokens
+        if finish and owner.conversation is not None:
+            self.spoken[owner.conversation] = running.tokens
 
     def _for_the_tree(self, running: Running) -> tuple[int, int]:
         """Entries that the tree must have of a finished request's row, and that it may have at most."""

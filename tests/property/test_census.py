@@ -108,7 +108,7 @@ def committed_too_little(scene):
 
 
 def evictions_forgotten(scene):
-    scene.first.req.triattention_state.evicted_tokens -= 1
+    scene.first.req.triattention.record.evicted_tokens -= 1
     held, evicted = scene.kv.kv_allocated_len, scene.first.evicted
     return (
         f"request r2 has {held} entries in row {scene.kv.req_pool_idx} and {evicted} evicted ones, "
@@ -117,7 +117,7 @@ def evictions_forgotten(scene):
 
 
 def conversation_of_other_tokens(scene):
-    held, evicted = scene.chat.kv.kv_allocated_len, scene.chat.state.evicted_tokens
+    held, evicted = scene.chat.kv.kv_allocated_len, scene.chat.record.evicted_tokens
     scene.chat.ids = scene.chat.ids[:-1]
     return (
         f"conversation 'chat' has {held} entries in row {scene.chat.kv.req_pool_idx} and {evicted} evicted ones, "

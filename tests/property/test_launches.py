@@ -9,7 +9,7 @@ import torch
 
 from sglang_triattn.patches import requests as requests_patch
 from sglang_triattn.patches.launches import width_for
-from sglang_triattn.request_settings import Asked
+from sglang_triattn.request_settings import CompressionOptions
 
 from checks import check_books, check_rounds, check_row
 from memory import BUDGET, INTERVAL
@@ -156,7 +156,7 @@ def mixed_requests(sim: Simulation) -> list[Running]:
     running = []
     for tokens, asked in shapes:
         request = sim.request(tokens)
-        requests_patch.adopt(request.req, Asked(dataclasses.replace(sim.config, **asked)))
+        requests_patch.attach_options(request.req, CompressionOptions(dataclasses.replace(sim.config, **asked)))
         assert sim.admit(request, 1000)
         decode_until_due(sim, request)
         running.append(request)
@@ -196,9 +196,9 @@ def same_row(sim: Simulation, one: Running, other_sim: Simulation, other: Runnin
     """Both rows hold the same bytes, in the same order; and in the first rounds the same slots."""
     rows = sim.row(one), other_sim.row(other)
     assert torch.equal(sim.content(rows[0]), other_sim.content(rows[1]))
-    states = [requests_patch.state_of(running.req) for running in (one, other)]
-    assert states[0].exact_length() == states[1].exact_length()
-    assert states[0].mixed_length == states[1].mixed_length
+    records = [requests_patch.owner_of(running.req).record for running in (one, other)]
+    assert records[0].exact_prefix_len() == records[1].exact_prefix_len()
+    assert records[0].unordered_len == records[1].unordered_len
 
 
 def test_rows_are_equal_slot_by_slot():

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from sglang_triattn.kernels import compaction
+from sglang_triattn.lifecycle import CompressedRequest, RowRecord, Stage
 from sglang_triattn.patches import conversations, launches, requests, rows
 from sglang_triattn.patches.compressor import Compressor
 from sglang_triattn.patches.conversations import Conversations
 from sglang_triattn.patches.launches import Launch
 from sglang_triattn.patches.rows import Rows
-from sglang_triattn.rounds import RequestState
 
 from checks import check_books
 from histories import run_histories
@@ -95,11 +95,14 @@ def see_the_first_hole_late(patch):
     patch.setattr(compaction, "unchanged_start", lambda kept: real(kept) + 1)
 
 
-def forget_earlier_holes(patch):
-    def add_hole(state, first_hole):
-        state.unread_holes = (first_hole,)
+def forget_earlier_rounds(patch):
+    real = RowRecord.add_round
 
-    patch.setattr(RequestState, "add_hole", add_hole)
+    def add_round(record, evicted_tokens, first_evicted, unordered_len):
+        real(record, evicted_tokens, first_evicted, unordered_len)
+        record.first_evicted_pos, record.unread = None, (first_evicted,)
+
+    patch.setattr(RowRecord, "add_round", add_round)
 
 
 def let_the_tree_take_all(patch):
@@ -119,9 +122,9 @@ def let_the_tree_take_all(patch):
 def publish_what_sglang_frees(patch):
     real = rows.publish_start
 
-    def publish_start(req, state, tree):
+    def publish_start(req, exact, tree):
         req.owned_kv_len = lambda: req.kv.kv_committed_len
-        real(req, state, tree)
+        real(req, exact, tree)
         del req.owned_kv_len
 
     patch.setattr(rows, "publish_start", publish_start)
@@ -173,12 +176,26 @@ def keep_the_old_lengths(patch):
     patch.setattr(Compressor, "_shorten", lambda self, batch, due: None)
 
 
-def keep_the_state_of_a_lost_row(patch):
-    patch.setattr(rows, "drop_state", lambda request: None)
+def keep_the_record_of_a_lost_row(patch):
+    real = CompressedRequest._begin
+
+    def begin(owner, record, *, inherited):
+        real(owner, getattr(owner, "lost", record), inherited=inherited)
+
+    def retract(owner, report):
+        owner.lost = owner._end(report, Stage.ARRIVED)
+
+    patch.setattr(CompressedRequest, "_begin", begin)
+    patch.setattr(CompressedRequest, "retract", retract)
 
 
 def resume_as_if_nothing_was_evicted(patch):
-    patch.setattr(conversations, "begin_state", lambda request, state: requests.begin_state(request, RequestState()))
+    real = CompressedRequest.acquire
+
+    def acquire(owner, record):
+        real(owner, RowRecord(record.prompt_len, unordered_len=record.unordered_len))
+
+    patch.setattr(CompressedRequest, "acquire", acquire)
 
 
 def read_rows_after_the_flush(patch):
@@ -235,7 +252,7 @@ FAULTS = [
     Fault("newest tokens change places in the row", swap_newest_tokens, "not in order", CUT),
     Fault("a cut row is not closed up", leave_the_newest_behind, "belongs to|recent token|came from|held twice", CUT),
     Fault("the first hole is off by one", see_the_first_hole_late, "but may have", REMAP),
-    Fault("only the last round's hole counts", forget_earlier_holes, "but may have", {**REMAP, "prompt": "compact"}),
+    Fault("only the last round's hole counts", forget_earlier_rounds, "but may have", {**REMAP, "prompt": "compact"}),
     Fault("the tree takes compacted rows", let_the_tree_take_all, "but may have", REMAP),
     Fault("more is published than SGLang owns", publish_what_sglang_frees, "but may have|free, tree and", STRIP),
     Fault("the tree's copy of an answer is freed", free_what_the_tree_has, "free, tree and|belongs to", None),
@@ -245,8 +262,8 @@ FAULTS = [
     Fault("a conversation's row is freed twice", free_a_row_twice, "a row is owned by nobody", REMAP),
     Fault("rounds reach into the frozen part", compact_what_is_frozen, "wrote to a slot|due round|frozen|kept", PAGES),
     Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
-    Fault("a retracted request keeps its state", keep_the_state_of_a_lost_row, "other (content|tokens)", REMAP),
-    Fault("a resumed row forgets what it lost", resume_as_if_nothing_was_evicted, "due round|other tokens", REMAP),
+    Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP),
+    Fault("a resumed row forgets losses", resume_as_if_nothing_was_evicted, "due round|other tokens|twice", REMAP),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
     Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),

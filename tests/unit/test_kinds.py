@@ -56,7 +56,7 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
 def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
     """Prevents old tokens from being taken for the newest ones, and early rounds that wait for what is known."""
     kind = Kind(keep=64, recent=48, strategy=strategy, cut=cut, width=128)
-    assert kind.mixed_length(plan_of(16, 112, 16), before) == after
+    assert kind.unordered_len(plan_of(16, 112, 16), before) == after
 
 
 @pytest.mark.parametrize(("page_size", "lengths"), [(1, (96, 97, 80)), (16, (96, 80, 112)), (16, (91, 75, 107))])

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.request_settings import Asked, read_request
+from sglang_triattn.request_settings import CompressionOptions, read_request
 
 CONFIG = Config("s", budget=256, interval=64, recent=32)
 
@@ -17,7 +17,7 @@ def ask(**fields):
 
 def test_defaults_are_the_servers():
     """Prevents requests that ask for nothing from being treated in another way than the flags say."""
-    assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == Asked(CONFIG)
+    assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == CompressionOptions(CONFIG)
     assert ask() == CONFIG
 
 
@@ -27,7 +27,7 @@ def test_each_field_is_taken():
     assert asked == dataclasses.replace(CONFIG, budget=100, interval=20, recent=9, prompt="compact")
     assert ask(enabled=False) is None
     named = read_request(CONFIG, {"triattention": {"conversation": "c", "release": True}})
-    assert named == Asked(CONFIG, conversation="c", release=True)
+    assert named == CompressionOptions(CONFIG, conversation="c", release=True)
 
 
 def test_smaller_budgets_stay_consistent():

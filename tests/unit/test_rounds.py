@@ -2,22 +2,11 @@
 
 import dataclasses
 import functools
-from types import SimpleNamespace
 
 import pytest
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.requests import (
-    adopt,
-    begin_state,
-    drop_state,
-    long_enough,
-    recent_of,
-    state_of,
-    wait_until_due,
-)
-from sglang_triattn.request_settings import Asked
-from sglang_triattn.rounds import RequestState, frozen_length, plan_eviction, plan_round, row_bound
+from sglang_triattn.rounds import frozen_length, plan_eviction, plan_round, row_bound
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
 
@@ -89,60 +78,3 @@ def test_rounds_under_pressure_keep_less():
     assert early(length=64 + 41).kept_private == 40
     assert early(length=64 + 40) is None
     assert CONFIG.under_pressure().kept_private(64) == 100
-
-
-@pytest.mark.parametrize("holes", [[], [9], [9, 7], [5, 7, 9, 8], [9, 8, 5, 7], [9, 8, 7, 0]])
-def test_exact_length_is_the_first_hole_of_all_rounds(holes):
-    """Prevents K/V behind a hole from entering the tree, and a request of ten thousand rounds that keeps them all."""
-    state, unread = RequestState(), []
-    for number, hole in enumerate(holes):
-        unread.append(number)
-        state.add_hole(lambda number=number, hole=hole: unread.remove(number) or hole)
-        assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
-    assert state.exact_length() == min(holes, default=0)
-
-
-@pytest.mark.parametrize(("mixed", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
-def test_a_resumed_row_says_how_many_of_its_newest_tokens_are_known(mixed, recent):
-    """Prevents old tokens from being kept as the newest ones in a row whose order an earlier turn's round mixed up."""
-    request = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=SimpleNamespace(kv_allocated_len=200))
-    adopt(request, Asked(CONFIG))
-    begin_state(request, RequestState(rounds=3, mixed_length=mixed))
-    assert recent_of(request) == recent
-
-
-def row(length: int, protected: int = 8) -> SimpleNamespace:
-    """A request of 10 prompt tokens that holds so many entries."""
-    kv = SimpleNamespace(kv_allocated_len=length, cache_protected_len=protected)
-    request = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=kv, origin_input_ids=range(10))
-    adopt(request, Asked(CONFIG))
-    begin_state(request, RequestState())
-    return request
-
-
-def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
-    """Prevents a round that comes a token late, and a plan for every request in every step."""
-    request = row(20)
-    due = 10 + CONFIG.trigger(10)
-    assert long_enough([request]) == [0]
-    wait_until_due(request, page_size=1)
-    for length in (21, due - 1):
-        request.kv.kv_allocated_len = length
-        assert long_enough([request, row(5), request]) == [1]
-    request.kv.kv_allocated_len = due
-    assert long_enough([request]) == [0]
-
-
-def test_what_was_known_of_a_row_ends_with_it():
-    """Prevents a late round after the tree took more of a row, after a retraction, or in a turn with less budget."""
-    request = row(20)
-    wait_until_due(request, page_size=1)
-    request.kv.cache_protected_len = 16
-    assert long_enough([request]) == [0]
-    wait_until_due(request, page_size=1)
-    assert long_enough([request]) == []
-    begin_state(request, dataclasses.replace(state_of(request)))
-    assert long_enough([request]) == [0]
-    wait_until_due(request, page_size=1)
-    drop_state(request)
-    assert long_enough([request]) == [0]

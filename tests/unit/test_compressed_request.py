@@ -1,0 +1,352 @@
+"""A compressed request's life: what each transition changes, what may follow it, and what the tree may have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from sglang_triattn.config import Config
+from sglang_triattn.lifecycle import RESUMED, CompressedRequest, LifecycleError, RowRecord, Stage
+from sglang_triattn.patches.requests import (
+    attach_options,
+    long_enough,
+    owner_of,
+    recent_of,
+    wait_until_due,
+)
+from sglang_triattn.request_settings import CompressionOptions
+from sglang_triattn.rounds import Plan, Report, plan_round
+
+CONFIG = Config("s", budget=100, interval=30, recent=10)
+COMPACT = dataclasses.replace(CONFIG, prompt="compact")
+REPORT = Report(0, 0, 0, 0, 0, 0)
+PROMPT = 20
+
+
+def request(config: Config | None = CONFIG, *, withheld: bool = False, conversation: str | None = None):
+    return CompressedRequest(CompressionOptions(config, conversation), withheld=withheld)
+
+
+def admitted(**options) -> CompressedRequest:
+    owner = request(**options)
+    owner.admit(PROMPT, None)
+    return owner
+
+
+def round_of(evicted: int = 30) -> Plan:
+    return Plan(frozen=PROMPT, old_length=150, new_length=150 - evicted, next_position=150, freed_slots=evicted)
+
+
+TRANSITIONS = {
+    "compact_prompt": lambda owner: owner.compact_prompt(),
+    "acquire": lambda owner: owner.acquire(RowRecord(PROMPT, evicted_tokens=30)),
+    "rollback": lambda owner: owner.rollback(),
+    "admit": lambda owner: owner.admit(PROMPT, RESUMED if owner.stage is Stage.ACQUIRED else None),
+    "round": lambda owner: owner.round(round_of(), lambda: PROMPT, 0),
+    "park": lambda owner: owner.park(REPORT),
+    "publish": lambda owner: owner.publish(REPORT),
+    "retract": lambda owner: owner.retract(REPORT),
+}
+WAYS = {
+    Stage.ARRIVED: [],
+    Stage.ACQUIRED: ["acquire"],
+    Stage.ADMITTED: ["admit"],
+    Stage.PARKED: ["admit", "park"],
+    Stage.PUBLISHED: ["admit", "publish"],
+}
+LEGAL = {
+    Stage.ARRIVED: {"compact_prompt": Stage.ARRIVED, "acquire": Stage.ACQUIRED, "admit": Stage.ADMITTED},
+    Stage.ACQUIRED: {"rollback": Stage.ARRIVED, "admit": Stage.ADMITTED},
+    Stage.ADMITTED: {
+        "round": Stage.ADMITTED,
+        "park": Stage.PARKED,
+        "publish": Stage.PUBLISHED,
+        "retract": Stage.ARRIVED,
+    },
+    Stage.PARKED: {},
+    Stage.PUBLISHED: {},
+}
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+@pytest.mark.parametrize("stage", Stage)
+def test_every_transition_from_every_stage(stage, name):
+    """Prevents a row that is released twice, parked by one that lost it, or compacted while nobody owns it."""
+    owner = request()
+    for step in WAYS[stage]:
+        TRANSITIONS[step](owner)
+    assert owner.stage is stage
+    before = dict(vars(owner))
+    if name in LEGAL[stage]:
+        TRANSITIONS[name](owner)
+        assert owner.stage is LEGAL[stage][name]
+        assert (owner.record is None) == (owner.stage not in (Stage.ACQUIRED, Stage.ADMITTED))
+        return
+    with pytest.raises(LifecycleError, match=r"^a request that .* was taken for one that is "):
+        TRANSITIONS[name](owner)
+    assert vars(owner) == before
+
+
+@pytest.mark.parametrize("config", [CONFIG, COMPACT], ids=["frozen", "compact"])
+@pytest.mark.parametrize("withheld", [False, True])
+def test_a_row_without_evictions_enters_the_tree_as_a_whole(config, withheld):
+    """Prevents an exact row that nobody can share, and a prompt to be compacted that the tree freezes meanwhile."""
+    owner = request(config, withheld=withheld)
+    early = not withheld and config is CONFIG
+    assert owner.tree_may_take_all == early
+    owner.admit(PROMPT, None)
+    assert owner.tree_may_take_all == early
+    assert owner.publish(REPORT) is None
+    assert owner.tree_may_take_all == (not withheld)
+
+
+def test_a_row_with_evictions_enters_up_to_the_first():
+    """Prevents K/V that attended to a row with holes from being served to others."""
+    owner = admitted()
+    owner.round(round_of(), lambda: 44, 0)
+    owner.round(round_of(), lambda: 31, 0)
+    assert not owner.tree_may_take_all
+    assert owner.publish(REPORT) == 31
+    assert not owner.tree_may_take_all
+
+
+def test_a_retracted_request_starts_exact():
+    """Prevents a row that is taken for a compacted one, or one that is barred from the tree for good."""
+    owner = admitted()
+    owner.round(round_of(), lambda: 44, 7)
+    owner.retract(REPORT)
+    assert (owner.evicted_tokens, owner.rounds, owner.tree_may_take_all) == (0, 0, True)
+    owner.admit(PROMPT, None)
+    assert owner.record == RowRecord(PROMPT)
+
+
+def test_a_resumed_row_goes_on_where_it_was():
+    """Prevents a turn that forgets what the row lost, and a failed admission that changes the waiting row."""
+    first = admitted(conversation="c")
+    first.round(round_of(), lambda: 44, 7)
+    record = first.park(REPORT)
+    assert first.kept
+    turn = request(conversation="c")
+    turn.acquire(record)
+    turn.rollback()
+    assert turn.evicted_tokens == 0
+    turn.acquire(record)
+    turn.admit(500, RESUMED)
+    assert turn.record == record
+    assert turn.record is not record
+    assert turn.record.prompt_len == PROMPT
+    assert (turn.rounds, turn.freed_slots) == (0, 0)
+    turn.round(round_of(), lambda: 60, 9)
+    assert turn.evicted_tokens == 60
+    assert record.evicted_tokens == 30
+    assert turn.publish(REPORT) == 44
+
+
+def test_a_start_is_told_once_and_must_be_true():
+    """Prevents a client that is told that its conversation went on when it did not."""
+    owner = request(conversation="c")
+    with pytest.raises(LifecycleError, match="cannot start as resumed"):
+        owner.admit(PROMPT, RESUMED)
+    owner.acquire(RowRecord(PROMPT, 30))
+    with pytest.raises(LifecycleError, match="cannot start as lost"):
+        owner.admit(PROMPT, "lost")
+    owner.admit(PROMPT, RESUMED)
+    owner.retract(REPORT)
+    owner.admit(PROMPT, RESUMED)
+    assert owner.start == RESUMED
+    assert owner.record == RowRecord(PROMPT)
+
+
+def test_what_is_not_compressed_has_no_round():
+    """Prevents eviction from a request that declined it."""
+    with pytest.raises(LifecycleError, match="not compressed"):
+        admitted(config=None).round(round_of(), lambda: 0, 0)
+
+
+@pytest.mark.parametrize("first", [[], [9], [9, 7], [5, 7, 9, 8], [9, 8, 5, 7], [9, 8, 7, 0]])
+def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
+    """Prevents K/V behind an eviction in the tree, and a request of ten thousand rounds that keeps all positions."""
+    record, unread = RowRecord(PROMPT), []
+    for number, position in enumerate(first):
+        unread.append(number)
+        record.add_round(1, lambda number=number, position=position: unread.remove(number) or position, 0)
+        assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
+    assert record.exact_prefix_len() == min(first, default=None)
+
+
+class Account:
+    """A request beside a list of what its row holds, driven at random: prefixes, evictions, and who owns the row."""
+
+    def __init__(self, pick: Callable[[int], int]) -> None:
+        """pick(n) is a number below n."""
+        self._pick = pick
+        self.parked: list[tuple[RowRecord, list[int]]] = []
+        self.seen: set[tuple[Stage, str]] = set()
+        self._arrive()
+
+    def _arrive(self) -> None:
+        self.owner = request([CONFIG, COMPACT][self._pick(2)], withheld=not self._pick(5))
+        self.row: list[int] | None = None
+        self.acquired: tuple[RowRecord, list[int]] | None = None
+
+    def step(self) -> None:
+        owner, stage = self.owner, self.owner.stage
+        if stage in (Stage.PARKED, Stage.PUBLISHED):
+            self._arrive()
+            return
+        ways = [name for name in LEGAL[stage] if name != "acquire" or self.parked]
+        name = ways[self._pick(len(ways))]
+        self.seen.add((stage, name))
+        getattr(self, f"_{name}")(owner)
+        assert owner.evicted_tokens == (0 if self.row is None else self.computed - len(self.row))
+        exact = self.row is not None and self.row == list(range(len(self.row)))
+        assert not (owner.tree_may_take_all and self.row is not None and not exact), "the tree may take a compacted row"
+
+    def _compact_prompt(self, owner) -> None:
+        owner.compact_prompt()
+
+    def _acquire(self, owner) -> None:
+        if owner.start is not None:
+            return
+        self.acquired = self.parked.pop(self._pick(len(self.parked)))
+        owner.acquire(self.acquired[0])
+        self.row, self.computed = list(self.acquired[1]), self.acquired[2]
+
+    def _rollback(self, owner) -> None:
+        owner.rollback()
+        self.parked.append(self.acquired)
+        self.row = None
+
+    def _admit(self, owner) -> None:
+        resumes = owner.stage is Stage.ACQUIRED
+        owner.admit(PROMPT, owner.start or (RESUMED if resumes else None))
+        if not resumes:
+            self.row, self.computed = list(range(PROMPT)), PROMPT
+
+    def _round(self, owner) -> None:
+        grown = 40 + self._pick(120)
+        self.row += range(self.computed, self.computed + grown)
+        self.computed += grown
+        plan = plan_round(
+            owner.settings,
+            frozen=PROMPT,
+            length=len(self.row),
+            evicted_before=self.computed - len(self.row),
+            page_size=1,
+        )
+        if plan is None:
+            return
+        private, step = self.row[PROMPT:], 1 + self._pick(len(self.row) - 1)
+        # Tokens that lie this far apart, round and round, until as many as are evicted.
+        evicted: set[int] = set()
+        place = self._pick(len(private))
+        while len(evicted) < plan.evicted_tokens:
+            while place in evicted:
+                place = (place + 1) % len(private)
+            evicted.add(place)
+            place = (place + step) % len(private)
+        kept = [token for index, token in enumerate(private) if index not in evicted]
+        old, self.row = self.row, self.row[:PROMPT] + kept
+        first = next(i for i, (was, now) in enumerate(zip(old, [*self.row, None], strict=False)) if was != now)
+        owner.round(plan, lambda: first, 0)
+
+    def _park(self, owner) -> None:
+        self.parked.append((owner.park(REPORT), self.row, self.computed))
+        self.row = None
+
+    def _publish(self, owner) -> None:
+        exact = owner.publish(REPORT)
+        whole = self.row == list(range(len(self.row)))
+        assert (exact is None) == (self.computed == len(self.row))
+        assert exact is None or self.row[:exact] == list(range(exact)), "the tree gets an entry behind an eviction"
+        assert exact is None or exact == len(self.row) or self.row[exact] != exact, "the tree gets less than it may"
+        assert owner.tree_may_take_all == (whole and exact is None and not owner.withheld)
+        self.row = None
+
+    def _retract(self, owner) -> None:
+        owner.retract(REPORT)
+        self.row = None
+
+
+def test_a_hundred_thousand_transitions():
+    """Prevents an order of transitions after which the tree may take a row with holes, or counts are wrong."""
+    account = Account(Random(1).randrange)
+    for _ in range(100_000):
+        account.step()
+    assert account.seen == {(stage, name) for stage, ways in LEGAL.items() for name in ways}
+
+
+class Lives(RuleBasedStateMachine):
+    """The same, looked for by hypothesis, which finds a short history where one fails."""
+
+    @initialize(data=st.data())
+    def begin(self, data):
+        self.account = Account(lambda n: data.draw(st.integers(0, n - 1)))
+
+    @rule(data=st.data())
+    def step(self, data):
+        self.account._pick = lambda n: data.draw(st.integers(0, n - 1))
+        self.account.step()
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def served(length: int, protected: int = 8) -> SimpleNamespace:
+    """SGLang's request of 10 prompt tokens that holds so many entries."""
+    kv = SimpleNamespace(kv_allocated_len=length, cache_protected_len=protected)
+    found = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=kv, origin_input_ids=range(10))
+    attach_options(found, CompressionOptions(CONFIG)).admit(10, None)
+    return found
+
+
+@pytest.mark.parametrize(("unordered", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
+def test_a_row_says_how_many_of_its_newest_tokens_are_known(unordered, recent):
+    """Prevents old tokens from being kept as the newest ones in a row whose order an earlier round has lost."""
+    found = served(200)
+    owner_of(found).record.unordered_len = unordered
+    assert recent_of(found) == recent
+
+
+def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
+    """Prevents a round that comes a token late, and a plan for every request in every step."""
+    found = served(20)
+    due = 10 + CONFIG.trigger(10)
+    assert long_enough([found]) == [0]
+    wait_until_due(found, page_size=1)
+    for length in (21, due - 1):
+        found.kv.kv_allocated_len = length
+        assert long_enough([found, served(5), found]) == [1]
+    found.kv.kv_allocated_len = due
+    assert long_enough([found]) == [0]
+
+
+def test_what_was_known_of_a_row_ends_with_it():
+    """Prevents a late round after the tree took more of a row, after a retraction, or in a turn with less budget."""
+    found = served(20)
+    owner = owner_of(found)
+    wait_until_due(found, page_size=1)
+    found.kv.cache_protected_len = 16
+    assert long_enough([found]) == [0]
+    wait_until_due(found, page_size=1)
+    assert long_enough([found]) == []
+    owner.retract(REPORT)
+    assert long_enough([found]) == [0]
+    owner.acquire(RowRecord(10, evicted_tokens=5))
+    owner.admit(10, RESUMED)
+    assert long_enough([found]) == [0]
+
+
+def test_a_beam_search_is_not_compressed():
+    """Prevents rounds on rows that several beams share."""
+    found = SimpleNamespace(beam_group=object(), skip_radix_cache_insert=True)
+    assert attach_options(found, CompressionOptions(COMPACT)).settings is None
+    assert found.skip_radix_cache_insert
