@@ -2,8 +2,8 @@
 
 SGLang parts: `checkpoint_kv_cache` and `release_kv_cache` (sglang/srt/mem_cache/common.py).
 
-The tree may have K/V that is what its tokens alone determine: all of a row without evictions; of another its start, up
-to the first hole, because what was computed after the first eviction lies behind the hole.
+Only exact K/V may enter the tree: the whole row if nothing was evicted, else the entries before the first evicted
+position (`sglang_triattn.lifecycle`).
 """
 
 from __future__ import annotations
