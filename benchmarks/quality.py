@@ -25,22 +25,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import write
 
-from sglang_triattn.calibration_input import loaded
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.stats import QueryStats, check_stats, load_stats
 from sglang_triattn.stats_cache import load_cached
 from sglang_triattn.transformers_cache import shape_of
-from sglang_triattn.transformers_queries import ATTENTION
 
 from quality_cells import Cell, Found
 from quality_choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
 from quality_format import StreamError, read_streams
+from quality_model import load_model, load_tokenizer, private_length
 from quality_run import Runner
 from quality_server import AskError, ServerRunner
-from quality_streams import DEFAULT_STREAMS, FORMS, MIN_TOKENS, length_in_tokens, make_streams
+from quality_streams import DEFAULT_STREAMS, FORMS, MIN_TOKENS, make_streams
 from quality_table import print_rows, rows_of
 from quality_tokens import Tokens, tokenized
 
@@ -67,7 +65,7 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     runner = ServerRunner(
         options.server.rstrip("/"), options.interval, options.parallel, lambda line: _say(f"  {line}")
     )
-    streams = _streams(options, _tokenizer(options))
+    streams = _streams(options, load_tokenizer(options.model))
     setting = {
         "model": Path(options.model).name,
         "measured": "by a server",
@@ -80,8 +78,8 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 
 def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    model = _model(options)
-    streams = _streams(options, _tokenizer(options))
+    model = load_model(options.model, options.device, options.dtype)
+    streams = _streams(options, load_tokenizer(options.model))
     stats = _stats(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: _say(f"  {line}")
@@ -120,30 +118,12 @@ def cells_of(names: Sequence[str], shares: Sequence[float]) -> list[Cell]:
     return [Cell(share, choice) for share in shares for choice in choices.values()]
 
 
-def _model(options: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = options.dtype or ("float32" if device == "cpu" else "auto")
-    model = loaded(AutoModelForCausalLM, options.model, dtype=dtype, attn_implementation=ATTENTION)
-    return model.eval().to(device)
-
-
-def _tokenizer(options: argparse.Namespace) -> Any:
-    from transformers import AutoTokenizer
-
-    return loaded(AutoTokenizer, options.model)
-
-
 def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
     """Those of the file, or those that the benchmark makes."""
     if options.streams:
         made = read_streams(options.streams)
     else:
-        length = length_in_tokens(
-            options.tokens or (MIN_TOKENS if options.quick else 2 * MIN_TOKENS),
-            lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
-        )
+        length = private_length(tokenizer, options.tokens or (MIN_TOKENS if options.quick else 2 * MIN_TOKENS))
         kinds = QUICK_STREAMS if options.quick else DEFAULT_STREAMS
         made = make_streams(options.form, options.seed, kinds, length)
     return [tokenized(stream, tokenizer) for stream in made]

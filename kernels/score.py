@@ -1,9 +1,8 @@
 """Scores of cached keys: how strongly future queries are expected to attend to each of them.
 
 The score of a key is a property of the key and of where the next token stands, no attention is computed
-(arXiv 2604.04921, section 4; spec 2.1). RoPE turns component f of a key at position p by `exp(i w_f p)`, so
-the mean query of a head, turned to a future position T + delta, meets the *cached* key without p being known
-(spec 2.2):
+(arXiv 2604.04921, section 4; docs/method.md). RoPE turns component f of a key at position p by `exp(i w_f p)`, so
+the mean query of a head, turned to a future position T + delta, meets the *cached* key without p being known:
 
     base(delta) = s * Re sum_f mu_f exp(i w_f (T + delta)) conj(K_f)
     extra       = s *    sum_f (a_f - |mu_f|) |K_f|
@@ -74,14 +73,14 @@ def build_tables(
     num_kv_heads: int,
     device: torch.device | str,
 ) -> ScoreTables:
-    """Prepares the constants of one model (spec 2.2).
+    """Prepares the constants of one model.
 
     Args:
         mean: [L, H_q, F] complex64, mean pre-RoPE query.
         abs_mean: [L, H_q, F] float32, mean of its absolute value.
         inv_freq: [F], radians per token.
         attention_scaling: RoPE's factor on cos and sin, 1.0 but for YaRN-like types; folded in so that scores
-            equal those of spec 2.1.
+            equal those of keys before RoPE.
         style: "half" or "interleaved", see `ScoreTables`.
 
     Raises ValueError if shapes disagree, `style` is unknown or H_q is no multiple of `num_kv_heads`.

@@ -1,4 +1,4 @@
-"""Selection: which private tokens of a request survive a round (arXiv 2604.04921, section 4; spec 2.3).
+"""Selection: which private tokens of a request survive a round (arXiv 2604.04921, section 4; docs/method.md).
 
     0                          length - recent      length            N
     |-------- candidates ------------|--- newest -----|--- padding ----|

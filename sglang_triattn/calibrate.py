@@ -37,7 +37,7 @@ def calibrate(
     progress: bool = True,
     partial: Path | None = None,
 ) -> QueryStats:
-    """Measures the query statistics of a model on texts (arXiv 2604.04921, section 4; spec 1.1).
+    """Measures the query statistics of a model on texts (arXiv 2604.04921, section 4).
 
     Every token has equal weight.
 

@@ -1,7 +1,7 @@
 """Query statistics: what calibration measures, one file per model, checked against the model that is served.
 
 A file is a `.safetensors` with everything needed to notice that it belongs to another model. The `.pt` files
-published with the paper (spec 1.2) are read too; they store neither frequencies nor KV heads, so less of them
+published with the paper (docs/method.md) are read too; they store neither frequencies nor KV heads, so less of them
 can be checked.
 """
 
@@ -97,7 +97,7 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
 
 
 def load_stats(path: str | os.PathLike) -> QueryStats:
-    """Reads a statistics file: this package's .safetensors or a published .pt (spec 1.2).
+    """Reads a statistics file: this package's .safetensors or a published .pt (docs/method.md).
 
     A .pt is unpickled with `weights_only=True` and leaves num_kv_heads, rope, fingerprint and token_count
     None.
@@ -130,7 +130,7 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     _same(stats, "query heads", q_heads, shape.num_q_heads)
     _same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
     _same(stats, "head_dim", stats.head_dim, shape.head_dim)
-    # A file without its own RoPE is a published one: all dims turn, in half style (spec 1.5).
+    # A file without its own RoPE is a published one: all dims turn, in half style.
     rope, served = stats.rope, shape.rope
     _same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
     _same(stats, "RoPE style", rope.style if rope else "half", served.style)

@@ -69,7 +69,7 @@ class KernelCase:
         return values.square().sum(-1).transpose(1, 2)
 
     def expected(self, request: int, aggregation: str) -> torch.Tensor:
-        """[L, H_q, n] float64: spec 2.2 term by term, from the keys as the pool holds them."""
+        """[L, H_q, n] float64: the score term by term, from the keys as the pool holds them."""
         n = int(self.lengths[request])
         slots = self.slots[request, :n].cpu()
         keys = torch.stack([pool.cpu().float()[slots] for pool in self.pools]).double()  # [L, n, H_kv, d]

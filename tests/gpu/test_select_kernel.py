@@ -1,4 +1,4 @@
-"""The selection kernels against a plain numpy rendering of spec 2.3, and kept sets against the published ones."""
+"""The selection kernels against a plain numpy rendering of docs/method.md, and kept sets against the published ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Selection against the published kept sets and a plain numpy rendering of spec 2.3."""
+"""Selection against the published kept sets and a plain numpy rendering of docs/method.md."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ from sample_stats import FREQUENCIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, rope, s
 
 
 def published(path: Path, *, style="half", drop=(), entry=None, head_dim=HEAD_DIM) -> Path:
-    """A file in the schema of spec 1.2."""
+    """A file in the schema of the published ones (docs/method.md)."""
     entries = {}
     for layer in range(LAYERS):
         for head in range(HEADS):

@@ -1,0 +1,268 @@
+"""Which criterion foretells attention, in which layers, and does the concentration of the queries tell beforehand?
+
+Texts (`quality_streams.py`, task `text`) go through a model once, with everything in sight. At several places the older
+private tokens are ranked by what a round could go by, and a quarter of them is chosen for each layer and KV head. What
+the queries of the next tokens then really attended to is known: a criterion's `attention` is the part of what they pay
+to the older tokens that falls on those chosen. `output` is the same of attention times the size of the value, which is
+what a token adds to the layer's output: much attention goes to tokens that add next to nothing.
+
+    python benchmarks/foretell.py --model FOLDER --stats FILE --json foretell.json
+    python benchmarks/foretell.py --model FOLDER --stats prose=A.safetensors code=B.safetensors
+
+Criteria are `score`, by each statistics file; `value-size`; `newest`; `random`, which gets a quarter; and `best`, the
+tokens with most attention. The tables: all criteria, over all layers and heads; the score by the concentration of the
+heads; the score and the value size in each layer. `rank_correlation` is Spearman's, between the concentration of a head
+and its score's attention as a part of the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import print_table, write
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.score import build_tables, score_naive
+from sglang_triattn.kernels.select import select_naive
+from sglang_triattn.kernels.value_size import value_size_naive
+from sglang_triattn.stats import QueryStats, check_stats, concentration, load_stats
+from sglang_triattn.transformers_cache import shape_of
+from sglang_triattn.transformers_feed import compute_dense
+
+from quality_format import StreamError, read_streams
+from quality_model import load_model, load_tokenizer, private_length
+from quality_queries import QueryLog, recording
+from quality_streams import FORMS, MIN_TOKENS, make_streams
+from quality_tokens import Tokens, tokenized
+
+KEPT = 0.25
+RECENT = 128
+"""Newest tokens that are not ranked: a round keeps them anyway."""
+AHEAD = 256
+"""Queries whose attention is foretold."""
+TEXTS = 4
+BOUNDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.01)
+"""Of concentration."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = _options(argv)
+    try:
+        _run(options)
+    except (StreamError, TriAttentionError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _run(options: argparse.Namespace) -> None:
+    model = load_model(options.model, options.device, options.dtype)
+    shape = shape_of(model)
+    stats = {name: check_stats(load_stats(file), shape) for name, file in options.stats}
+    streams = _streams(options, load_tokenizer(options.model))
+    captures = Captures.of(model, streams, stats)
+    name, first = next(iter(stats.items()))
+    tables = [
+        captures.criteria(stats),
+        captures.by_concentration(score_name(name), first),
+        captures.layers(score_name(name), first),
+    ]
+    for table in tables:
+        print_table(list(table[0]), [list(row.values()) for row in table])
+    setting = {"model": Path(options.model).name, "texts": [stream.id for stream in streams], "kept": KEPT}
+    write({"setting": setting, "rows": [row for table in tables for row in table]}, options.json, options.quick)
+
+
+@dataclass
+class Captures:
+    """Attention to older tokens, and that times the size of their values, summed over places and texts.
+
+    Attributes:
+        on: criterion -> [2, L, H_kv] float64, what falls on the tokens that it chose.
+        total: [2, L, H_kv] float64, what falls on all older ones.
+    """
+
+    on: dict[str, torch.Tensor] = field(default_factory=dict)
+    total: torch.Tensor | float = 0.0
+
+    @classmethod
+    def of(cls, model: Any, streams: Sequence[Tokens], stats: Mapping[str, QueryStats]) -> Captures:
+        """Runs `streams`; `stats` are those of the model by name."""
+        sums = cls()
+        for stream in streams:
+            print(f"  {stream.id}", file=sys.stderr, flush=True)
+            for on, total in captured(model, stream, stats):
+                sums.total = sums.total + total
+                for name, value in on.items():
+                    sums.on[name] = sums.on.get(name, 0) + value
+        return sums
+
+    def shares(self, name: str, *where: Any) -> list[float]:
+        """The parts of attention and of output that fall on what a criterion chose, in some layers and heads."""
+        return [(self.on[name][(kind, *where)].sum() / self.total[(kind, *where)].sum()).item() for kind in (0, 1)]
+
+    def criteria(self, stats: Mapping[str, QueryStats]) -> list[dict]:
+        rows = []
+        for name in self.on:
+            own = next((one for label, one in stats.items() if score_name(label) == name), None)
+            spread = None if own is None else self._spread(own)
+            rows.append(
+                {
+                    "criterion": name,
+                    **dict(zip(("attention", "output"), self.shares(name), strict=True)),
+                    "concentration": None if own is None else spread.mean().item(),
+                    "rank_correlation": None if own is None else _spearman(spread, self._of_best(name)),
+                }
+            )
+        return rows
+
+    def by_concentration(self, name: str, stats: QueryStats) -> list[dict]:
+        """The score of heads whose concentration lies between two bounds, beside the best and the newest."""
+        spread, rows = self._spread(stats), []
+        for low, high in itertools.pairwise(BOUNDS):
+            where = (low <= spread) & (spread < high)
+            if where.any():
+                shares = {kind: self.shares(kind, where)[0] for kind in (name, "newest", "best")}
+                rows.append({"from": low, "to": high, "heads": int(where.sum()), **shares})
+        return rows
+
+    def layers(self, name: str, stats: QueryStats) -> list[dict]:
+        spread, part = self._spread(stats).mean(1), self.total[0].sum(1) / self.total[0].sum()
+        return [
+            {
+                "layer": layer,
+                "concentration": spread[layer].item(),
+                "part_of_attention": part[layer].item(),
+                **{kind: self.shares(kind, layer)[0] for kind in (name, "value-size", "newest", "best")},
+                **{f"{kind} output": self.shares(kind, layer)[1] for kind in (name, "value-size")},
+            }
+            for layer in range(len(spread))
+        ]
+
+    def _spread(self, stats: QueryStats) -> torch.Tensor:
+        """[L, H_kv]: mean concentration of each group of query heads."""
+        return concentration(stats).unflatten(1, (self.total.shape[-1], -1)).mean(-1)
+
+    def _of_best(self, name: str) -> torch.Tensor:
+        """[L, H_kv]: attention that a criterion captures, as a part of what the best choice does."""
+        return self.on[name][0] / self.on["best"][0]
+
+
+def captured(
+    model: Any, stream: Tokens, stats: Mapping[str, QueryStats]
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """At each place of the text: criterion -> [2, L, H_kv] of what it chose, and [2, L, H_kv] of all older tokens.
+
+    First attention, then attention times the size of the value, summed over the next AHEAD queries and the query heads
+    of a group.
+    """
+    shape, prompt = shape_of(model), len(stream.prompt)
+    ids = torch.tensor(stream.prompt + stream.private)
+    log = QueryLog(shape.num_layers, shape.rope)
+    with recording({0: log}):
+        dense = compute_dense(model, ids)
+    keys, values = ([part[0].transpose(0, 1) for part in parts] for parts in zip(*_parts(dense), strict=True))
+    for place in range(prompt + 4 * AHEAD, len(ids) - AHEAD + 1, AHEAD):
+        older = torch.arange(prompt, place - RECENT, device=model.device)
+        attention = torch.stack([attended(log, keys[i], i, place, older) for i in range(shape.num_layers)])
+        sizes = torch.stack([layer[older].norm(dim=-1).T.double() for layer in values])
+        added = torch.stack([attention, attention * sizes])  # [2, L, H_kv, older]
+        chosen = _chosen(keys, values, older, place, stats)
+        chosen["best"] = attention.topk(_count(older), dim=-1).indices
+        found = {name: added.gather(-1, kept.expand(2, *kept.shape)).sum(-1) for name, kept in chosen.items()}
+        total = added.sum(-1)
+        found["random"] = total * _count(older) / len(older)
+        yield {name: value.cpu() for name, value in found.items()}, total.cpu()
+
+
+def attended(log: QueryLog, keys: torch.Tensor, layer: int, place: int, older: torch.Tensor) -> torch.Tensor:
+    """[H_kv, older] float64: attention of the queries from `place` on. keys: [n, H_kv, head_dim], post-RoPE."""
+    until = place + AHEAD
+    queries = log.after_rope(layer, place, until).unflatten(0, (keys.shape[1], -1))  # [H_kv, G, AHEAD, d]
+    logits = torch.einsum("hgqd,nhd->hgqn", queries, keys[:until]) * keys.shape[-1] ** -0.5
+    places = torch.arange(until, device=keys.device)
+    later = places > places[place:, None]
+    return logits.masked_fill_(later, float("-inf")).softmax(-1)[..., older].sum((1, 2), dtype=torch.float64)
+
+
+def _chosen(
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    older: torch.Tensor,
+    place: int,
+    stats: Mapping[str, QueryStats],
+) -> dict[str, torch.Tensor]:
+    """Criterion -> [L, H_kv, kept] indices into `older`."""
+    kv_heads, count = keys[0].shape[1], _count(older)
+    lengths, slots = older.new_tensor([len(older)]), older[None]
+    found = {}
+    for name, one in stats.items():
+        tables = build_tables(
+            one.mean,
+            one.abs_mean,
+            one.rope.inv_freq,
+            one.rope.attention_scaling,
+            one.rope.style,
+            kv_heads,
+            older.device,
+        )
+        scores = score_naive(keys, slots, older.new_tensor([place]), tables)
+        kept = select_naive(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
+        found[score_name(name)] = kept[0]
+    found["value-size"] = value_size_naive(values, slots)[0].topk(count, dim=-1).indices
+    newest = torch.arange(len(older) - count, len(older), device=older.device)
+    found["newest"] = newest.expand(len(keys), kv_heads, -1)
+    return found
+
+
+def _spearman(one: torch.Tensor, other: torch.Tensor) -> float:
+    ranks = torch.stack([x.flatten().argsort().argsort().double() for x in (one, other)])
+    return torch.corrcoef(ranks)[0, 1].item()
+
+
+def score_name(name: str) -> str:
+    return f"score {name}".strip()
+
+
+def _count(older: torch.Tensor) -> int:
+    return round(KEPT * len(older))
+
+
+def _parts(dense: Any):
+    return [(layer.keys, layer.values) for layer in dense.layers]
+
+
+def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
+    if options.streams:
+        made = read_streams(options.streams)
+    else:
+        length = private_length(tokenizer, 2 * MIN_TOKENS)
+        made = make_streams(options.form, 1, {"text": 1 if options.quick else TEXTS}, length)
+    return [tokenized(stream, tokenizer) for stream in made]
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, file = text.partition("=")
+    return (name, file) if equals else ("", text)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder or hub name")
+    parser.add_argument("--stats", required=True, nargs="+", type=_named, metavar="[NAME=]FILE", help="its statistics")
+    parser.add_argument("--streams", metavar="FILE", help="of quality_streams.py; by default texts are made")
+    parser.add_argument("--form", choices=FORMS, default=FORMS[1], help="of the texts that it makes")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="one text")
+    parser.add_argument("--device", help="by default cuda if there is one, else cpu")
+    parser.add_argument("--dtype", help="by default float32 on the CPU, else the checkpoint's")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
