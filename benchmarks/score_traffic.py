@@ -27,7 +27,7 @@ from sglang_triattn.kernels.compact import moves_of
 from sglang_triattn.kernels.importance_triton import SCALE_ROWS, TOKENS
 from sglang_triattn.kernels.score import CHUNK
 from sglang_triattn.kernels.select import SELECTIONS, kept_sets
-from sglang_triattn.kernels.value_size import value_count
+from sglang_triattn.kernels.value_size import NEWEST, value_count
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
 BUDGET = 2048
@@ -70,6 +70,8 @@ def default_bytes(model: Model, requests: int, tokens: int, key_bytes: int) -> d
     # Scored like a row without its newest tokens; marks are written, read back and set in the importance.
     return round_bytes(model, requests, candidates, key_bytes, config.selection) | {
         "values": sets * candidates * vector,
+        # Read once from memory: all programs of a row take the same ones.
+        "center": sets * min(config.recent, NEWEST) * (vector + 4),
         "value slots": sets * candidates * 4,
         "value sizes": sets * candidates * 4 * 2,
         "marks": large * (8 * 2 + 4),

@@ -208,7 +208,7 @@ class Scorer:
                     self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation
                 )
             if sized:
-                made["sizes"] = value_size_naive(self._v_buffers, slots)
+                made["sizes"] = value_size_naive(self._v_buffers, slots, lengths, recent)
             yield Piece(slice(0, requests), slice(0, layers), **made)
             return
         from sglang_triattn.kernels.score_triton import score_triton

@@ -1,10 +1,13 @@
 """Sizes of cached values: a second criterion beside the score, for each layer and KV head by itself.
 
-A token's value enters the output as (attention weight) x v. Where two tokens get about the same attention, the one with
-the larger value changes the output more; a value of almost no length is lost without a trace. The size is squared,
+An attention head's output is the mean of the values, o = sum_i a_i v_i, weighted by attention. Without token i it
+becomes o - a_i / (1 - a_i) (v_i - o) (CAOTE, arXiv 2504.14051): what is lost is in proportion to how far v_i lies from
+the output, not to its length. Many heads' values share a large common part, which says nothing about a token. So values
+are measured from a center that stands for the output, the plain mean of the newest tokens' values:
 
-    size = sum_d v_d^2,
+    size = sum_d (v_d - c_d)^2,    c = mean of v over the newest min(recent, NEWEST) tokens, 0 where recent is 0
 
+The newest stay anyway, and where they lie is known whatever order rounds have left the others in. The size is squared,
 because only the order counts and the root of a sum keeps it. For the same reason a pool that was divided by a v_scale
 (float8) needs no correction: one factor for all values of a layer changes no order.
 
@@ -16,6 +19,9 @@ from collections.abc import Sequence
 import torch
 
 from sglang_triattn.kernels.score import gather_slots, scratch_bytes
+
+NEWEST = 64
+"""Tokens whose values' mean is the center, at most."""
 
 
 def check_values(
@@ -47,13 +53,17 @@ def value_count(keep: int, recent: int, value_share: float) -> int:
     return round(value_share * (keep - recent))
 
 
-def value_size_naive(v_buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
+def value_size_naive(
+    v_buffers: Sequence[torch.Tensor], slots: torch.Tensor, lengths: torch.Tensor, recent: int
+) -> torch.Tensor:
     """Squared sizes of the values of R requests in all layers and KV heads.
 
     Args:
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values in bf16, fp16, fp32 or float8.
         slots: [R, N] int32 or int64, private slots of each request, right-padded with any valid slot. Sizes of padded
             columns are meaningless.
+        lengths: [R] int64, private tokens of each request, at least `recent`.
+        recent: newest tokens of each request, which stay.
 
     Returns:
         [R, L, H_kv, N] float32.
@@ -62,12 +72,19 @@ def value_size_naive(v_buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> 
     first = v_buffers[0]
     heads, width = first.shape[1:]
     sizes = slots.new_empty((requests, len(v_buffers), heads, columns), dtype=torch.float32)
-    # Gathered as stored, as float32, and squared.
-    step = max(1, scratch_bytes(first) // (max(requests, 1) * heads * width * (8 + first.element_size())))
+    sample = min(recent, NEWEST)
+    newest = slots.gather(1, lengths[:, None] - sample + torch.arange(sample, device=slots.device))  # [R, sample]
+    # Gathered as stored, as float32, centered, and squared.
+    step = max(1, scratch_bytes(first) // (max(requests, 1) * heads * width * (12 + first.element_size())))
+    centers = [
+        gather_slots(pool, newest.reshape(-1)).float().unflatten(0, newest.shape).mean(1, keepdim=True)
+        for pool in (v_buffers if sample else ())
+    ]  # each [R, 1, H_kv, head_dim]
     for start in range(0, columns, step):
         part = slots[:, start : start + step]
         for layer, pool in enumerate(v_buffers):
-            values = gather_slots(pool, part.reshape(-1)).float()
-            size = values.square().sum(-1).unflatten(0, part.shape)  # [R, n, H_kv]
-            sizes[:, layer, :, start : start + step] = size.transpose(1, 2)
+            values = gather_slots(pool, part.reshape(-1)).float().unflatten(0, part.shape)  # [R, n, H_kv, head_dim]
+            if sample:
+                values -= centers[layer]
+            sizes[:, layer, :, start : start + step] = values.square_().sum(-1).transpose(1, 2)
     return sizes

@@ -1,9 +1,10 @@
 """Triton `value_size`: the sizes of all values of a round in one launch; twin: `value_size.value_size_naive`.
 
 One program owns one KV head of one layer and TOKENS of a request's private tokens. It reads each value once, straight
-from the paged pool, and writes one number for it. The newest tokens stay whatever their size, so that their values are
-not read. A value's sum runs over its own dims alone, in an order that depends on nothing but their number and dtype:
-the batch around a request cannot change a bit.
+from the paged pool, and writes one number for it. Of the newest tokens, which stay whatever their size, it reads the
+NEWEST that make the center; other programs of the row read the same, out of the cache. Sums run over the row's own
+values alone, in an order that depends on nothing but their number and dtype: the batch around a request cannot change
+a bit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import triton.language as tl
 
 from sglang_triattn.kernels.key_pools import FLOAT8, KINDS, KeyPools
 from sglang_triattn.kernels.score_parts import decode
+from sglang_triattn.kernels.value_size import NEWEST
 
 ALIGNMENT = 16
 """Bytes that a head's values are a multiple of, as `compact_triton.check_movable` requires."""
@@ -22,6 +24,7 @@ TOKENS = 256
 """Of one program."""
 
 NUMBERS_IN_FLIGHT = 4096
+"""Of two bytes or one; half as many of four."""
 
 
 def value_size_triton(
@@ -56,6 +59,7 @@ def value_size_triton(
         heads,
         columns,
         recent,
+        min(recent, NEWEST),
         *(step // settings["ALIGN"] for step in (width, pool.stride(0), pool.stride(1))),
         slots.stride(0),
         *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
@@ -71,14 +75,14 @@ def value_settings(dtype: torch.dtype, width: int) -> dict:
         "KIND": KINDS[dtype],
         "ALIGN": ALIGNMENT // dtype.itemsize,
         "WIDTH": padded,
-        "BLOCK": min(TOKENS, max(1, NUMBERS_IN_FLIGHT // padded)),
+        "BLOCK": min(TOKENS, max(1, NUMBERS_IN_FLIGHT * 2 // max(dtype.itemsize, 2) // padded)),
         "TOKENS": TOKENS,
         "num_warps": 4,
     }
 
 
 # As in `score_triton`, nothing is specialised on a run-time value.
-@triton.jit(do_not_specialize=list(range(15)))
+@triton.jit(do_not_specialize=list(range(16)))
 def value_size_kernel(
     addresses,  # [L] int64
     slots,  # [R, N]
@@ -87,6 +91,7 @@ def value_size_kernel(
     heads,
     columns,
     recent,
+    sample,
     width,
     stride_slot,
     stride_head,
@@ -103,7 +108,8 @@ def value_size_kernel(
 ):
     """Grid (L * H_kv, ceil(N / TOKENS), R).
 
-    `width`, `stride_slot` and `stride_head` count ALIGN elements. `shift` to `beyond` decode float8.
+    `sample` newest tokens make the center. `width`, `stride_slot` and `stride_head` count ALIGN elements. `shift` to
+    `beyond` decode float8.
     """
     i_lj, i_t, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, i_j = i_lj // heads, i_lj % heads
@@ -120,12 +126,27 @@ def value_size_kernel(
     p_size = sizes + (i_r * tl.num_programs(0) + i_lj) * columns
     o_d = tl.arange(0, WIDTH)
     m_d = o_d < width * ALIGN
-    for start in range(i_t * TOKENS, tl.minimum(i_t * TOKENS + TOKENS, candidates), BLOCK):
+    p_slot = slots + i_r * stride_row
+    b_center = tl.zeros([WIDTH], tl.float32)
+    # Programs behind the candidates have nothing to do.
+    sample = tl.where(i_t * TOKENS < candidates, sample, 0)
+    for start in range(0, sample, BLOCK):
         o_n = start + tl.arange(0, BLOCK)
-        m_n = o_n < candidates
-        b_slot = tl.load(slots + i_r * stride_row + o_n, mask=m_n, other=0).to(tl.int64)
+        m_n = o_n < sample
+        b_slot = tl.load(p_slot + candidates + recent - sample + o_n, mask=m_n, other=0).to(tl.int64)
         p_value = p_pool + b_slot[:, None] * ALIGN * stride_slot + o_d[None, :]
         b_value = decode(
             tl.load(p_value, mask=m_n[:, None] & m_d[None, :], other=0), shift, limit, factor, beyond, KIND
         )
+        b_center += tl.sum(b_value, axis=0)
+    b_center = b_center / tl.maximum(sample, 1)
+    for start in range(i_t * TOKENS, tl.minimum(i_t * TOKENS + TOKENS, candidates), BLOCK):
+        o_n = start + tl.arange(0, BLOCK)
+        m_n = o_n < candidates
+        b_slot = tl.load(p_slot + o_n, mask=m_n, other=0).to(tl.int64)
+        p_value = p_pool + b_slot[:, None] * ALIGN * stride_slot + o_d[None, :]
+        b_value = decode(
+            tl.load(p_value, mask=m_n[:, None] & m_d[None, :], other=0), shift, limit, factor, beyond, KIND
+        )
+        b_value -= b_center[None, :]
         tl.store(p_size + o_n, tl.sum(b_value * b_value, axis=1), mask=m_n)

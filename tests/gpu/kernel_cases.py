@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from sglang_triattn.kernels.score import OFFSETS, build_tables
+from sglang_triattn.kernels.value_size import NEWEST
 
 POISON_SLOT = (1 << 31) - 1
 
@@ -62,10 +63,12 @@ class KernelCase:
         self.slots, self.lengths = slots.to(device), torch.tensor(lengths, device=device)
         self.next_positions = torch.tensor([1000 * r + 2 * n + 3 for r, n in enumerate(lengths)], device=device)
 
-    def expected_sizes(self, request: int) -> torch.Tensor:
-        """[L, H_kv, n] float64: squared sizes of a request's values, as the pool holds them."""
+    def expected_sizes(self, request: int, recent: int) -> torch.Tensor:
+        """[L, H_kv, n] float64: squared sizes of a request's values, as the pool holds them, from the newest's mean."""
         slots = self.slots[request, : int(self.lengths[request])].cpu()
         values = torch.stack([pool.cpu().float()[slots] for pool in self.value_pools]).double()  # [L, n, H_kv, d]
+        if recent:
+            values = values - values[:, -min(recent, NEWEST) :].mean(1, keepdim=True)
         return values.square().sum(-1).transpose(1, 2)
 
     def expected(self, request: int, aggregation: str) -> torch.Tensor:

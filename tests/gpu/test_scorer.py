@@ -96,7 +96,7 @@ def kept_by_definition(case: KernelCase, request: int, keep: int, recent: int, s
     """One set for each layer and KV head, from float64 sizes and scores."""
     n = int(case.lengths[request])
     candidates, large = n - recent, round(share * (keep - recent))
-    sizes = case.expected_sizes(request).flatten(0, 1)[:, :candidates].tolist()
+    sizes = case.expected_sizes(request, recent).flatten(0, 1)[:, :candidates].tolist()
     scores = case.expected(request, "mean")[..., :candidates]
     z = (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True, unbiased=False)
     best = z.unflatten(1, (case.tables.num_kv_heads, -1)).amax(2).flatten(0, 1).tolist()

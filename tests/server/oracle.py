@@ -54,8 +54,8 @@ class Oracle:
         interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether the frozen tokens count in the budget.
-        value_share: share of the tokens kept besides the newest that each head of each layer chooses by the norm of
-            their values; None for the server's default.
+        value_share: share of the tokens kept besides the newest that each head of each layer chooses by how far
+            their values lie from the mean of the newest; None for the server's default.
     """
 
     model: torch.nn.Module
@@ -185,9 +185,10 @@ class Oracle:
         for layer in range(layers):
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
-                values = cache.layers[layer].values[0, j, frozen + place[: len(best)]].double()
-                norms = values.norm(dim=-1).tolist()
-                by_value = sorted(range(len(best)), key=lambda index: (-norms[index], index))
+                values = cache.layers[layer].values[0, j, frozen + place].double()
+                center = values[len(values) - min(self.recent, 64) :].mean(0) if self.recent else 0.0
+                sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
+                by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
                 large = by_value[: round(value_share * (keep - self.recent))]
                 others = set(range(len(best))) - set(large)
                 order = sorted(others, key=lambda index: (-best[index], index))

@@ -83,7 +83,8 @@ class Watched:
         )
         margins = []
         if large := value_count(keep, recent, self.config.value_share):
-            sizes = value_size_naive(self.pools.v_buffers, slots)[..., : importance.shape[-1] - recent].sqrt()
+            sizes = value_size_naive(self.pools.v_buffers, slots, lengths, recent).sqrt()
+            sizes = sizes[..., : importance.shape[-1] - recent]
             margins.append(margin(sizes, large))
             importance.scatter_(-1, sizes.topk(large).indices, float("inf"))
         self.margins.append(min([*margins, margin(importance, keep - recent)]))
