@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from common import print_table, write
 
+from sglang_triattn.concentration import concentration
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score import build_tables, score_naive
 from sglang_triattn.kernels.select import select_naive
 from sglang_triattn.kernels.value_size import value_size_naive
-from sglang_triattn.stats import QueryStats, check_stats, concentration, load_stats
+from sglang_triattn.stats import QueryStats, check_stats, load_stats
 from sglang_triattn.transformers_cache import shape_of
 from sglang_triattn.transformers_feed import compute_dense
 
@@ -214,7 +215,10 @@ def _chosen(
         scores = score_naive(keys, slots, older.new_tensor([place]), tables)
         kept = select_naive(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
         found[score_name(name)] = kept[0]
-    found["value-size"] = value_size_naive(values, slots)[0].topk(count, dim=-1).indices
+    # The center is of tokens that come behind those that are ranked.
+    row = torch.arange(int(older[0]), place, device=older.device)[None]
+    sizes = value_size_naive(values, row, lengths + RECENT, RECENT)[0, ..., : len(older)]
+    found["value-size"] = sizes.topk(count, dim=-1).indices
     newest = torch.arange(len(older) - count, len(older), device=older.device)
     found["newest"] = newest.expand(len(keys), kv_heads, -1)
     return found

@@ -13,7 +13,7 @@ with it how many kept sets there are:
     per-head         one per KV head         mean over layers of the max over the head's group
     per-layer-head   one per layer, KV head  max over the head's group
 
-With "per-layer-head" a share of the places can go to the candidates with the largest values (`value_size`) before the
+With "per-layer-head" a share of the places can go to the candidates of the largest values (`value_size`) before the
 others are chosen by importance: the two criteria do not compete, each has places of its own.
 """
 

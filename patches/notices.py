@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_triattn.concentration import SPREAD, concentration, outlook
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.rounds import Totals, in_pages
-from sglang_triattn.stats import ModelShape
+from sglang_triattn.stats import ModelShape, QueryStats
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,12 @@ def at_launch(scheduler: Any, config: Config, shape: ModelShape) -> Iterator[str
             f"{max(graphs)}, and larger ones decode slower, without graphs: start with --cuda-graph-max-bs-decode "
             f"{requests}, or with --max-running-requests {max(graphs)}"
         )
+
+
+def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
+    """The line for statistics by which scores may foretell little; none where nothing is scored."""
+    if config.value_share < 1 and concentration(stats).mean() < SPREAD:
+        yield f"TriAttention: {outlook(stats)}"
 
 
 class WeightUpdates:

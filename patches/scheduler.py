@@ -132,7 +132,11 @@ def served_stats(scheduler: Any, config: Config) -> QueryStats:
     if scheduler.tp_group.rank_in_group == 0:
         for line in notices.at_launch(scheduler, config, shape):
             logger.warning(line)
-    return find_stats(scheduler, config.stats, shape)
+    stats = find_stats(scheduler, config.stats, shape)
+    if scheduler.tp_group.rank_in_group == 0:
+        for line in notices.of_stats(config, stats):
+            logger.warning(line)
+    return stats
 
 
 def build_compressor(

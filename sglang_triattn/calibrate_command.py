@@ -62,8 +62,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     import torch
 
+    from sglang_triattn.concentration import layer_lines, outlook
     from sglang_triattn.files import remove_unfinished
     from sglang_triattn.partial_sums import partial_path
+    from sglang_triattn.stats import load_stats
 
     try:
         layers, heads, tokens = (_with_sglang if arguments.engine == "sglang" else _with_transformers)(arguments, out)
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
             raise
         raise KeyboardInterrupt(f"the same command goes on from {partial}") from None
     print(f"wrote {out}: {layers} layers of {heads} query heads, {tokens} tokens")
+    stats = load_stats(out)
+    print("\n".join(["concentration of the queries", *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
 
 
 def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int]:

@@ -32,7 +32,8 @@ _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl
 class Config:
     """What a server was asked to do; every length is in tokens of one request.
 
-    `value_share` is the share of the kept tokens besides the newest that are chosen by the size of their values.
+    `value_share` is the share of the kept tokens besides the newest that are chosen by how far their values lie from
+    the newest tokens' mean.
 
     Two defaults follow from the other fields, and are never None in a Config that was built: `recent` is RECENT_SHARE
     of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE where the selection is
@@ -94,7 +95,7 @@ class Config:
         if share and self.selection != "per-layer-head":
             raise TriAttentionError(
                 f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
-                "head of each layer keeps tokens of its own can it keep those with its largest values: add "
+                "head of each layer keeps tokens of its own can it choose by its values: add "
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
             )
 
@@ -159,8 +160,8 @@ OPTIONS = (
         "value_share",
         float,
         "SHARE",
-        "share of the kept tokens besides the newest that are chosen by the size of their values, per layer and KV "
-        "head, from 0 to 1; needs the selection per-layer-head",
+        "share of the kept tokens besides the newest that are chosen by how far their values lie from the newest "
+        "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
         default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),

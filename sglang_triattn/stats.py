@@ -148,16 +148,6 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
 
 
-def concentration(stats: QueryStats) -> torch.Tensor:
-    """[L, H_q] float64 between 0 and 1: how alike the pre-RoPE queries of each head are.
-
-    It is the sum over frequencies of |mean q| by that of mean |q|, so that frequencies count by their size. At 1 all
-    queries are the same, and the score of a key is exact.
-    """
-    absolute = stats.abs_mean.double().sum(-1)
-    return stats.mean.to(torch.complex128).abs().sum(-1) / absolute.clamp_min(torch.finfo(torch.float64).tiny)
-
-
 def _same(stats: QueryStats, name: str, stored, served) -> None:
     if stored is not None and stored != served:
         raise StatsError(

@@ -24,11 +24,13 @@ def run(arguments: argparse.Namespace) -> None:
     if picture is not None and not picture.parent.is_dir():
         raise TriAttentionError(f"--plot is {picture}, but its folder does not exist: create it first.")
 
-    from sglang_triattn.stats import concentration, load_stats
+    from sglang_triattn.concentration import concentration, layer_lines, outlook
+    from sglang_triattn.stats import load_stats
 
     stats = load_stats(file)
     per_head = concentration(stats)
-    print("\n".join([f"file            {file} ({file.stat().st_size:,} bytes)", *_facts(stats), *_summary(per_head)]))
+    shown = [f"file            {file} ({file.stat().st_size:,} bytes)", *_facts(stats), *_summary(per_head)]
+    print("\n".join([*shown, *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
     if picture is not None:
         _draw(per_head, f"Query concentration of {file.name}", picture)
         print(f"picture         {picture}")

@@ -89,7 +89,15 @@ def calibration_text() -> str:
 def stats_path(model: Path, text: str) -> Path:
     """Named after everything that the statistics depend on, the code that makes them included."""
     package = ROOT / "sglang_triattn"
-    patterns = ("cal*.py", "documents.py", "query_sums.py", "rope.py", "stats.py", "transformers_queries.py")
+    patterns = (
+        "calibrate.py",
+        "calibration_*.py",
+        "documents.py",
+        "query_sums.py",
+        "rope.py",
+        "stats.py",
+        "transformers_queries.py",
+    )
     code = [path.read_text() for pattern in patterns for path in sorted(package.glob(pattern))]
     key = _digest(text, str(CALIBRATION_TOKENS), *code)
     return model.with_name(f"{model.name}.stats-{key}.safetensors")

@@ -99,7 +99,7 @@ def margin(ranks: torch.Tensor, kept: int) -> float:
 
 # Flags of the server, what they change in the settings, its page size, the prompt.
 CASES = {
-    "default": ((), {}, 1, prompt(21, 50)),
+    "default": ((), {}, 1, prompt(5, 50)),
     "union-remapped": ((), {"selection": "union"}, 1, prompt(7, 50)),
     "shared-mean-pages": ((), {"selection": "shared-mean"}, 16, prompt(8, 50)),
     "per-head": ((), {"selection": "per-head"}, 1, prompt(9, 50)),

@@ -18,7 +18,7 @@ def oracle(tiny):
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     """Prevents wrong positions after a round, a wrong kept set, and K/V lost or mixed up by compaction."""
-    ids = prompt(7, 50)
+    ids = prompt(5, 50)
     response = serve("--page-size", str(page_size)).generate(ids, 400, logprobs=True)
     report = compression(response)
     assert report["rounds"] >= 8
@@ -146,7 +146,7 @@ def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selecti
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scores by other frequencies, dims or pairs than the model turns its keys with."""
     model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
-    ids = prompt(10, 45)
+    ids = prompt(12, 45)
     client = serve(model=model)
     response = client.generate(ids, 240, logprobs=True)
     said = client.server.log_path.read_text().count("scores only 16 of the 32 dims")

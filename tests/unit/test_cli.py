@@ -1,5 +1,6 @@
 """The `sglang-triattn` command: what users see."""
 
+import re
 import subprocess
 import sys
 
@@ -39,7 +40,11 @@ def test_calibrate_writes_the_file(ready, capsys):
     stats = load_stats("s.safetensors")
     assert stats.token_count == 300
     assert stats.mean.shape == (2, 6, 4)
-    assert capsys.readouterr().out == "wrote s.safetensors: 2 layers of 6 query heads, 300 tokens\n"
+    wrote, title, layers, predicted = capsys.readouterr().out.splitlines()
+    assert wrote == "wrote s.safetensors: 2 layers of 6 query heads, 300 tokens"
+    assert title == "concentration of the queries"
+    assert re.fullmatch(r"  layers 0-1    0\.\d\d 0\.\d\d", layers)
+    assert predicted.startswith("  it predicts   ")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.notices import WeightUpdates, at_launch
+from sglang_triattn.patches.notices import WeightUpdates, at_launch, of_stats
 from sglang_triattn.rope import Rope
 from sglang_triattn.rounds import Totals
-from sglang_triattn.stats import ModelShape
+from sglang_triattn.stats import ModelShape, QueryStats
 
 
 def shape(rotary_dim: int = 128) -> ModelShape:
@@ -55,6 +55,19 @@ def test_batches_beyond_the_graphs_are_said(server, expected):
     for line in lines:
         assert f"up to {expected} requests" in line
         assert f"--cuda-graph-max-bs-decode {expected}" in line
+
+
+@pytest.mark.parametrize(
+    ("mean", "value_share", "said"), [(0.59, None, True), (0.61, None, False), (0.59, 1.0, False), (0.1, 0.0, True)]
+)
+def test_spread_queries_are_said(mean, value_share, said):
+    """Prevents a model whose queries foretell little from looking like any other, and a warning that means nothing."""
+    stats = QueryStats(torch.full((2, 8, 4), mean, dtype=torch.complex64), torch.ones(2, 8, 4), 2, 8, None, None, 1, "")
+    lines = list(of_stats(Config("s", value_share=value_share), stats))
+    assert len(lines) == said
+    for line in lines:
+        assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line
+        assert "\n" not in line
 
 
 def test_weight_updates_are_said_once_for_each_update(caplog):

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from sglang_triattn import cli
+from sglang_triattn.concentration import concentration, outlook
 from sglang_triattn.rope import Rope
-from sglang_triattn.stats import QueryStats, concentration, save_stats
+from sglang_triattn.stats import QueryStats, save_stats
 
 
 def make(rope: Rope | None = None) -> QueryStats:
@@ -46,10 +47,20 @@ def test_report_and_picture(file, capsys):
         "tokens          1,234\n",
         "highest       layer 1 head 2 (1.000)",
         "concentration   mean 0.583, 10th percentile 0.500",
+        "  layers 0-1    0.50 0.67\n",
+        "  it predicts   the queries of this model are spread (mean concentration 0.58, below 0.6), and",
         "picture         m.png\n",
     ):
         assert line in out
     assert (file.parent / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("mean", "part"), [(0.61, 0.63), (0.75, 0.73), (0.85, 0.86), (0.99, 0.87)])
+def test_what_is_predicted_was_measured(mean, part):
+    """Prevents a prediction for another concentration than the file's."""
+    stats = make()
+    stats.mean[:] = mean
+    assert outlook(stats).startswith(f"at a mean concentration of {mean:.2f} scores found at least {part} of")
 
 
 def test_scaled_frequencies_have_no_theta(file, capsys):
