@@ -228,6 +228,7 @@ def test_scheduler_without_the_plugin_ends_the_launch(nursery, tiny, tmp_path):
 def test_shadowed_package_ends_the_launch(tiny, tmp_path):
     """Prevents a dense server where a folder beside the user hides the package."""
     (tmp_path / "sglang_triattn").mkdir()
-    ended = launch("--model-path", tiny.path, *compressed_args(tiny), cwd=str(tmp_path))
+    # A PYTHONPATH of the user's would come behind the folder, and find the package after all.
+    ended = launch("--model-path", tiny.path, *compressed_args(tiny), cwd=str(tmp_path), env={"PYTHONPATH": ""})
     assert ended.code == 2
     assert "--enable-triattention" in ended.output
