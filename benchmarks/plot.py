@@ -123,7 +123,7 @@ def draw_quality(content: dict, path: Path) -> None:
     for task, axes in zip(tasks, panels if len(tasks) > 1 else [panels], strict=True):
         for number, share in enumerate(shares):
             places = [place + (number - (len(shares) - 1) / 2) * thickness for place in range(len(policies))]
-            values = [right[task, policy, share] for policy in policies]
+            values = [right.get((task, policy, share), float("nan")) for policy in policies]
             shade = pyplot.get_cmap("Blues_r")(0.15 + 0.6 * number / len(shares))
             axes.barh(places, values, height=thickness, color=shade, label=f"{share:.4g}")
         axes.axvline(right[task, "dense", shares[0]], color="black", linestyle="--", linewidth=1)
