@@ -166,7 +166,7 @@ def test_only_a_granted_flush_takes_rows(serve):
     assert_pool_is_whole(client)
 
 
-def test_a_thousand_abandoned_conversations(serve):
+def test_hundreds_of_abandoned_conversations(serve):
     """Prevents a leak of a few slots or rows for each conversation that nobody comes back to."""
     client = serve("--page-size", "16")
 
@@ -176,7 +176,7 @@ def test_a_thousand_abandoned_conversations(serve):
         return compression(response)["conversation"]
 
     with ThreadPoolExecutor(96) as pool:
-        assert set(pool.map(abandon, range(1000))) == {"new"}
+        assert set(pool.map(abandon, range(300))) == {"new"}
     assert_pool_is_whole(client)
 
 

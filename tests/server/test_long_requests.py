@@ -7,7 +7,7 @@ import pytest
 from harness import compression, prompt, served_logprobs
 from oracle import TOLERANCE, oracle_of
 
-SMALL_POOL = ["--max-total-tokens", "1500"]
+SMALL_POOL = ["--max-total-tokens", "768"]
 WIDE = ["--triattention-budget", "256", "--triattention-interval", "64"]
 COMPACT = {"triattention": {"prompt": "compact"}}
 
@@ -38,12 +38,12 @@ def test_logits_of_a_prompt_compacted_chunk_by_chunk(serve, tiny, page_size):
 def test_answer_longer_than_the_pool(serve):
     """Prevents the size of the pool from ending an answer whose row stays within its bound."""
     ids = prompt(63, 40)
-    response = serve(*SMALL_POOL, *WIDE).generate(ids, 6000 - len(ids))
+    response = serve(*SMALL_POOL, *WIDE).generate(ids, 3000 - len(ids))
     report = compression(response)
-    assert report["logical_length"] == 6000 - 1
+    assert report["logical_length"] == 3000 - 1
     assert report["physical_length"] <= 40 + 256 + 64
-    dense = serve(*SMALL_POOL, compressed=False).generate(ids, 6000 - len(ids))
-    assert dense["meta_info"]["completion_tokens"] < 1500
+    dense = serve(*SMALL_POOL, compressed=False).generate(ids, 3000 - len(ids))
+    assert dense["meta_info"]["completion_tokens"] < 768
 
 
 def test_private_prompt_longer_than_the_pool(serve):
