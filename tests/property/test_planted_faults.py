@@ -190,12 +190,13 @@ def keep_the_record_of_a_lost_row(patch):
 
 
 def resume_as_if_nothing_was_evicted(patch):
-    real = CompressedRequest.acquire
+    real = conversations.take_row
 
-    def acquire(owner, record):
-        real(owner, RowRecord(record.prompt_len, unordered_len=record.unordered_len))
+    def take_row(request, kv, last_node):
+        requests.owner_of(request).record = RowRecord(len(request.origin_input_ids))
+        real(request, kv, last_node)
 
-    patch.setattr(CompressedRequest, "acquire", acquire)
+    patch.setattr(conversations, "take_row", take_row)
 
 
 def read_rows_after_the_flush(patch):
@@ -263,7 +264,7 @@ FAULTS = [
     Fault("rounds reach into the frozen part", compact_what_is_frozen, "wrote to a slot|due round|frozen|kept", PAGES),
     Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
     Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP),
-    Fault("a resumed row forgets losses", resume_as_if_nothing_was_evicted, "due round|other tokens|twice", REMAP),
+    Fault("a resumed row forgets what it lost", resume_as_if_nothing_was_evicted, "due round|other tokens", REMAP),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
     Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),
