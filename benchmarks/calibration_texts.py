@@ -28,8 +28,8 @@ from sglang_triattn.stats import QueryStats, check_stats, load_stats
 from sglang_triattn.transformers_cache import shape_of
 
 from foretell import Captures, score_name
-from quality_model import load_model, load_tokenizer, private_length
-from quality_streams import KINDS, MIN_TOKENS, make_streams
+from quality_model import load_model, load_tokenizer
+from quality_streams import KINDS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_text import SOURCES, TOPICS
 from quality_tokens import tokenized
 
@@ -58,7 +58,7 @@ def rows_of(path: str, quick: bool) -> list[dict]:
         stats = calibrations(path, Path(folder), tokens, generated=not quick)
     model, tokenizer = load_model(path), load_tokenizer(path)
     stats = {name: check_stats(one, shape_of(model)) for name, one in stats.items()}
-    length = private_length(tokenizer, 2 * MIN_TOKENS)
+    length = length_by_tokenizer(tokenizer, 2 * MIN_TOKENS)
     rows = []
     for kind in ("mixed", "text") if quick else KINDS:
         made = make_streams("held-out", 1, {kind: 1 if quick else 2}, length)

@@ -30,17 +30,18 @@ from common import print_table, write
 
 from sglang_triattn.concentration import concentration
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.score import build_tables, score_naive
+from sglang_triattn.kernels.score import score_naive
 from sglang_triattn.kernels.select import select_naive
 from sglang_triattn.kernels.value_size import value_size_naive
+from sglang_triattn.scoring import score_tables
 from sglang_triattn.stats import QueryStats, check_stats, load_stats
 from sglang_triattn.transformers_cache import shape_of
 from sglang_triattn.transformers_feed import compute_dense
 
 from quality_format import StreamError, read_streams
-from quality_model import load_model, load_tokenizer, private_length
+from quality_model import load_model, load_tokenizer
 from quality_queries import QueryLog, recording
-from quality_streams import FORMS, MIN_TOKENS, make_streams
+from quality_streams import FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_tokens import Tokens, tokenized
 
 KEPT = 0.25
@@ -167,7 +168,7 @@ def captured(
     log = QueryLog(shape.num_layers, shape.rope)
     with recording({0: log}):
         dense = compute_dense(model, ids)
-    keys, values = ([part[0].transpose(0, 1) for part in parts] for parts in zip(*_parts(dense), strict=True))
+    keys, values = ([getattr(layer, kind)[0].transpose(0, 1) for layer in dense.layers] for kind in ("keys", "values"))
     for place in range(prompt + 4 * AHEAD, len(ids) - AHEAD + 1, AHEAD):
         older = torch.arange(prompt, place - RECENT, device=model.device)
         attention = torch.stack([attended(log, keys[i], i, place, older) for i in range(shape.num_layers)])
@@ -203,15 +204,7 @@ def _chosen(
     lengths, slots = older.new_tensor([len(older)]), older[None]
     found = {}
     for name, one in stats.items():
-        tables = build_tables(
-            one.mean,
-            one.abs_mean,
-            one.rope.inv_freq,
-            one.rope.attention_scaling,
-            one.rope.style,
-            kv_heads,
-            older.device,
-        )
+        tables = score_tables(one, kv_heads, older.device)
         scores = score_naive(keys, slots, older.new_tensor([place]), tables)
         kept = select_naive(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
         found[score_name(name)] = kept[0]
@@ -237,15 +230,11 @@ def _count(older: torch.Tensor) -> int:
     return round(KEPT * len(older))
 
 
-def _parts(dense: Any):
-    return [(layer.keys, layer.values) for layer in dense.layers]
-
-
 def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
     if options.streams:
         made = read_streams(options.streams)
     else:
-        length = private_length(tokenizer, 2 * MIN_TOKENS)
+        length = length_by_tokenizer(tokenizer, 2 * MIN_TOKENS)
         made = make_streams(options.form, 1, {"text": 1 if options.quick else TEXTS}, length)
     return [tokenized(stream, tokenizer) for stream in made]
 

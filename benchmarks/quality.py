@@ -35,10 +35,10 @@ from sglang_triattn.transformers_cache import shape_of
 from quality_cells import Cell, Found
 from quality_choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
 from quality_format import StreamError, read_streams
-from quality_model import load_model, load_tokenizer, private_length
+from quality_model import load_model, load_tokenizer
 from quality_run import Runner
 from quality_server import AskError, ServerRunner
-from quality_streams import DEFAULT_STREAMS, FORMS, MIN_TOKENS, make_streams
+from quality_streams import DEFAULT_STREAMS, FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_table import print_rows, rows_of
 from quality_tokens import Tokens, tokenized
 
@@ -123,7 +123,7 @@ def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
     if options.streams:
         made = read_streams(options.streams)
     else:
-        length = private_length(tokenizer, options.tokens or (MIN_TOKENS if options.quick else 2 * MIN_TOKENS))
+        length = length_by_tokenizer(tokenizer, options.tokens or (MIN_TOKENS if options.quick else 2 * MIN_TOKENS))
         kinds = QUICK_STREAMS if options.quick else DEFAULT_STREAMS
         made = make_streams(options.form, options.seed, kinds, length)
     return [tokenized(stream, tokenizer) for stream in made]

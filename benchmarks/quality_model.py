@@ -9,9 +9,6 @@ import torch
 from sglang_triattn.calibration_input import loaded
 from sglang_triattn.transformers_queries import ATTENTION
 
-from quality_draft import Length
-from quality_streams import length_in_tokens
-
 
 def load_model(path: str, device: str | None = None, dtype: str | None = None) -> Any:
     """A model whose queries can be watched; by default on the GPU if there is one, and in float32 on the CPU.
@@ -31,10 +28,3 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     return loaded(AutoTokenizer, path)
-
-
-def private_length(tokenizer: Any, tokens: int) -> Length:
-    """Of private texts, in a model's own tokens."""
-    return length_in_tokens(
-        tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    )

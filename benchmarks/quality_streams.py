@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from quality_agent import agent
 from quality_code import variables
@@ -47,6 +48,13 @@ CHARACTERS_PER_TOKEN = 4
 def length_in_tokens(tokens: int, count: Callable[[str], int]) -> Length:
     """`count` gives the tokens of a text, without any that a tokenizer puts before it."""
     return Length(tokens, count, tokens)
+
+
+def length_by_tokenizer(tokenizer: Any, tokens: int) -> Length:
+    """Of private texts, in a model's own tokens; `tokenizer` is of transformers."""
+    return length_in_tokens(
+        tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    )
 
 
 def length_in_characters(characters: int) -> Length:
@@ -85,10 +93,7 @@ def _counted(entry: str) -> tuple[str, int]:
 def _model_length(model: str, tokens: int) -> Length:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return length_in_tokens(
-        tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    )
+    return length_by_tokenizer(AutoTokenizer.from_pretrained(model), tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

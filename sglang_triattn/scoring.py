@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.score import build_tables
+from sglang_triattn.kernels.score import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.rounds import scored_tokens
 from sglang_triattn.stats import QueryStats
+
+
+def score_tables(
+    stats: QueryStats, num_kv_heads: int, device: torch.device | str, heads: slice = slice(None)
+) -> ScoreTables:
+    """The constants of a model's scores, of some of its query heads; arguments as for `build_scorer`."""
+    rope = stats.rope
+    means = stats.mean[:, heads], stats.abs_mean[:, heads]
+    return build_tables(*means, rope.inv_freq, rope.attention_scaling, rope.style, num_kv_heads, device)
 
 
 def build_scorer(
@@ -37,15 +46,7 @@ def build_scorer(
 
     Raises ValueError if the statistics do not fit the pool, or its kernels cannot read it.
     """
-    tables = build_tables(
-        stats.mean[:, heads],
-        stats.abs_mean[:, heads],
-        stats.rope.inv_freq,
-        stats.rope.attention_scaling,
-        stats.rope.style,
-        k_buffers[0].shape[1],
-        k_buffers[0].device,
-    )
+    tables = score_tables(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
     columns, longest = scored_tokens(config, context)
     return Scorer(
         k_buffers,

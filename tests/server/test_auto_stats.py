@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from sglang_triattn.calibrate import calibrate
-from sglang_triattn.kernels.score import build_tables, score_naive
+from sglang_triattn.kernels.score import score_naive
 from sglang_triattn.kernels.select import SELECTIONS, select_naive
+from sglang_triattn.scoring import score_tables
 from sglang_triattn.stats import load_stats
 
 import harness
@@ -89,10 +90,7 @@ def keys(smollm):
 
 
 def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
-    tables = build_tables(
-        stats.mean, stats.abs_mean, stats.rope.inv_freq, stats.rope.attention_scaling, stats.rope.style,
-        stats.num_kv_heads, "cpu",
-    )  # fmt: skip
+    tables = score_tables(stats, stats.num_kv_heads, "cpu")
     count = len(keys[0])
     scores = score_naive(keys, torch.arange(count)[None], torch.tensor([count]), tables)
     lengths = torch.tensor([count])
