@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import requests
+
 from common import print_table, write
 from serving import VOCABULARY, prepared_model, serving
 

@@ -21,17 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common import report
-
-from sglang_triattn.calibrate import calibrate
-from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.stats import QueryStats, check_stats, load_stats
-from sglang_triattn.transformers_cache import shape_of
-
 from foretell import Captures, score_name
 from quality_model import load_model, load_tokenizer
 from quality_streams import KINDS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_text import SOURCES, TOPICS
 from quality_tokens import tokenized
+from sglang_triattn.calibration.transformers_engine import calibrate
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
+from sglang_triattn.transformers_cache.cache import shape_of
 
 CODE = ("textwrap", "csv", "heapq", "dataclasses", "shlex", "zipfile", "tokenize", "pprint")
 """Of Python's sources; none of the streams is made of them."""

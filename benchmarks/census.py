@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
 from common import report
 
 FROZEN = 128
@@ -113,8 +114,8 @@ def milliseconds(scheduler: SimpleNamespace, repeats: int) -> float:
     Raises SystemExit where it does not notice a slot that is free and held.
     """
     from sglang_triattn.census import IntegrityError
-    from sglang_triattn.patches.census import Census
-    from sglang_triattn.patches.conversations import Conversations
+    from sglang_triattn.patches.observability.census import Census
+    from sglang_triattn.patches.scheduler.conversations import Conversations
 
     census = Census(Conversations(ttl=600))
     census.attach(scheduler)

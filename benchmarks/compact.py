@@ -19,11 +19,11 @@ import time
 from collections.abc import Sequence
 
 import torch
-from common import MODELS, Model, report
 
-from sglang_triattn.kernels.compact import list_moves, remap
+from common import MODELS, Model, report
+from sglang_triattn.kernels.compact.reference import list_moves, remap
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.rounds import in_pages
+from sglang_triattn.rounds.plan import ceil_align
 
 SELECTIONS = ("shared-mean", "per-head", "per-layer-head")
 RECENT = (128, 512)
@@ -150,12 +150,12 @@ def measure(arguments: argparse.Namespace, requests: int, private: int, keep: in
 
 def freed_slots(private: int, keep: int, page_size: int) -> int:
     """Slots that come back once the kept tokens are in front."""
-    return in_pages(private, page_size) - in_pages(keep, page_size)
+    return ceil_align(private, page_size) - ceil_align(keep, page_size)
 
 
 def freed_without_compaction(kept: torch.Tensor, private: int, page_size: int) -> int:
     """Slots of the pages on which every token was evicted."""
-    stays = torch.zeros(in_pages(private, page_size), dtype=torch.bool)
+    stays = torch.zeros(ceil_align(private, page_size), dtype=torch.bool)
     stays[kept] = True
     return int((~stays.view(-1, page_size).any(1)).sum()) * page_size
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from decode_attention import Rows
 from decode_model import DTYPE, Shape
-
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import remap, unchanged_start
+from sglang_triattn.kernels.compact.reference import remap, unchanged_start
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.score import ScoreTables
+from sglang_triattn.kernels.score.reference import ScoreTables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.rounds import Plan, in_pages, plan_round
+from sglang_triattn.rounds.plan import Plan, ceil_align, plan_round
 
 
 class Pool:
@@ -51,13 +51,13 @@ class Rounds:
 
     Attributes:
         mover: None where rows are remapped.
-        twin: scores as `scorer` does, in plain torch.
+        reference: scores as `scorer` does, in plain torch.
     """
 
     config: Config
     scorer: Scorer
     mover: Mover | None
-    twin: Scorer
+    reference: Scorer
 
     @staticmethod
     def of(config: Config, page_size: int, buffers, tables: ScoreTables) -> Rounds:
@@ -113,8 +113,8 @@ class Batch:
             most: KV entries that any of them comes to hold.
         """
         self.lengths, self.logical = list(lengths), list(logical)
-        size, width = self.page_size, max(in_pages(length, self.page_size) for length in lengths)
-        counts = [in_pages(length, size) // size for length in lengths]
+        size, width = self.page_size, max(ceil_align(length, self.page_size) for length in lengths)
+        counts = [ceil_align(length, size) // size for length in lengths]
         # Page 0 is nobody's, as in SGLang.
         total = self.slots_for(len(lengths), most) // size - 1
         pages = 1 + torch.randperm(total, generator=torch.Generator().manual_seed(2))
@@ -130,7 +130,7 @@ class Batch:
 
     def slots_for(self, requests: int, most: int) -> int:
         """Slots of the pool in which requests can hold `most` entries each, page 0 included."""
-        return self.page_size + requests * in_pages(most, self.page_size)
+        return self.page_size + requests * ceil_align(most, self.page_size)
 
     def on_round(self, mark: Callable[[], None]) -> None:
         """`mark` is called before and after the work of each pass of rounds."""
@@ -185,7 +185,7 @@ class Batch:
         longest = max(plan.private_length for plan in plans)
         column = torch.arange(longest, device=self._device)
         slots = rows[row[:, None], self._frozen + column.minimum(lengths[:, None] - 1)]
-        keep = plans[0].kept_private
+        keep = plans[0].budget_for
         kept = self.rounds.scorer.keep(slots, lengths, next_positions, keep, min(config.recent, keep))
         self._read_later(self._frozen + unchanged_start(kept))
         if self.rounds.mover is None:
@@ -197,7 +197,7 @@ class Batch:
             self.rounds.mover.move(slots, kept, "fill")
             size = self.page_size
             tails = [
-                rows[r, in_pages(plan.new_length, size) : in_pages(plan.old_length, size) : size].long() // size
+                rows[r, ceil_align(plan.new_length, size) : ceil_align(plan.old_length, size) : size].long() // size
                 for r, plan in zip(requests, plans, strict=True)
             ]
             self._free = torch.cat([self._free, *tails])

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from decode_batch import Batch, Pool, Rounds
 from decode_check import check
 from decode_model import Model, Shape
 from decode_step import CudaGraphs, Eager, Run, Step
 from score_speed import copy_bandwidth
-
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.score import ScoreTables, build_tables
+from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
 
 WARM = 3
 """Steps before those that are timed."""
@@ -23,7 +23,7 @@ CHECKED = 4
 """Steps of a check; the rounds of the checked requests are due before its second."""
 
 RESERVE = 4 << 30
-"""Device memory left to everything but weights and KV: activations, graphs, FlashInfer's and the scorer's scratch."""
+"""Device memory left to everything but weights and KV: activations, graphs, FlashInfer's and the scorer's workspace."""
 
 SELECTIONS = {1: "shared-mean", 16: "per-layer-head"}
 """By page size: one kept set, so that rows are remapped, and a set for each head, so that K and V move."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from decode_bench import Bench, Figures, Runner, alternate, figures
 from decode_step import Step
 

@@ -8,6 +8,7 @@ rotated once more in float64, at the ledger's own count of logical positions.
 from __future__ import annotations
 
 import torch
+
 from decode_batch import Batch
 from decode_model import Layer, Shape
 from decode_step import Step
@@ -17,11 +18,11 @@ TOLERANCE = 0.01
 thousand several times as much as this in the heads that weigh it most."""
 
 GRAPH_TOLERANCE = 0.1
-"""The same between a graph and its eager twin, in every layer: where a matrix product is cut otherwise under capture,
-bf16 makes it grow to a few hundredths by the last layer. A graph that misses a change is off by about 1."""
+"""The same between a graph and its eager reference, in every layer: where a matrix product is cut otherwise under
+capture, bf16 makes it grow to a few hundredths by the last layer. A graph that misses a change is off by about 1."""
 
 LEAST_AGREEMENT = 0.99
-"""Of what a round keeps with what its twin keeps: scores that are nearly equal may fall either way."""
+"""Of what a round keeps with what its reference keeps: scores that are nearly equal may fall either way."""
 
 LAYERS = 3
 REQUESTS = 2
@@ -75,7 +76,8 @@ def check(step: Step, batch: Batch, steps: int, what: str) -> float:
     """The largest relative error of `steps` steps of a batch that has been started.
 
     Raises SystemExit if an answer is wrong: attention is not over exactly the kept tokens, a position is not the
-    logical one, the graph differs from the same work launched one by one, or a round keeps other tokens than its twin.
+    logical one, the graph differs from the same work launched one by one, or a round keeps other tokens than its
+    reference.
     """
     ledger, worst, rounds = Ledger(step, batch), 0.0, 0
     for _ in range(steps):
@@ -84,7 +86,9 @@ def check(step: Step, batch: Batch, steps: int, what: str) -> float:
         for r, kept in expected.items():
             agreement = _agreement(batch.kept[r], kept)
             _demand(
-                agreement >= LEAST_AGREEMENT, what, f"a round agrees with its twin on {agreement:.3f} of the tokens"
+                agreement >= LEAST_AGREEMENT,
+                what,
+                f"a round agrees with its reference on {agreement:.3f} of the tokens",
             )
         rounds += len(expected)
         ledger.evict(batch.rounds.config.sinks if batch.rounds else 0)
@@ -160,8 +164,8 @@ def _twin_keeps(batch: Batch, ledger: Ledger) -> dict[int, torch.Tensor]:
         if length >= batch.rounds.bound:
             facts = torch.tensor([[length - frozen], [ledger.logical[r]]], device=batch.rows.slots.device)
             slots = batch.rows.slots[r : r + 1, frozen:length]
-            keep = config.kept_private(frozen)
-            found[r] = batch.rounds.twin.keep(slots, *facts, keep, min(config.recent, keep))[0]
+            keep = config.budget_for(frozen)
+            found[r] = batch.rounds.reference.keep(slots, *facts, keep, min(config.recent, keep))[0]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of a decode step between its matrix products, one launch each; twins: `decode_model.TorchOps`.
+"""Triton kernels of a decode step between its matrix products, one launch each; references: `decode_model.TorchOps`.
 
 A server fuses these too. In plain torch they are some forty launches a layer, which would hide what attention costs.
 """
@@ -108,7 +108,7 @@ def rotate_kernel(
             p_weight = q_weight
             if i_h >= q_heads:
                 p_weight = k_weight
-            # Rounded as the twin rounds between norm and rotation.
+            # Rounded as the reference rounds between norm and rotation.
             b_first = (b_first * scale * tl.load(p_weight + o).to(tl.float32)).to(dtype).to(tl.float32)
             b_second = (b_second * scale * tl.load(p_weight + HALF + o).to(tl.float32)).to(dtype).to(tl.float32)
         p_turn = cos_sin + tl.load(positions + i_b) * (2 * HALF)

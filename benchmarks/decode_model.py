@@ -177,7 +177,7 @@ class Model:
 
 
 class TorchOps:
-    """Twins of decode_kernels.py."""
+    """References of decode_kernels.py."""
 
     @staticmethod
     def add_norm(x, residual, weight, epsilon: float):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 
 import torch
+
 from decode_bench import SELECTIONS, Bench
 from decode_model import BYTES
-
 from sglang_triattn.kernels.scorer import Scorer
 
 REPEATS = 10

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
 from decode_attention import Rows
 from decode_batch import Batch
 from decode_model import Model

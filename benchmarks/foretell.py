@@ -26,23 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from common import print_table, write
-
-from sglang_triattn.concentration import concentration
-from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.score import score_naive
-from sglang_triattn.kernels.select import select_naive
-from sglang_triattn.kernels.value_size import value_size_naive
-from sglang_triattn.scoring import score_tables
-from sglang_triattn.stats import QueryStats, check_stats, load_stats
-from sglang_triattn.transformers_cache import shape_of
-from sglang_triattn.transformers_feed import compute_dense
-
 from quality_format import StreamError, read_streams
 from quality_model import load_model, load_tokenizer
 from quality_queries import QueryLog, recording
 from quality_streams import FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_tokens import Tokens, tokenized
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.score.reference import score_torch
+from sglang_triattn.kernels.score.value_size import value_size_torch
+from sglang_triattn.kernels.select.reference import select_torch
+from sglang_triattn.rounds.scoring import score_tables
+from sglang_triattn.stats.concentration import concentration
+from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
+from sglang_triattn.transformers_cache.cache import shape_of
+from sglang_triattn.transformers_cache.feed import compute_dense
 
 KEPT = 0.25
 RECENT = 128
@@ -205,12 +204,12 @@ def _chosen(
     found = {}
     for name, one in stats.items():
         tables = score_tables(one, kv_heads, older.device)
-        scores = score_naive(keys, slots, older.new_tensor([place]), tables)
-        kept = select_naive(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
+        scores = score_torch(keys, slots, older.new_tensor([place]), tables)
+        kept = select_torch(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
         found[score_name(name)] = kept[0]
     # The center is of tokens that come behind those that are ranked.
     row = torch.arange(int(older[0]), place, device=older.device)[None]
-    sizes = value_size_naive(values, row, lengths + RECENT, RECENT)[0, ..., : len(older)]
+    sizes = value_size_torch(values, row, lengths + RECENT, RECENT)[0, ..., : len(older)]
     found["value-size"] = sizes.topk(count, dim=-1).indices
     newest = torch.arange(len(older) - count, len(older), device=older.device)
     found["newest"] = newest.expand(len(keys), kv_heads, -1)

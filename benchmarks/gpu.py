@@ -13,10 +13,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 import compact
 import gpu_decode
 import score_speed
-import torch
 from common import machine
 
 BENCHMARKS = {module.__name__: module for module in (score_speed, compact, gpu_decode)}

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+
 from common import print_table, write
 from decode_attention import KINDS, choose
 from decode_bench import Bench, Setting

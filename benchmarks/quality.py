@@ -26,12 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from common import write
-
-from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.stats import QueryStats, check_stats, load_stats
-from sglang_triattn.stats_cache import load_cached
-from sglang_triattn.transformers_cache import shape_of
-
 from quality_cells import Cell, Found
 from quality_choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
 from quality_format import StreamError, read_streams
@@ -41,6 +35,10 @@ from quality_server import AskError, ServerRunner
 from quality_streams import DEFAULT_STREAMS, FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_table import print_rows, rows_of
 from quality_tokens import Tokens, tokenized
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.stats.cache import load_cached
+from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
+from sglang_triattn.transformers_cache.cache import shape_of
 
 SHARES = (0.5, 0.25, 0.125)
 QUICK_STREAMS = {"mixed": 1, "state": 1, "text": 1}

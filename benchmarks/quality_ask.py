@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang_triattn.transformers_cache import CompactedCache
-
 from quality_tokens import Asked
+from sglang_triattn.transformers_cache.cache import CompactedCache
 
 _PACK = 512
 

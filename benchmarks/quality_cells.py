@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_triattn.config import Config
-
 from quality_choices import Choice
+from sglang_triattn.config import Config
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from quality_policies import CONTROLS, Control, RowFacts
 from sglang_triattn.config import ENABLE, PREFIX, SELECTIONS, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.policy import Policy, Pools, Setting
-from sglang_triattn.rounds import frozen_length
-
-from quality_policies import CONTROLS, Control, RowFacts
+from sglang_triattn.rounds.plan import frozen_length
+from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
 
 DENSE, DEFAULT, SETTINGS = "dense", "default", "settings"
 ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from sglang_triattn.calibration_input import loaded
-from sglang_triattn.transformers_queries import ATTENTION
+from sglang_triattn.calibration.inputs import loaded
+from sglang_triattn.transformers_cache.queries import ATTENTION
 
 
 def load_model(path: str, device: str | None = None, dtype: str | None = None) -> Any:

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.select import keep_naive
-from sglang_triattn.policy import Pools
-from sglang_triattn.rope import Rope, rotate
-
 from quality_queries import QueryLog
+from sglang_triattn.kernels.select.reference import keep_torch
+from sglang_triattn.model.rope import Rope, rotate
+from sglang_triattn.transformers_cache.policy import Pools
 
 SPAN = 16
 WINDOW, POOLING = 64, 5
@@ -71,11 +70,11 @@ class Control(ABC):
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int
     ) -> torch.Tensor:
-        """See `sglang_triattn.policy.Policy`; one row at a time."""
+        """See `sglang_triattn.transformers_cache.policy.Policy`; one row at a time."""
         aged = slots.shape[1] - recent
         importance = self.importance(slots[0], int(next_positions[0]), aged, keep).float().clone()
         importance[..., aged:] = float("-inf")
-        return keep_naive(importance[None], lengths, keep, recent)
+        return keep_torch(importance[None], lengths, keep, recent)
 
     @abstractmethod
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:

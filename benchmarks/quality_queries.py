@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from sglang_triattn.rope import Rope, rotate, unrotate
-from sglang_triattn.transformers_queries import watching_queries
+from sglang_triattn.model.rope import Rope, rotate, unrotate
+from sglang_triattn.transformers_cache.queries import watching_queries
 
 
 class QueryLog:

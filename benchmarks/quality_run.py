@@ -14,18 +14,17 @@ from typing import Any
 
 import torch
 
-from sglang_triattn.policy import Setting
-from sglang_triattn.rounds import row_bound
-from sglang_triattn.stats import QueryStats
-from sglang_triattn.transformers_cache import CompactedCache, shape_of
-from sglang_triattn.transformers_feed import CHUNK, compute_dense, feed, replay
-
 from quality_ask import ask, logprobs_of, packs
 from quality_cells import Cell, Found, Unit
 from quality_choices import DENSE, frozen_of
 from quality_policies import RowFacts
 from quality_queries import QueryLog, recording
 from quality_tokens import TEXT, Asked, Tokens
+from sglang_triattn.rounds.plan import row_bound
+from sglang_triattn.stats.file import QueryStats
+from sglang_triattn.transformers_cache.cache import CompactedCache, shape_of
+from sglang_triattn.transformers_cache.feed import CHUNK, compute_dense, feed, replay
+from sglang_triattn.transformers_cache.policy import Setting
 
 BLOCK = 64
 """Neighbouring tokens of scored text that count as one unit."""

@@ -22,11 +22,10 @@ from typing import Any
 
 import requests
 
-from sglang_triattn.config import Config
-
 from quality_cells import Cell, Found, Unit
 from quality_choices import DENSE
 from quality_tokens import TEXT, Tokens
+from sglang_triattn.config import Config
 
 STEP = 64
 """Scored tokens of which one is asked for."""

@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Sequence
 
 import torch
-from common import print_table
 
+from common import print_table
 from quality_cells import Found, Unit
 from quality_choices import DEFAULT
 

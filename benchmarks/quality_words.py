@@ -130,7 +130,7 @@ WORDS = {
             a retired judge; the camera team; someone from accounting; the tea seller; my landlady; the translator;
             a beekeeper; the night nurse; the head of the laboratory; an impatient dentist; the flower girl; the
             astronomer; the violin teacher; a farmer with two mules; the customs officer; the caretaker; the weather
-            service; a tall stranger; the twins; the new intern"""
+            service; a tall stranger; the references; the new intern"""
         ),
         doings=phrases(
             """mixed a paste of lime and sand; drove {n} kilometres without a break; ironed every shirt in the

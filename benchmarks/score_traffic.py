@@ -21,13 +21,12 @@ import itertools
 from collections.abc import Sequence
 
 from common import MODELS, Model, report
-
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact import moves_of
-from sglang_triattn.kernels.importance_triton import SCALE_ROWS, TOKENS
-from sglang_triattn.kernels.score import CHUNK
-from sglang_triattn.kernels.select import SELECTIONS, kept_sets
-from sglang_triattn.kernels.value_size import NEWEST, value_count
+from sglang_triattn.kernels.compact.reference import moves_of
+from sglang_triattn.kernels.score.reference import CHUNK
+from sglang_triattn.kernels.score.value_size import NEWEST, value_count
+from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, TOKENS
+from sglang_triattn.kernels.select.reference import SELECTIONS, kept_sets
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
 BUDGET = 2048

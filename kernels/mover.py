@@ -1,4 +1,4 @@
-"""Compaction by copies for one server: the Triton kernel where the pool is on a CUDA device, the twin elsewhere."""
+"""Compaction by copies for one server: the Triton kernel for a pool on a CUDA device, the torch reference elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_triattn.kernels.compact import list_moves, move_naive
+from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 
 
 class Mover:
@@ -33,8 +33,8 @@ class Mover:
         groups = [[*k_buffers, *v_buffers]] if alike else [list(k_buffers), list(v_buffers)]
         self._buffers, self._pools = groups, None
         if k_buffers[0].is_cuda if kernels is None else kernels:
-            from sglang_triattn.kernels.compact_triton import check_movable
-            from sglang_triattn.kernels.key_pools import key_pools
+            from sglang_triattn.kernels.compact.move_kernel import check_movable
+            from sglang_triattn.kernels.pools import key_pools
 
             self._pools = [key_pools(group) for group in groups]
             for pools in self._pools:
@@ -63,10 +63,10 @@ class Mover:
             sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
             for group in self._buffers:
                 for first in range(0, len(group), self._layers):
-                    move_naive(group[first : first + self._layers], sources, targets)
+                    move_torch(group[first : first + self._layers], sources, targets)
             return
-        from sglang_triattn.kernels.compact_triton import move_triton
-        from sglang_triattn.kernels.moves_triton import list_moves_triton
+        from sglang_triattn.kernels.compact.list_moves_kernel import list_moves_triton
+        from sglang_triattn.kernels.compact.move_kernel import move_triton
 
         sources, targets = list_moves_triton(slots, kept, strategy, cut=cut, lengths=lengths)
         for pools in self._pools:

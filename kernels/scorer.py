@@ -1,4 +1,4 @@
-"""Scoring and selection for one server: Triton kernels where keys are on a CUDA device, naive twins elsewhere.
+"""Scoring and selection for one server: Triton kernels where keys are on a CUDA device, torch references elsewhere.
 
 Triton is imported where it is used, so that everything else works on machines without it.
 """
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.score import ScoreTables, check_fits, score_naive
-from sglang_triattn.kernels.scratch_plan import LIMIT_BYTES, ScratchPlan, padded_bytes
-from sglang_triattn.kernels.select import SHARED, kept_sets, select_naive
-from sglang_triattn.kernels.value_size import check_values, value_count, value_size_naive
+from sglang_triattn.kernels.score.reference import ScoreTables, check_fits, score_torch
+from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
+from sglang_triattn.kernels.select.reference import SHARED, kept_sets, select_torch
+from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Scores, and sizes of values, of some layers of some requests; shapes as of `ScratchPlan`.
+    """Scores, and sizes of values, of some layers of some requests; shapes as of `WorkspacePlan`.
 
     The kernels' lie in memory that the next piece overwrites, but for `importance`, which stays for the other layers of
-    the same rows. The twin has nothing beside its scores and sizes. What was not asked for is None, or unwritten.
+    the same rows. The reference has nothing beside its scores and sizes. What was not asked for is None, or unwritten.
     """
 
     rows: slice
@@ -41,15 +41,15 @@ class Scorer:
     Args:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys; must stay where they are.
         tables: the model's constants, on the pool's device.
-        columns, longest, limit: see `ScratchPlan`; they decide how much device memory is held and how much is scored
-            in one launch. The twin holds nothing and takes no notice of them.
-        selection, aggregation: as for `select_naive` and `score_naive`.
+        columns, longest, limit: see `WorkspacePlan`; they decide how much device memory is held and how much is scored
+            in one launch. The reference holds nothing and takes no notice of them.
+        selection, aggregation: as for `select_torch` and `score_torch`.
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may be another; needed by
             `value_share`, and must stay where they are.
         value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
-            values, see `select_naive`. Where it is 1 no key is read.
-        across: merges the importance [R, 1, N] of tensor-parallel ranks, each of which has its own heads, into one
-            that is equal on all of them; used for selections with one kept set. None on a single rank.
+            values, see `select_torch`. Where it is 1 no key is read.
+        reduce_ranks: merges the importance [R, 1, N] of tensor-parallel ranks, each of which has its own heads, into
+            one that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
         kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
 
@@ -73,7 +73,7 @@ class Scorer:
         aggregation: str = "mean",
         v_buffers: Sequence[torch.Tensor] | None = None,
         value_share: float = 0.0,
-        across: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
     ) -> None:
@@ -81,21 +81,21 @@ class Scorer:
         check_values(k_buffers, v_buffers, selection, value_share)
         self.sets = kept_sets(selection, len(k_buffers), tables.num_kv_heads)
         """Kept sets of one request."""
-        self._across = across if selection in SHARED else None
+        self._reduce_ranks = reduce_ranks if selection in SHARED else None
         self._k_buffers, self._tables = k_buffers, tables
         self._selection, self._aggregation = selection, aggregation
         self._v_buffers, self._value_share = v_buffers, value_share
         self._pools = self._value_pools = self._memory = None
         if k_buffers[0].is_cuda if kernels is None else kernels:
-            from sglang_triattn.kernels.compact_triton import check_movable
-            from sglang_triattn.kernels.key_pools import key_pools
+            from sglang_triattn.kernels.compact.move_kernel import check_movable
+            from sglang_triattn.kernels.pools import key_pools
 
             self._pools = key_pools(k_buffers)
             if value_share:
                 self._value_pools = key_pools(v_buffers)
                 check_movable(self._value_pools)
             layers, q_heads, frequencies = tables.spread.shape
-            self.plan = ScratchPlan(
+            self.plan = WorkspacePlan(
                 layers, q_heads, tables.num_kv_heads, frequencies, columns, longest, limit,
                 selection=selection, aggregation=aggregation, value_share=value_share,
             )  # fmt: skip
@@ -129,12 +129,12 @@ class Scorer:
         pieces = self.pieces(slots, lengths, next_positions, recent, scored=not alone, sized=alone or large > 0)
         if self._pools is None:
             (piece,) = pieces
-            return select_naive(
-                piece.scores, lengths, keep, recent, across=self._across,
+            return select_torch(
+                piece.scores, lengths, keep, recent, reduce_ranks=self._reduce_ranks,
                 sizes=piece.sizes, value_share=self._value_share if piece.sizes is not None else 0.0, **options,
             )  # fmt: skip
-        from sglang_triattn.kernels.importance_triton import importance_triton
-        from sglang_triattn.kernels.keep_triton import keep_triton
+        from sglang_triattn.kernels.select.importance_kernel import importance_triton
+        from sglang_triattn.kernels.select.keep_kernel import keep_triton
 
         layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
         kept = lengths.new_empty((len(slots), self.sets, keep), dtype=torch.int64)
@@ -157,7 +157,7 @@ class Scorer:
                     importance.scatter_(2, marked, float("inf"))
                 keep_triton(importance, own, keep, recent, kept=target)
             elif group.stop == layers:
-                merged = importance if self._across is None else self._across(importance)
+                merged = importance if self._reduce_ranks is None else self._reduce_ranks(importance)
                 keep_triton(merged, own, keep, recent, kept=kept[rows])
         if self._selection == "per-layer-head":
             return kept.unflatten(1, (layers, kv_heads))
@@ -194,7 +194,8 @@ class Scorer:
     ) -> Iterator[Piece]:
         """Scores, and sizes of values, as `keep` makes them, as much at once as the plan allows.
 
-        All layers of a row come before the next row's. A piece has all layers, or one row. The twin makes one piece.
+        All layers of a row come before the next row's. A piece has all layers, or one row. The reference makes
+        one piece.
 
         Args:
             slots, lengths, next_positions, recent: as for `keep`.
@@ -204,20 +205,20 @@ class Scorer:
         if self._pools is None:
             made = {}
             if scored:
-                made["scores"] = score_naive(
+                made["scores"] = score_torch(
                     self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation
                 )
             if sized:
-                made["sizes"] = value_size_naive(self._v_buffers, slots, lengths, recent)
+                made["sizes"] = value_size_torch(self._v_buffers, slots, lengths, recent)
             yield Piece(slice(0, requests), slice(0, layers), **made)
             return
-        from sglang_triattn.kernels.score_triton import score_triton
-        from sglang_triattn.kernels.value_size_triton import value_size_triton
+        from sglang_triattn.kernels.score.score_kernel import score_triton
+        from sglang_triattn.kernels.score.value_size_kernel import value_size_triton
 
         row_step, layer_step = self.plan.launch(slots.shape[1])
         for row, layer in itertools.product(range(0, requests, row_step), range(0, layers, layer_step)):
             rows, group = slice(row, min(row + row_step, requests)), slice(layer, min(layer + layer_step, layers))
-            piece = Piece(rows, group, **self._scratch(rows.stop - row, slots.shape[1], group.stop - layer))
+            piece = Piece(rows, group, **self._workspace(rows.stop - row, slots.shape[1], group.stop - layer))
             if sized:
                 value_size_triton(self._value_pools[group], slots[rows], lengths[rows], recent, sizes=piece.sizes)
             if scored:
@@ -227,7 +228,7 @@ class Scorer:
                 )  # fmt: skip
             yield piece
 
-    def _scratch(self, requests: int, columns: int, layers: int) -> dict[str, torch.Tensor]:
+    def _workspace(self, requests: int, columns: int, layers: int) -> dict[str, torch.Tensor]:
         """Views into the memory held."""
         views, start = {}, 0
         for name, shape in self.plan.parts(requests, columns, layers).items():

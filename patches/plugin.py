@@ -30,12 +30,13 @@ def activate() -> None:
     if role is None:
         _activate_main()
         return
-    from sglang_triattn.patches import handshake, hooks
-    from sglang_triattn.patches import server_args as args_patch
+    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.launch import handshake
+    from sglang_triattn.patches.launch import server_args as args_patch
 
     calibration = args_patch.calibration_of(server_args)
     if calibration is not None:
-        from sglang_triattn.patches.calibration_launch import scheduler_hooks
+        from sglang_triattn.patches.calibration.engine import scheduler_hooks
 
         hooks.register(scheduler_hooks(calibration))
         return
@@ -45,14 +46,14 @@ def activate() -> None:
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
         return
-    from sglang_triattn.patches.scheduler import Compression
+    from sglang_triattn.patches.scheduler.plugin import Compression
 
     hooks.register(Compression(config).hooks())
 
 
 def _activate_main() -> None:
     from sglang_triattn.patches import hooks
-    from sglang_triattn.patches import server_args as args_patch
+    from sglang_triattn.patches.launch import server_args as args_patch
 
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
@@ -68,14 +69,16 @@ def _activate_main() -> None:
 
 def _enable_main(server_args: Any) -> None:
     """Called in the main process once a launch asks for compression."""
-    from sglang_triattn.patches import launch
+    from sglang_triattn.patches.launch import checks as launch
 
     launch.check_files(server_args)
     # These import SGLang's server.
-    from sglang_triattn.patches import handshake, hooks, reporting, request_checks
+    from sglang_triattn.patches import hooks, request_validation
+    from sglang_triattn.patches.launch import handshake
+    from sglang_triattn.patches.observability import reporting
 
     launch.check_at_resolution()
-    hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_checks.main_hooks()])
+    hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
 
 
 def _caller() -> tuple[str | None, Any]:

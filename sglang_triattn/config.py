@@ -99,7 +99,7 @@ class Config:
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
             )
 
-    def kept_private(self, frozen: int) -> int:
+    def budget_for(self, frozen: int) -> int:
         """Private tokens that a round keeps of a request with `frozen` frozen ones, at least one and `recent`."""
         if self.budget_scope == "private":
             return self.budget
@@ -107,7 +107,7 @@ class Config:
 
     def trigger(self, frozen: int) -> int:
         """Private tokens at which a round of a request with `frozen` frozen ones is due."""
-        return self.kept_private(frozen) + self.interval
+        return self.budget_for(frozen) + self.interval
 
     def under_pressure(self) -> Config:
         """The settings of a round that is run because memory is short."""

@@ -47,15 +47,15 @@ def combinations(architecture: int) -> Iterator[tuple[str, dict]]:
 
 
 def _launches(capability: int) -> Iterator[tuple[str, dict]]:
-    from sglang_triattn.kernels.compact_triton import ALIGNMENT, MAX_WORDS, WORD, move_settings
-    from sglang_triattn.kernels.importance_triton import SCALE_ROWS, importance_settings
-    from sglang_triattn.kernels.keep_triton import BLOCK, keep_settings
-    from sglang_triattn.kernels.key_pools import KINDS
-    from sglang_triattn.kernels.moves_triton import moves_settings
-    from sglang_triattn.kernels.score import CHUNK, STYLES
-    from sglang_triattn.kernels.score_settings import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
-    from sglang_triattn.kernels.select import SELECTIONS
-    from sglang_triattn.kernels.value_size_triton import value_settings
+    from sglang_triattn.kernels.compact.list_moves_kernel import moves_settings
+    from sglang_triattn.kernels.compact.move_kernel import ALIGNMENT, MAX_WORDS, WORD, move_settings
+    from sglang_triattn.kernels.pools import KINDS
+    from sglang_triattn.kernels.score.reference import CHUNK, STYLES
+    from sglang_triattn.kernels.score.tuning import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
+    from sglang_triattn.kernels.score.value_size_kernel import value_settings
+    from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, importance_settings
+    from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_settings
+    from sglang_triattn.kernels.select.reference import SELECTIONS
 
     # What is beyond a program's heads or a tile's frequencies is launched as what is just beyond them.
     groups, frequencies = range(1, HEADS + 2), range(1, MAX_TILE + ALIGN + 1)
@@ -84,18 +84,12 @@ def jit_functions() -> dict[str, dict]:
     """Per module of kernels, what is compiled in it by name: kernels and the parts they are put together from."""
     from triton import JITFunction
 
-    from sglang_triattn.kernels import (
-        compact_triton,
-        importance_triton,
-        keep_triton,
-        moves_triton,
-        score_parts,
-        score_triton,
-        value_size_triton,
-    )
+    from sglang_triattn.kernels.compact import list_moves_kernel, move_kernel
+    from sglang_triattn.kernels.score import parts, score_kernel, value_size_kernel
+    from sglang_triattn.kernels.select import importance_kernel, keep_kernel
 
     modules = (
-        score_triton, importance_triton, keep_triton, moves_triton, compact_triton, value_size_triton, score_parts,
+        score_kernel, importance_kernel, keep_kernel, list_moves_kernel, move_kernel, value_size_kernel, parts,
     )  # fmt: skip
     return {
         module.__name__: {name: f for name, f in vars(module).items() if isinstance(f, JITFunction)}
@@ -107,7 +101,7 @@ def source_of(name: str) -> list[str]:
     """The text of a kernel and of everything it may call; unlike Triton's own key, without line numbers."""
     functions = jit_functions()
     module = next(key for key, found in functions.items() if name in found)
-    parts = [*functions[module].values(), *functions["sglang_triattn.kernels.score_parts"].values()]
+    parts = [*functions[module].values(), *functions["sglang_triattn.kernels.score.parts"].values()]
     return sorted({f"{part.do_not_specialize} {part.src}" for part in parts})
 
 

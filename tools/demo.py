@@ -10,7 +10,6 @@ from http.client import HTTPException
 
 import prepare_model
 from env import cache_root, fail
-
 from server import Server, ServerError, exit_on_signals, running_server, triattention_args
 
 NEW_TOKENS = 700

@@ -4,7 +4,6 @@ import argparse
 
 import prepare_model
 from env import fail
-
 from server import (
     ServerError,
     exit_on_signals,

@@ -49,9 +49,9 @@ def build_tiny_model(folder: Path, rope: str = "plain") -> TinyModel:
     """Writes the model, with one of ROPE_KINDS, and random statistics of it."""
     from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
 
-    from sglang_triattn.fingerprint import model_fingerprint
-    from sglang_triattn.rope import rope_of_transformers
-    from sglang_triattn.stats import QueryStats, save_stats
+    from sglang_triattn.model.fingerprint import model_fingerprint
+    from sglang_triattn.model.rope import rope_of_transformers
+    from sglang_triattn.stats.file import QueryStats, save_stats
 
     tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
     torch.manual_seed(0)

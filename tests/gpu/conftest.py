@@ -1,6 +1,6 @@
 """Kernel tests: natively on a CUDA device, or on any machine under Triton's interpreter (TRITON_INTERPRET=1).
 
-tests/unit/test_interpreted*.py run them the second way in processes of their own, because the interpreter is chosen
+tests/slow/test_interpreted*.py run them the second way in processes of their own, because the interpreter is chosen
 when a kernel is defined. Without a device and without the interpreter nothing here can run, so nothing is collected.
 """
 
@@ -22,7 +22,7 @@ collect_ignore_glob = [] if RUNNABLE else ["test_*.py"]
 def pytest_terminal_summary(terminalreporter):
     if not RUNNABLE:
         terminalreporter.write_line(
-            "tests/gpu was left out: no CUDA device here; tests/unit/test_interpreted*.py run it interpreted"
+            "tests/gpu was left out: no CUDA device here; tests/slow/test_interpreted*.py run it interpreted"
         )
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_triattn.kernels.score import OFFSETS, build_tables
-from sglang_triattn.kernels.value_size import NEWEST
+from sglang_triattn.kernels.score.reference import OFFSETS, build_tables
+from sglang_triattn.kernels.score.value_size import NEWEST
 
 POISON_SLOT = (1 << 31) - 1
 

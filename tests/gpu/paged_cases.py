@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.compact import cut_column, remap
+from sglang_triattn.kernels.compact.reference import cut_column, remap
 from sglang_triattn.kernels.mover import Mover
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 4, 64

@@ -1,12 +1,12 @@
-"""The kernels that list and make moves against their twins, byte for byte."""
+"""The kernels that list and make moves against their references, byte for byte."""
 
 import pytest
 import torch
 
-from sglang_triattn.kernels.compact import list_moves, move_naive
-from sglang_triattn.kernels.compact_triton import move_triton
-from sglang_triattn.kernels.key_pools import key_pools
-from sglang_triattn.kernels.moves_triton import BLOCK, list_moves_triton
+from sglang_triattn.kernels.compact.list_moves_kernel import BLOCK, list_moves_triton
+from sglang_triattn.kernels.compact.move_kernel import move_triton
+from sglang_triattn.kernels.compact.reference import list_moves, move_torch
+from sglang_triattn.kernels.pools import key_pools
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -36,8 +36,8 @@ def check(pools, slots, kept, strategy, **options):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     expected, found = [pool.clone() for pool in pools], [pool.clone() for pool in pools]
     half = len(pools) // 2
-    move_naive(expected[:half], sources, targets)
-    move_naive(expected[half:], sources, targets)
+    move_torch(expected[:half], sources, targets)
+    move_torch(expected[half:], sources, targets)
     move_triton(key_pools(found), sources, targets, layers=half, ordered=strategy == "slide")
     assert any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, pools, strict=True))
     for one, other in zip(found, expected, strict=True):

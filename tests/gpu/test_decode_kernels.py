@@ -1,4 +1,4 @@
-"""The kernels of benchmarks/gpu_decode.py against their twins in torch."""
+"""The kernels of benchmarks/gpu_decode.py against their references in torch."""
 
 import importlib
 from pathlib import Path

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_triattn.kernels.key_pools import key_pools
-from sglang_triattn.kernels.score import CHUNK, build_tables
-from sglang_triattn.kernels.score_triton import score_triton
-
 from kernel_cases import KernelCase, may_race, published_means
+from sglang_triattn.kernels.pools import key_pools
+from sglang_triattn.kernels.score.reference import CHUNK, build_tables
+from sglang_triattn.kernels.score.score_kernel import score_triton
 
 SENTINEL = -12345.0
 
@@ -192,7 +191,7 @@ def test_unusable_pools_are_refused(device):
             key_pools(pools)
 
 
-# Tolerances as for the twin: the reference's phases are float32.
+# Tolerances as for the reference: the reference's phases are float32.
 @pytest.mark.parametrize(("aggregation", "field", "tolerance"), [
     ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
 ])  # fmt: skip

@@ -1,22 +1,21 @@
-"""The scorer that a server uses: kernels and twin agree, scratch is bounded and known beforehand."""
+"""The scorer that a server uses: kernels and reference agree, workspace is bounded and known beforehand."""
 
 import itertools
 
 import pytest
 import torch
 
-from sglang_triattn.kernels.importance_triton import importance_triton
-from sglang_triattn.kernels.score import CHUNK
-from sglang_triattn.kernels.scorer import Scorer, ScratchPlan
-from sglang_triattn.kernels.select import SELECTIONS
-
 from kernel_cases import KernelCase
+from sglang_triattn.kernels.score.reference import CHUNK
+from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
+from sglang_triattn.kernels.select.importance_kernel import importance_triton
+from sglang_triattn.kernels.select.reference import SELECTIONS
 
 KEEP, RECENT = 40, 8
 
 
 def scorer(case: KernelCase, columns: int, selection: str, limit: int, longest: int = 0) -> Scorer:
-    """A scorer with kernels whose scratch is poisoned; with `limit` 0 it holds what `columns` and `longest` need."""
+    """A scorer with kernels whose workspace is poisoned; with `limit` 0 it holds what `columns` and `longest` need."""
     made = Scorer(
         case.pools, case.tables, columns=columns, longest=longest, selection=selection, kernels=True, limit=limit
     )
@@ -24,12 +23,12 @@ def scorer(case: KernelCase, columns: int, selection: str, limit: int, longest: 
     return made
 
 
-def twin(case: KernelCase, selection: str) -> Scorer:
+def reference(case: KernelCase, selection: str) -> Scorer:
     return Scorer(case.pools, case.tables, columns=0, longest=0, selection=selection, kernels=False)
 
 
 def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
-    """What `keep` is asked for some rows; their padding points at slot 0, because the twin reads it."""
+    """What `keep` is asked for some rows; their padding points at slot 0, because the reference reads it."""
     lengths = case.lengths[rows]
     slots = case.slots[rows, : int(lengths.max())]
     slots = torch.where(slots < len(case.pools[0]), slots, 0)
@@ -38,9 +37,9 @@ def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_launches_in_parts_equal_the_twin(device, selection):
-    """Prevents requests beyond the scratch from being lost, mixed up or answered with another's tokens."""
+    """Prevents requests beyond the workspace from being lost, mixed up or answered with another's tokens."""
     case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device, head_dim=16)
-    expected = twin(case, selection).keep(*arguments(case))
+    expected = reference(case, selection).keep(*arguments(case))
     launches = set()
     for columns in (90, 200, 1000):
         ours = scorer(case, columns, selection, limit=0)
@@ -81,7 +80,7 @@ SHARES = [0.75, 1.0]
 
 
 def valued(case: KernelCase, share: float, kernels: bool, columns: int = 90, **options) -> Scorer:
-    """A scorer that decides by values too, and whose scratch is poisoned."""
+    """A scorer that decides by values too, and whose workspace is poisoned."""
     options = {"longest": 90, "limit": 0, "selection": "per-layer-head", **options}
     made = Scorer(
         case.pools, case.tables, columns=columns, v_buffers=case.value_pools, value_share=share, kernels=kernels,
@@ -230,7 +229,7 @@ def test_layers_before_need_an_importance(device):
 
 
 def test_a_row_beyond_the_plan_is_refused(device):
-    """Prevents writing past the scratch."""
+    """Prevents writing past the workspace."""
     case = KernelCase(lengths=[3 * CHUNK], device=device, layers=1, kv_heads=1, group=1, head_dim=8)
     with pytest.raises(ValueError, match="planned for"):
         scorer(case, CHUNK, "union", limit=0).keep(*arguments(case))
@@ -241,9 +240,9 @@ def test_a_row_beyond_the_plan_is_refused(device):
     ("selection", "share"), [*((s, 0.0) for s in SELECTIONS), ("per-layer-head", 0.5), ("per-layer-head", 1.0)]
 )
 def test_any_request_within_the_plan_fits(selection, share, aggregation):
-    """Prevents a scratch size that is announced and then not enough, for few long rows and for many short ones."""
+    """Prevents a workspace size that is announced and then not enough, for few long rows and for many short ones."""
     for limit in (0, 1 << 20, 64 << 20):
-        plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
+        plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
         for columns in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
             requests, layers = plan.launch(columns)
             assert plan.needs(requests, columns, layers) <= plan.bytes()
@@ -253,18 +252,18 @@ def test_any_request_within_the_plan_fits(selection, share, aggregation):
             assert plan.needs(requests + 1, columns, layers) > plan.bytes() or layers < 36
 
 
-def test_scratch_holds_what_decides():
+def test_workspace_holds_what_decides():
     """Prevents memory for scores where there are none, and for sizes where nobody asks for them."""
-    parts = [ScratchPlan(36, 32, 8, 64, 2176, 4096, value_share=share).parts(2, 100, 3) for share in (0.0, 0.5, 1.0)]
+    parts = [WorkspacePlan(36, 32, 8, 64, 2176, 4096, value_share=share).parts(2, 100, 3) for share in (0.0, 0.5, 1.0)]
     sizes = {"sizes": (2, 3, 8, 100)}
     assert "sizes" not in parts[0]
     assert parts[1:] == [parts[0] | sizes, sizes]
 
 
-def test_scratch_does_not_grow_with_the_context():
+def test_workspace_does_not_grow_with_the_context():
     """Prevents holding memory for all layers of the longest request that could ever come."""
-    plan = ScratchPlan(36, 32, 8, 64, 2176, 131_072)
+    plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072)
     assert plan.bytes() == 64 << 20
-    assert ScratchPlan(36, 32, 8, 64, 2176, 131_072, limit=0).bytes() < 20 << 20
+    assert WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit=0).bytes() < 20 << 20
     assert plan.launch(2176)[0] >= 5
     assert plan.launch(131_072) == (1, 3)

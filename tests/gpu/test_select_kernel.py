@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_triattn.kernels.importance_triton import importance_triton
-from sglang_triattn.kernels.keep_triton import BLOCK, keep_triton
-from sglang_triattn.kernels.key_pools import key_pools
-from sglang_triattn.kernels.score import CHUNK, build_tables
-from sglang_triattn.kernels.score_triton import score_triton
-from sglang_triattn.kernels.select import SELECTIONS, importance_naive, keep_naive, select_naive
-
 from kernel_cases import KernelCase, may_race, published_means
+from sglang_triattn.kernels.pools import key_pools
+from sglang_triattn.kernels.score.reference import CHUNK, build_tables
+from sglang_triattn.kernels.score.score_kernel import score_triton
+from sglang_triattn.kernels.select.importance_kernel import importance_triton
+from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_triton
+from sglang_triattn.kernels.select.reference import SELECTIONS, importance_torch, keep_torch, select_torch
 
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
@@ -99,14 +98,14 @@ def test_importance_of_long_rows(device):
 
 
 def check_keep(device, importance: torch.Tensor, lengths: list[int], keep: int, recent: int) -> None:
-    """`importance` [R, S, N]; the twin needs -inf outside the candidates, the kernel must not care."""
+    """`importance` [R, S, N]; the reference needs -inf outside the candidates, the kernel must not care."""
     clean = importance.clone()
     for row, length in zip(clean, lengths, strict=True):
         row[..., length - recent :] = float("-inf")
     on_device = (importance.to(device), torch.tensor(lengths, device=device), keep, recent)
     kept = keep_triton(*on_device)
     assert not may_race(device) or torch.equal(kept, keep_triton(*on_device))
-    expected = keep_naive(clean, torch.tensor(lengths), keep, recent)
+    expected = keep_torch(clean, torch.tensor(lengths), keep, recent)
     torch.testing.assert_close(kept.cpu(), expected, rtol=0, atol=0)
 
 
@@ -156,13 +155,13 @@ def test_broken_scores_are_treated_as_the_twin_does(device, selection):
     scores[0, 1, 2, 7] = float("nan")
     kept = select(device, scores, [30], 12, 4, selection, 2)
     torch.testing.assert_close(
-        kept, select_naive(scores, torch.tensor([30]), 12, 4, selection=selection, num_kv_heads=2)
+        kept, select_torch(scores, torch.tensor([30]), 12, 4, selection=selection, num_kv_heads=2)
     )
 
 
 @pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
 def test_keys_to_kept_sets(device, selection, aggregation):
-    """Prevents score and selection from disagreeing about layouts; the twins' inputs are the kernels' own scores."""
+    """Prevents score and selection from disagreeing about layouts; references get the kernels' own scores."""
     # Seventeen offsets take the interpreter long.
     lengths, keep, recent = [150, 64, 97] if aggregation == "mean" else [66, 49, 64], 48, 16
     case = KernelCase(lengths=lengths, device=device, group=3, dtype=torch.bfloat16)
@@ -170,10 +169,10 @@ def test_keys_to_kept_sets(device, selection, aggregation):
     scores, moments = score_triton(*arguments, aggregation=aggregation)
     options = {"selection": selection, "num_kv_heads": 2}
     kept = select_by_kernels(scores, moments, case.lengths, keep, recent, **options)
-    theirs = select_naive(scores, case.lengths, keep, recent, **options)
+    theirs = select_torch(scores, case.lengths, keep, recent, **options)
     assert kept.shape == theirs.shape
     # Importances are equal but for rounding: a token may differ only where it ties with the last one kept.
-    importance = importance_naive(scores, case.lengths, recent, **options).flatten(1, -2 if kept.ndim > 2 else 1)
+    importance = importance_torch(scores, case.lengths, recent, **options).flatten(1, -2 if kept.ndim > 2 else 1)
     importance = importance.view(-1, scores.shape[-1]).cpu()
     for ours, other, row in zip(kept.flatten(0, -2).cpu(), theirs.flatten(0, -2).cpu(), importance, strict=True):
         swapped = set(ours.tolist()) ^ set(other.tolist())

@@ -1,15 +1,14 @@
-"""The sizes of values, by kernel and twin, against their definition in float64."""
+"""The sizes of values, by kernel and reference, against their definition in float64."""
 
 import functools
 
 import pytest
 import torch
 
-from sglang_triattn.kernels.key_pools import key_pools
-from sglang_triattn.kernels.value_size import NEWEST, value_size_naive
-from sglang_triattn.kernels.value_size_triton import TOKENS, value_size_triton
-
 from kernel_cases import KernelCase
+from sglang_triattn.kernels.pools import key_pools
+from sglang_triattn.kernels.score.value_size import NEWEST, value_size_torch
+from sglang_triattn.kernels.score.value_size_kernel import TOKENS, value_size_triton
 
 SENTINEL = -12345.0
 
@@ -37,15 +36,15 @@ def check(case: KernelCase, recent: int = 8) -> None:
     sizes = sizes_of(case, recent)
     assert torch.equal(sizes, sizes_of(case, recent))
     slots = torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)
-    twin = value_size_naive(case.value_pools, slots, case.lengths, recent).cpu()
+    reference = value_size_torch(case.value_pools, slots, case.lengths, recent).cpu()
     sizes = sizes.cpu()
-    assert twin.shape == sizes.shape
+    assert reference.shape == sizes.shape
     for r, length in enumerate(case.lengths.tolist()):
         expected = case.expected_sizes(r, recent)
         candidates = length - recent
         close = functools.partial(torch.testing.assert_close, rtol=3e-6, atol=1e-6)
         close(sizes[r, ..., :candidates].double(), expected[..., :candidates])
-        close(twin[r, ..., :length].double(), expected)
+        close(reference[r, ..., :length].double(), expected)
         assert (sizes[r, ..., candidates:] == SENTINEL).all()
 
 
@@ -74,19 +73,19 @@ def test_a_request_does_not_notice_its_batch(device, kernel):
     """Prevents the width of a batch from changing a size by a single bit."""
     case = KernelCase(lengths=[130, 590, 70], device=device, head_dim=48)
     slots = torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)
-    together = sizes_of(case, 3) if kernel else value_size_naive(case.value_pools, slots, case.lengths, 3)
+    together = sizes_of(case, 3) if kernel else value_size_torch(case.value_pools, slots, case.lengths, 3)
     for r, length in enumerate((130, 590, 70)):
         alone = KernelCase(lengths=[130, 590, 70], device=device, head_dim=48)
         alone.slots, alone.lengths = slots[r : r + 1, :length], case.lengths[r : r + 1]
-        sizes = sizes_of(alone, 3) if kernel else value_size_naive(alone.value_pools, alone.slots, alone.lengths, 3)
+        sizes = sizes_of(alone, 3) if kernel else value_size_torch(alone.value_pools, alone.slots, alone.lengths, 3)
         assert torch.equal(sizes[0, ..., : length - 3], together[r, ..., : length - 3])
 
 
 def test_long_rows_of_the_twin():
-    """Prevents a seam where the twin takes a long row in pieces."""
+    """Prevents a seam where the reference takes a long row in pieces."""
     pools = [torch.randn(9000, 2, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     slots = torch.randperm(9000, generator=torch.Generator().manual_seed(2))[None]
-    sizes = value_size_naive(pools, slots, torch.tensor([9000]), 100)
+    sizes = value_size_torch(pools, slots, torch.tensor([9000]), 100)
     for layer, pool in enumerate(pools):
         values = pool[slots[0]]
         assert torch.equal(sizes[0, layer], (values - values[-NEWEST:].mean(0)).square().sum(-1).T)
@@ -97,8 +96,8 @@ def test_slots_of_either_integer_type(device):
     case = KernelCase(lengths=[70], device=device)
     assert torch.equal(sizes_of(case, 4), sizes_of(case, 4, slots=case.slots.int()))
     assert torch.equal(
-        value_size_naive(case.value_pools, case.slots, case.lengths, 4),
-        value_size_naive(case.value_pools, case.slots.int(), case.lengths, 4),
+        value_size_torch(case.value_pools, case.slots, case.lengths, 4),
+        value_size_torch(case.value_pools, case.slots.int(), case.lengths, 4),
     )
 
 
@@ -124,7 +123,7 @@ def test_every_byte_of_float8(device, dtype):
     expected = stored[case.slots[0], 0, 3].float().square()
     torch.testing.assert_close(got[0, 0, 0], expected, rtol=1e-6, atol=0, equal_nan=True)
     torch.testing.assert_close(
-        value_size_naive([stored], case.slots, case.lengths, 0)[0, 0, 0], expected, equal_nan=True
+        value_size_torch([stored], case.slots, case.lengths, 0)[0, 0, 0], expected, equal_nan=True
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from whole_server import fault_of, server_of, take_census
-
-from sglang_triattn.census import IntegrityError
-from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches import census as census_patch
 
 from scene import Scene
+from sglang_triattn.census import IntegrityError
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.observability import census as census_patch
+from whole_server import fault_of, server_of, take_census
 
 
 def freed(scene):

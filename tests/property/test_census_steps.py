@@ -9,13 +9,12 @@ import torch
 from sglang.srt.beam_search.beam_group import BeamGroup
 from sglang.srt.beam_search.fork import StagedOrphans, alias_members_prompt_kv
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from whole_server import census_of, fault_of, server_of
-
-from sglang_triattn.census import IntegrityError
-from sglang_triattn.patches.compressor import Compressor
 
 from scene import Scene
+from sglang_triattn.census import IntegrityError
+from sglang_triattn.patches.scheduler.compressor import Compressor
 from simulation import Simulation
+from whole_server import census_of, fault_of, server_of
 
 
 def queued_step(scene, *runnings) -> SimpleNamespace:

@@ -7,13 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from sglang_triattn.patches import requests as requests_patch
-from sglang_triattn.patches.launches import width_for
-from sglang_triattn.request_settings import CompressionOptions
-
 from checks import check_books, check_rounds, check_row
 from memory import BUDGET, INTERVAL
 from running import Running
+from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.patches.scheduler.batched_rounds import width_for
+from sglang_triattn.request.options import CompressionOptions
 from simulation import Simulation
 
 

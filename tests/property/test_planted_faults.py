@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sglang_triattn.kernels import compaction
-from sglang_triattn.lifecycle import CompressedRequest, RowRecord, Stage
-from sglang_triattn.patches import conversations, launches, requests, rows
-from sglang_triattn.patches.compressor import Compressor
-from sglang_triattn.patches.conversations import Conversations
-from sglang_triattn.patches.launches import Launch
-from sglang_triattn.patches.rows import Rows
-
 from checks import check_books
 from histories import run_histories
+from sglang_triattn.kernels import device_round
+from sglang_triattn.patches.scheduler import batched_rounds as launches
+from sglang_triattn.patches.scheduler import conversations
+from sglang_triattn.patches.scheduler import release as rows
+from sglang_triattn.patches.scheduler import request as requests
+from sglang_triattn.patches.scheduler.batched_rounds import Launch
+from sglang_triattn.patches.scheduler.compressor import Compressor
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord, Stage
 from simulation import Simulation
 
 
@@ -49,8 +51,8 @@ class Fault:
 
 def free_pages(more: int):
     def plant(patch):
-        real = launches.in_pages
-        patch.setattr(launches, "in_pages", lambda length, page_size: real(length, page_size) - more * page_size)
+        real = launches.ceil_align
+        patch.setattr(launches, "ceil_align", lambda length, page_size: real(length, page_size) - more * page_size)
 
     return plant
 
@@ -61,8 +63,8 @@ def free_what_stays(patch):
         keep = kept.shape[1]
         return torch.cat([ordered[:, -keep:], ordered[:, :-keep]], 1)
 
-    real = compaction.remap
-    patch.setattr(compaction, "remap", remap)
+    real = device_round.remap
+    patch.setattr(device_round, "remap", remap)
 
 
 def forget_the_order(patch):
@@ -91,8 +93,8 @@ def leave_the_newest_behind(patch):
 
 
 def see_the_first_hole_late(patch):
-    real = compaction.unchanged_start
-    patch.setattr(compaction, "unchanged_start", lambda kept: real(kept) + 1)
+    real = device_round.unchanged_start
+    patch.setattr(device_round, "unchanged_start", lambda kept: real(kept) + 1)
 
 
 def forget_earlier_rounds(patch):

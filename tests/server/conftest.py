@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from words import with_tokenizer
 
 import harness
 import probe
 import warm
 from tiny_model import TinyModel, build_tiny_model
+from words import with_tokenizer
 
 # Each has 1.3 GB of memory to itself, and there are two test processes.
 KEPT_RUNNING = 4
@@ -21,8 +21,8 @@ KEPT_RUNNING = 4
 class Servers:
     """Running servers of the tiny model by their arguments; the one used longest ago makes room for a new one."""
 
-    def __init__(self, nursery: warm.Nursery, tiny: TinyModel, folder: Path) -> None:
-        self._nursery = nursery
+    def __init__(self, forkserver: warm.Forkserver, tiny: TinyModel, folder: Path) -> None:
+        self._forkserver = forkserver
         self._tiny = tiny
         self._folder = folder
         self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
@@ -63,7 +63,7 @@ class Servers:
         self._started += 1
         log = self._folder / f"server-{self._started}.log"
         stack = ExitStack()
-        running = warm.running_server(self._nursery, model.path, full, {**harness.STRICT, **env}, log)
+        running = warm.running_server(self._forkserver, model.path, full, {**harness.STRICT, **env}, log)
         return harness.Client(stack.enter_context(running)), stack
 
     def _stop(self, key: tuple) -> None:
@@ -88,31 +88,31 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    found = warm.Nursery()
+def forkserver():
+    found = warm.Forkserver()
     yield found
     found.stop()
 
 
 @pytest.fixture(scope="session")
-def serve(nursery, tiny, tmp_path_factory):
+def serve(forkserver, tiny, tmp_path_factory):
     """`serve(*args, **options)` gives the Client of a server with these arguments, see `Servers.__call__`."""
-    servers = Servers(nursery, tiny, tmp_path_factory.mktemp("logs"))
+    servers = Servers(forkserver, tiny, tmp_path_factory.mktemp("logs"))
     yield servers
     servers.stop_all()
 
 
 @pytest.fixture(scope="session")
-def talking(tiny, tmp_path_factory):
+def chat_model(tiny, tmp_path_factory):
     """The tiny model with a tokenizer and a chat template, see `words`."""
-    return with_tokenizer(tiny, tmp_path_factory.mktemp("talking") / "model")
+    return with_tokenizer(tiny, tmp_path_factory.mktemp("chat_model") / "model")
 
 
 @pytest.fixture
-def chatty(serve, talking):
+def chat_client(serve, chat_model):
     """The Client of a compressing server that takes and gives text, and parses tool calls and reasoning."""
     parsers = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
-    return serve("--enable-cache-report", *parsers, model=talking, tokenizer=True)
+    return serve("--enable-cache-report", *parsers, model=chat_model, tokenizer=True)
 
 
 @pytest.fixture(scope="session")

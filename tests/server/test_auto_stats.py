@@ -9,17 +9,16 @@ import inspect
 import logging
 import random
 
-import prepare_model
 import pytest
 import torch
 
-from sglang_triattn.calibrate import calibrate
-from sglang_triattn.kernels.score import score_naive
-from sglang_triattn.kernels.select import SELECTIONS, select_naive
-from sglang_triattn.scoring import score_tables
-from sglang_triattn.stats import load_stats
-
 import harness
+import prepare_model
+from sglang_triattn.calibration.transformers_engine import calibrate
+from sglang_triattn.kernels.score.reference import score_torch
+from sglang_triattn.kernels.select.reference import SELECTIONS, select_torch
+from sglang_triattn.rounds.scoring import score_tables
+from sglang_triattn.stats.file import load_stats
 from warm import run_command, running_server
 
 BUDGET, INTERVAL = 96, 32
@@ -35,13 +34,13 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def serve_and_ask(nursery, model, cache, log) -> tuple[str, dict]:
+def serve_and_ask(forkserver, model, cache, log) -> tuple[str, dict]:
     """What the log of one launch says of the statistics, and a compressed answer's report."""
     args = ["--enable-triattention", "--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
     # Processors without bfloat16 arithmetic would measure for minutes.
     args += ["--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32"]
     env = {**harness.STRICT, "XDG_CACHE_HOME": str(cache)}
-    with running_server(nursery, model, args, env, log) as server:
+    with running_server(forkserver, model, args, env, log) as server:
         client = harness.Client(server)
         response = client.generate(list(range(1000, 1040)), BUDGET + 2 * INTERVAL)
         served = client.totals()["stats"]
@@ -51,8 +50,8 @@ def serve_and_ask(nursery, model, cache, log) -> tuple[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def first_launch(nursery, smollm, cache, tmp_path_factory):
-    return serve_and_ask(nursery, smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
+def first_launch(forkserver, smollm, cache, tmp_path_factory):
+    return serve_and_ask(forkserver, smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
@@ -64,9 +63,9 @@ def test_the_first_launch_measures_and_says_so(first_launch, cache):
     assert log.index(stated) < log.index(shown) < log.index(kept)
 
 
-def test_the_next_launch_finds_them(nursery, first_launch, smollm, cache, tmp_path):
+def test_the_next_launch_finds_them(forkserver, first_launch, smollm, cache, tmp_path):
     """Prevents measuring at every launch, and tells that a folder that cannot be written is no obstacle."""
-    served, log = serve_and_ask(nursery, smollm[0], cache, tmp_path / "next.log")
+    served, log = serve_and_ask(forkserver, smollm[0], cache, tmp_path / "next.log")
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
     assert "expects this to take" not in log
@@ -92,9 +91,9 @@ def keys(smollm):
 def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
     tables = score_tables(stats, stats.num_kv_heads, "cpu")
     count = len(keys[0])
-    scores = score_naive(keys, torch.arange(count)[None], torch.tensor([count]), tables)
+    scores = score_torch(keys, torch.arange(count)[None], torch.tensor([count]), tables)
     lengths = torch.tensor([count])
-    return select_naive(scores, lengths, keep, 64, selection=selection, num_kv_heads=stats.num_kv_heads)[0]
+    return select_torch(scores, lengths, keep, 64, selection=selection, num_kv_heads=stats.num_kv_heads)[0]
 
 
 def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record_property):
@@ -117,13 +116,13 @@ def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record
     assert all(share >= 0.9 for share in agreements.values())
 
 
-def test_the_engine_measures_what_transformers_does(nursery, smollm, tmp_path):
+def test_the_engine_measures_what_transformers_does(forkserver, smollm, tmp_path):
     """Prevents an engine calibration that is right for small models in float32 only."""
     (tmp_path / "text.txt").write_text(prepare_model.calibration_text()[:4000])
     out = tmp_path / "engine.safetensors"
     words = ["--model", str(smollm[0]), "--data", str(tmp_path / "text.txt"), "--window", "512"]
     command = ["calibrate", "--engine", "sglang", *words, "--out", out, "--device", "cpu"]
-    ended = run_command(nursery, tmp_path, [*command, "--", "--max-total-tokens", "2048"], harness.STRICT)
+    ended = run_command(forkserver, tmp_path, [*command, "--", "--max-total-tokens", "2048"], harness.STRICT)
     assert ended.code == 0, ended.output[-3000:]
     engine = load_stats(out)
     expected = calibrate(str(smollm[0]), words[3], window=512, device="cpu", progress=False)

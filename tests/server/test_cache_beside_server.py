@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_triattn.config import Config
-from sglang_triattn.kernels.select import importance_naive
-from sglang_triattn.kernels.value_size import value_count, value_size_naive
-from sglang_triattn.policy import Setting
-from sglang_triattn.scoring import build_scorer
-from sglang_triattn.stats import load_stats
-from sglang_triattn.transformers_cache import CompactedCache
-from sglang_triattn.transformers_feed import feed
-
 import harness
 import kept_probe
 from harness import BUDGET, INTERVAL, RECENT, compression, prompt
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.score.value_size import value_count, value_size_torch
+from sglang_triattn.kernels.select.reference import importance_torch
+from sglang_triattn.rounds.scoring import build_scorer
+from sglang_triattn.stats.file import load_stats
+from sglang_triattn.transformers_cache.cache import CompactedCache
+from sglang_triattn.transformers_cache.feed import feed
+from sglang_triattn.transformers_cache.policy import Setting
 
 MARGIN = 2e-5
 """Between the last token that stays and the first that goes, in standard deviations. Where it is less, sums that run in
@@ -78,12 +77,12 @@ class Watched:
 
     def keep(self, slots, lengths, next_positions, keep, recent):
         scores = self.scorer.scores(slots, lengths, next_positions, recent)
-        importance = importance_naive(
+        importance = importance_torch(
             scores, lengths, recent, selection=self.config.selection, num_kv_heads=self.kv_heads
         )
         margins = []
         if large := value_count(keep, recent, self.config.value_share):
-            sizes = value_size_naive(self.pools.v_buffers, slots, lengths, recent).sqrt()
+            sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent).sqrt()
             sizes = sizes[..., : importance.shape[-1] - recent]
             margins.append(margin(sizes, large))
             importance.scatter_(-1, sizes.topk(large).indices, float("inf"))

@@ -13,19 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import Ended
 from safetensors import safe_open
 from transformers import DeepseekV3Config, HunYuanDenseV1Config
-from words import text, with_tokenizer
-
-from sglang_triattn.calibrate import calibrate, run_job
-from sglang_triattn.calibration_job import CalibrationJob
-from sglang_triattn.stats import QueryStats, load_stats
 
 import harness
+from launches import Ended
 from server import session_members
+from sglang_triattn.calibration.job import CalibrationJob
+from sglang_triattn.calibration.transformers_engine import calibrate, run_job
+from sglang_triattn.stats.file import QueryStats, load_stats
 from tiny_model import END, VOCABULARY
 from warm import run_command, running_server
+from words import text, with_tokenizer
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
@@ -52,11 +51,11 @@ def arguments(folder: Path, out: str, *options: str) -> list[str]:
 
 
 @pytest.fixture
-def run(nursery, folder, tmp_path):
+def run(forkserver, folder, tmp_path):
     """`run(out, *options, env=...)` calibrates until the command has ended."""
 
     def run(out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
-        return run_command(nursery, tmp_path, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
+        return run_command(forkserver, tmp_path, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
 
     return run
 
@@ -162,7 +161,7 @@ def activate():
 """
 
 
-def test_scheduler_serves_after_calibration(nursery, tiny, tmp_path):
+def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
     """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
     harness.install_plugin(tmp_path, "calibrating", _SERVING)
     chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
@@ -170,7 +169,7 @@ def test_scheduler_serves_after_calibration(nursery, tiny, tmp_path):
     env |= {"CHOSEN": str(chosen), "MEASURED": str(measured)}
     log = tmp_path / "log"
     arguments = [*harness.plain_args(), "--page-size", "16"]
-    with running_server(nursery, tiny.path, arguments, env, log) as server:
+    with running_server(forkserver, tiny.path, arguments, env, log) as server:
         client = harness.Client(server)
         client.generate_all([harness.prompt(seed, 40) for seed in range(4)], 60)
         client.flush()

@@ -8,9 +8,9 @@ import anthropic
 import openai
 import pytest
 import requests
-from words import text, word_tokenizer
 
 from harness import BUDGET, Client, assert_pool_is_whole, compression
+from words import text, word_tokenizer
 
 # Without words that the text of an answer leaves out, so that what is sent back are the ids that were generated.
 WORDS_ONLY = {"0": -100, "1": -100, "2": -100}
@@ -26,9 +26,9 @@ TOOL = {
 
 
 @pytest.fixture
-def ask(chatty):
+def ask(chat_client):
     """`ask(**options)` sends a greedy chat with the openai client."""
-    client = openai.OpenAI(base_url=f"{chatty.url}/v1", api_key="none", max_retries=0, timeout=600)
+    client = openai.OpenAI(base_url=f"{chat_client.url}/v1", api_key="none", max_retries=0, timeout=600)
 
     def create(*, messages=None, words=40, seed=1, settings=None, body=None, **options):
         custom = {} if settings is None else {"custom_params": {"triattention": settings}}
@@ -53,9 +53,9 @@ def rounds_of(client: Client, act) -> tuple[int, object]:
     return client.totals()["rounds"] - before, result
 
 
-def test_chat_plain_and_streamed(chatty, ask):
+def test_chat_plain_and_streamed(chat_client, ask):
     """Prevents chunks that are lost or doubled around a round, and lengths of the compressed row in the usage."""
-    rounds, whole = rounds_of(chatty, ask)
+    rounds, whole = rounds_of(chat_client, ask)
     assert rounds == 2
     answer = whole.choices[0].message.content
     assert len(answer.split()) == 150
@@ -63,41 +63,41 @@ def test_chat_plain_and_streamed(chatty, ask):
     # The message, and the words user, done and assistant of the template.
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (43, 150, 193)
 
-    rounds, chunks = rounds_of(chatty, lambda: list(ask(stream=True, stream_options={"include_usage": True})))
+    rounds, chunks = rounds_of(chat_client, lambda: list(ask(stream=True, stream_options={"include_usage": True})))
     assert rounds == 2
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer
     usage = chunks[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (43, 150, 193)
     assert usage.prompt_tokens_details.cached_tokens == 42
-    assert_pool_is_whole(chatty)
+    assert_pool_is_whole(chat_client)
 
 
-def test_choices_of_one_prompt(chatty, ask):
+def test_choices_of_one_prompt(chat_client, ask):
     """Prevents one of several answers from compressing for the others, or the usage from counting only one."""
-    rounds, response = rounds_of(chatty, lambda: ask(n=3, temperature=1.0))
+    rounds, response = rounds_of(chat_client, lambda: ask(n=3, temperature=1.0))
     answers = [choice.message.content for choice in response.choices]
     assert [len(answer.split()) for answer in answers] == [150] * 3
     assert len(set(answers)) == 3
     assert rounds == 6
     assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (43, 450)
-    assert_pool_is_whole(chatty)
+    assert_pool_is_whole(chat_client)
 
 
-def test_settings_of_a_request(chatty, ask):
+def test_settings_of_a_request(chat_client, ask):
     """Prevents `extra_body` from being lost between the openai client and the scheduler."""
-    assert rounds_of(chatty, ask)[0] == 2
-    assert rounds_of(chatty, lambda: ask(settings={"enabled": False}))[0] == 0
+    assert rounds_of(chat_client, ask)[0] == 2
+    assert rounds_of(chat_client, lambda: ask(settings={"enabled": False}))[0] == 0
     small = {"budget": 32, "interval": 8, "recent": 8}
     # The first at 40 tokens, then every 8; the last sampled token is never computed.
-    assert rounds_of(chatty, lambda: ask(settings=small))[0] == (149 - 40) // 8 + 1
-    streamed = rounds_of(chatty, lambda: list(ask(settings=small, stream=True)))
+    assert rounds_of(chat_client, lambda: ask(settings=small))[0] == (149 - 40) // 8 + 1
+    streamed = rounds_of(chat_client, lambda: list(ask(settings=small, stream=True)))
     assert streamed[0] == 14
     completion = {"model": "default", "prompt": text(2, 40), "max_tokens": 150, "temperature": 0}
     extra = {"ignore_eos": True, "custom_params": {"triattention": small}}
-    assert rounds_of(chatty, lambda: ask.client.completions.create(**completion, extra_body=extra))[0] == 14
+    assert rounds_of(chat_client, lambda: ask.client.completions.create(**completion, extra_body=extra))[0] == 14
 
 
-def test_chat_that_goes_on_behind_its_row(chatty, ask):
+def test_chat_that_goes_on_behind_its_row(chat_client, ask):
     """Prevents a usage that counts what was evicted as new, and turns of a chat that are computed from the start."""
     messages = [user(text(11, 40))]
     settings = {"conversation": "chat"}
@@ -116,12 +116,12 @@ def test_chat_that_goes_on_behind_its_row(chatty, ask):
     assert usage.prompt_tokens == second.usage.total_tokens + 14
     assert usage.prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
     assert usage.completion_tokens == 150
-    assert_pool_is_whole(chatty)
+    assert_pool_is_whole(chat_client)
 
 
-def test_reasoning_and_tools(chatty, ask):
+def test_reasoning_and_tools(chat_client, ask):
     """Prevents compressed answers from losing their reasoning, or requests with tools from failing."""
-    rounds, response = rounds_of(chatty, lambda: ask(tools=[TOOL], body={"separate_reasoning": True}))
+    rounds, response = rounds_of(chat_client, lambda: ask(tools=[TOOL], body={"separate_reasoning": True}))
     message = response.choices[0].message
     assert rounds == 2
     assert not message.tool_calls
@@ -152,7 +152,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_wrong_settings_are_refused(chatty, ask, case, stream):
+def test_wrong_settings_are_refused(chat_client, ask, case, stream):
     """Prevents a stream that begins with status 200, and tokens, for a request that cannot be served."""
     settings, sentence = BAD[case]
     with pytest.raises(openai.BadRequestError) as chat:
@@ -166,17 +166,17 @@ def test_wrong_settings_are_refused(chatty, ask, case, stream):
         {"text": "w5 w6", "sampling_params": custom},
         {"text": ["w5", "w6"], "sampling_params": [{}, custom]},
     ):
-        response = requests.post(f"{chatty.url}/generate", json={**body, "stream": stream}, timeout=60)
+        response = requests.post(f"{chat_client.url}/generate", json={**body, "stream": stream}, timeout=60)
         assert (response.status_code, response.json()) == (400, {"error": {"message": sentence}})
-    assert_pool_is_whole(chatty)
+    assert_pool_is_whole(chat_client)
 
 
-def test_anthropic_messages(chatty):
+def test_anthropic_messages(chat_client):
     """Prevents Messages, whole or streamed, from running uncompressed or counting the compressed row."""
-    client = anthropic.Anthropic(base_url=chatty.url, api_key="none", max_retries=0, timeout=600)
+    client = anthropic.Anthropic(base_url=chat_client.url, api_key="none", max_retries=0, timeout=600)
     # The endpoint knows no ignore_eos: this answer happens not to end earlier.
     request = {"model": "default", "max_tokens": 150, "messages": [user(text(5, 40))], "extra_body": {"temperature": 0}}
-    rounds, message = rounds_of(chatty, lambda: client.messages.create(**request))
+    rounds, message = rounds_of(chat_client, lambda: client.messages.create(**request))
     assert rounds == 2
     assert message.stop_reason == "max_tokens"
     usage = message.usage
@@ -189,21 +189,21 @@ def test_anthropic_messages(chatty):
         with client.messages.stream(**request) as events:
             return events.get_final_message()
 
-    rounds, streamed = rounds_of(chatty, stream)
+    rounds, streamed = rounds_of(chat_client, stream)
     assert rounds == 2
     assert "".join(block.thinking for block in streamed.content if block.type == "thinking").split() == thoughts.split()
     assert streamed.usage.output_tokens == 150
-    assert_pool_is_whole(chatty)
+    assert_pool_is_whole(chat_client)
 
 
-def test_native_text(chatty):
+def test_native_text(chat_client):
     """Prevents text of /generate, whole or streamed, from differing from the ids that it stands for."""
     sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
     body = {"text": text(6, 40), "sampling_params": sampling}
-    whole = chatty.post("/generate", **body).json()
+    whole = chat_client.post("/generate", **body).json()
     assert compression(whole)["rounds"] == 2
     assert whole["text"] == word_tokenizer().decode(whole["output_ids"], skip_special_tokens=True)
-    lines = requests.post(f"{chatty.url}/generate", json={**body, "stream": True}, timeout=600).text.split("\n\n")
+    lines = requests.post(f"{chat_client.url}/generate", json={**body, "stream": True}, timeout=600).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     last = json.loads(lines[-3].removeprefix("data: "))
     assert (last["text"], compression(last)) == (whole["text"], compression(whole))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import yaml
-from launches import launch
 
 import warm
 from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
+from launches import launch
 from server import free_port
 
 
@@ -21,7 +21,7 @@ def assert_compresses(client: Client) -> None:
     assert client.totals()["evicted_tokens"] == report["evicted_tokens"] == 160
 
 
-def test_config_file(nursery, tiny, tmp_path):
+def test_config_file(forkserver, tiny, tmp_path):
     """Prevents flags that work at a command line only."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
@@ -32,7 +32,7 @@ def test_config_file(nursery, tiny, tmp_path):
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump(settings))
     command = ["sglang.launch_server", "--config", str(file)]
-    with warm.running_launch(nursery, command, port, STRICT, tmp_path / "server.log") as server:
+    with warm.running_launch(forkserver, command, port, STRICT, tmp_path / "server.log") as server:
         assert_compresses(Client(server))
 
 

@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_equal_contexts_give_equal_bits(nursery, tiny, tmp_path, case):
+def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
     """Prevents K/V that depend on who shares the batch, or on whose slots were taken over."""
     cuda = torch.cuda.is_available()
     tolerance = 0 if cuda else 1e-4
@@ -76,7 +76,7 @@ def test_equal_contexts_give_equal_bits(nursery, tiny, tmp_path, case):
     }  # fmt: skip
     script = tmp_path / "workload.py"
     script.write_text(WORKLOAD)
-    ended = warm.run_script(nursery, script, [json.dumps([tolerance, jitter, settings, workload])], STRICT)
+    ended = warm.run_script(forkserver, script, [json.dumps([tolerance, jitter, settings, workload])], STRICT)
     line = next((line for line in ended.output.splitlines() if line.startswith("RESULTS")), None)
     assert line is not None, ended.output[-3000:]
     results = json.loads(line.removeprefix("RESULTS"))

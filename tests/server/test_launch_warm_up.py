@@ -32,18 +32,18 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 @pytest.fixture
 def interpreting():
-    """A nursery where Triton was imported with its interpreter."""
-    nursery = warm.Nursery(INTERPRETED)
-    yield nursery
-    nursery.stop()
+    """A forkserver where Triton was imported with its interpreter."""
+    forkserver = warm.Forkserver(INTERPRETED)
+    yield forkserver
+    forkserver.stop()
 
 
-def test_kernels_that_cannot_run_end_the_launch(nursery, tiny, tmp_path):
+def test_kernels_that_cannot_run_end_the_launch(forkserver, tiny, tmp_path):
     """Prevents a server that starts, takes requests, and dies in its first round."""
     install_plugin(tmp_path, "kernels", KERNELS)
     words = ["--model-path", tiny.path, *compressed_args(tiny)]
     env = {"PYTHONPATH": python_path(tmp_path)}
-    ended = warm.run_module(nursery, ["sglang.launch_server", *words], env, tmp_path / "log")
+    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], env, tmp_path / "log")
     assert ended.code == 2
     assert "value_size_triton failed" in ended.error
     assert "start without --enable-triattention" in ended.error
@@ -57,7 +57,7 @@ def answer_of(client: Client) -> dict:
 
 
 def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_path):
-    """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep other tokens than twins."""
+    """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep what references do not."""
     install_plugin(tmp_path, "kernels", KERNELS)
     expected = answer_of(serve())
     # The interpreter is slow on the long rows that a longer context would be rehearsed with.

@@ -8,19 +8,19 @@ import pytest
 import sglang as sgl
 import torch
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
-from words import text, word_tokenizer
 
 from harness import assert_pool_is_whole, compression
+from words import text, word_tokenizer
 
 LONG = 120
 """Tokens of an answer with one round: at 96 private tokens of 119 that are computed."""
 
 
 @pytest.fixture
-def backend(chatty):
-    endpoint = RuntimeEndpoint(chatty.url)
+def backend(chat_client):
+    endpoint = RuntimeEndpoint(chat_client.url)
     sgl.set_default_backend(endpoint)
-    yield chatty
+    yield chat_client
     sgl.set_default_backend(None)
 
 
@@ -104,12 +104,12 @@ def choose(s, topic, choices):
     s += sgl.select("choice", choices=choices)
 
 
-def test_select(backend, talking):
+def test_select(backend, chat_model):
     """Prevents choices from being scored behind a text with holes."""
     choices = [" w50 w51", " w60", " w70 w71 w72"]
     state = choose.run(topic=text(3, 30), choices=choices)
     assert state.get_meta_info("thoughts")["triattention"]["rounds"] == 1
-    words, model = word_tokenizer(), talking.load()
+    words, model = word_tokenizer(), chat_model.load()
     prompt = state.text().removesuffix(state["choice"])
     meta = state.get_meta_info("choice")
     for choice, scored in zip(choices, meta["input_token_logprobs"], strict=True):

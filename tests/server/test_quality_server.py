@@ -7,20 +7,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from checkout import ROOT
+from harness import BUDGET, INTERVAL, RECENT, prompt
+from sglang_triattn.config import Config
+from sglang_triattn.stats.file import load_stats
+from sglang_triattn.transformers_cache.cache import CompactedCache
+from sglang_triattn.transformers_cache.feed import feed
 from words import text
 
-from sglang_triattn.config import Config
-from sglang_triattn.stats import load_stats
-from sglang_triattn.transformers_cache import CompactedCache
-from sglang_triattn.transformers_feed import feed
-
-from harness import BUDGET, INTERVAL, RECENT, prompt
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 CHUNKS = ("--chunked-prefill-size", str(INTERVAL))
 PROMPT, PRIVATE = 40, 200
 SHARE = BUDGET / PRIVATE
@@ -96,7 +95,7 @@ def test_scored_text(bench, serve, tiny, streams):
         assert unit.logprob == pytest.approx(logprob, abs=2e-3)
 
 
-def test_the_command(serve, talking, tmp_path):
+def test_the_command(serve, chat_model, tmp_path):
     """Prevents a benchmark that does not reach a server as users start it."""
     lines = [
         {"id": "a", "prompt": text(1, PROMPT), "private": text(2, PRIVATE),
@@ -104,7 +103,14 @@ def test_the_command(serve, talking, tmp_path):
         {"id": "b", "prompt": text(5, PROMPT), "private": text(6, PRIVATE), "score_last": 100},
     ]  # fmt: skip
     (tmp_path / "streams.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, str(FOLDER / "quality.py"), "--server", serve(*CHUNKS).url, "--model", str(talking.path)]
+    command = [
+        sys.executable,
+        str(FOLDER / "quality.py"),
+        "--server",
+        serve(*CHUNKS).url,
+        "--model",
+        str(chat_model.path),
+    ]
     command += ["--streams", str(tmp_path / "streams.jsonl"), "--shares", str(SHARE), "--json", str(tmp_path / "out")]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from launches import run_python
 
+from checkout import ROOT
 from harness import STRICT, Client, assert_pool_is_whole, compression
+from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 PORT = 30000
 URL = f"http://localhost:{PORT}"
 ROUNDS = (399 - 256) // 64
@@ -37,10 +38,10 @@ def example(kind: str, word: str, of: str = "Clients") -> str:
 
 
 @pytest.fixture
-def client(serve, talking):
+def client(serve, chat_model):
     """A server with the lengths that the package has by default."""
     flags = ("--triattention-budget", "2048", "--triattention-interval", "128", "--triattention-recent", "128")
-    return serve(*flags, "--enable-cache-report", model=talking, tokenizer=True)
+    return serve(*flags, "--enable-cache-report", model=chat_model, tokenizer=True)
 
 
 def run(tmp_path: Path, source: str, **options) -> list[str]:
@@ -88,11 +89,11 @@ def user(tmp_path_factory):
 
 
 @pytest.mark.parametrize("program", ["python -m sglang.launch_server", "sglang serve"])
-def test_first_command(user, talking, tmp_path, program):
+def test_first_command(user, chat_model, tmp_path, program):
     """Prevents a first command that needs a flag which the README does not name, a GPU, a file, or another folder."""
     commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section("Use it"), re.MULTILINE)
     assert [command.endswith(" --model-path M --enable-triattention") for command in commands] == [True]
-    command = commands[0].replace(" M ", f" {talking.path} ")
+    command = commands[0].replace(" M ", f" {chat_model.path} ")
     wait_for_port()
     with running_process(["bash", "-c", command], PORT, user, tmp_path / "server.log", folder=README.parent) as server:
         wait_until_healthy(server)
@@ -111,9 +112,9 @@ def wait_for_port() -> None:
         time.sleep(1)
 
 
-def test_engine(user, talking, tmp_path):
+def test_engine(user, chat_model, tmp_path):
     """Prevents an example that users copy from failing, or from compressing nothing."""
-    source = example("python", "sglang.Engine", of="Use it").replace('"M"', f'"{talking.path}"')
+    source = example("python", "sglang.Engine", of="Use it").replace('"M"', f'"{chat_model.path}"')
     lines = run(tmp_path, source, env=user, cwd=str(README.parent))
     reports = [ast.literal_eval(line) for line in lines if line.startswith("{'rounds'")]
     assert [report["rounds"] for report in reports] == [ROUNDS]

@@ -26,12 +26,12 @@ def reason(client, ids: list[int], **triattention) -> dict:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_stripped_answers_are_owned_once(serve, talking, page_size):
+def test_stripped_answers_are_owned_once(serve, chat_model, page_size):
     """Prevents the tree from being given slots of an answer that SGLang frees; its strict checks end the server.
 
     Rounds leave the first 48 tokens alone, so that the answer's first ones lie in front of the first hole.
     """
-    client = serve("--page-size", str(page_size), *STRIPPED, model=talking, tokenizer=True)
+    client = serve("--page-size", str(page_size), *STRIPPED, model=chat_model, tokenizer=True)
     client.flush()
     ids = prompt(1, 20)
     answer = reason(client, ids)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from launches import launch, resolve
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from sglang_triattn.patches import refusals
-
 import warm
 from harness import compressed_args, install_plugin, plain_args, python_path
+from launches import launch, resolve
+from sglang_triattn.patches.launch import incompatible
 
 # (flags, environment, words that the sentence must hold)
 SETTINGS = [
@@ -80,7 +79,7 @@ def test_setting_is_refused(outcomes, index):
 @pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
 def test_blocks_of_scaled_keys_are_refused(dtype):
     """Prevents keys from being read without the scales of their blocks. SGLang itself wants a GPU for them first."""
-    (refusal,) = (refusal for refusal in refusals.SETTINGS if refusal.field == "kv_cache_dtype")
+    (refusal,) = (refusal for refusal in incompatible.SETTINGS if refusal.field == "kv_cache_dtype")
     assert refusal.applies(dtype)
     assert f"--kv-cache-dtype {dtype} does not work" in refusal.message(dtype)
 
@@ -126,13 +125,13 @@ record.resolve_once()
 """
 
 
-def test_a_file_that_comes_later_is_read_too(nursery, tiny, tmp_path):
+def test_a_file_that_comes_later_is_read_too(forkserver, tiny, tmp_path):
     """Prevents a model that SGLang has to fetch first from passing unread."""
     model, script = tmp_path / "model", tmp_path / "fetched_later.py"
     model.mkdir()
     (model / "config.json").write_text((tiny.path / "config.json").read_text())
     script.write_text(FETCHED_LATER)
-    ended = warm.run_script(nursery, script, [str(model)], {})
+    ended = warm.run_script(forkserver, script, [str(model)], {})
     assert ended.code == 2
     assert "some of its layers have no rotary embedding" in ended.error
 
@@ -160,10 +159,10 @@ def foreign_stats(tiny, tmp_path_factory):
     return path
 
 
-def test_foreign_stats_end_the_launch(nursery, tiny, foreign_stats, tmp_path):
+def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path):
     """Prevents scoring with another model's frequencies; only the loaded model can tell, in another process."""
     words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats)]
-    ended = warm.run_module(nursery, ["sglang.launch_server", *words], {}, tmp_path / "log")
+    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], {}, tmp_path / "log")
     assert ended.code == 2
     assert "inv" in ended.error.lower() or "frequenc" in ended.error.lower()
     assert "calibrate" in ended.error
@@ -188,7 +187,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_raises_and_leaves_no_process(nursery, tiny, foreign_stats, tmp_path):
+def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tmp_path):
     """Prevents an Engine that refused from holding memory in schedulers that nobody can reach."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
@@ -200,7 +199,7 @@ def test_engine_raises_and_leaves_no_process(nursery, tiny, foreign_stats, tmp_p
         "max_total_tokens": 2048,
         "dtype": "float32",
     }
-    ended = warm.run_script(nursery, script, [json.dumps(settings)], {})
+    ended = warm.run_script(forkserver, script, [json.dumps(settings)], {})
     refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")
     assert refused.endswith(" 0"), ended.output[-3000:]
     assert "calibrate" in refused
@@ -212,15 +211,15 @@ import multiprocessing, sys
 def activate():
     # In spawned children alone the plugin's scheduler part cannot be imported.
     if multiprocessing.parent_process() is not None:
-        sys.modules["sglang_triattn.patches.scheduler"] = None
+        sys.modules["sglang_triattn.patches.scheduler.plugin"] = None
 """
 
 
-def test_scheduler_without_the_plugin_ends_the_launch(nursery, tiny, tmp_path):
+def test_scheduler_without_the_plugin_ends_the_launch(forkserver, tiny, tmp_path):
     """Prevents a server that runs dense because the plugin failed to load in the scheduler, which SGLang only logs."""
     install_plugin(tmp_path / "plugin", "sabotage", SABOTAGE)
     command = ["sglang.launch_server", "--model-path", tiny.path, *compressed_args(tiny)]
-    ended = warm.run_module(nursery, command, {"PYTHONPATH": python_path(tmp_path / "plugin")}, tmp_path / "log")
+    ended = warm.run_module(forkserver, command, {"PYTHONPATH": python_path(tmp_path / "plugin")}, tmp_path / "log")
     assert ended.code == 2
     assert "did not confirm" in ended.error
 

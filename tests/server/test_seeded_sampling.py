@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import seeded
 import torch
 
+import seeded
 from harness import compression, install_plugin, prompt, python_path
 from oracle import TOLERANCE, oracle_of
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 import requests
-from launches import resolve
 
 import warm
 from harness import BUDGET, INTERVAL, STRICT, Client, compressed_args, install_plugin, prompt, python_path
+from launches import resolve
 
 # Gives a running request a slot of the tree in place of one of its own. SGLang's own checks, which count, see nothing.
 FAULT = """
@@ -30,14 +30,14 @@ def corrupt(scheduler, batch, *_, **__):
 
 
 @pytest.fixture
-def corrupted(nursery, tiny, tmp_path):
+def corrupted(forkserver, tiny, tmp_path):
     """`corrupted(env)` is a running server with the plugin, and the path of its log."""
     install_plugin(tmp_path, "fault", FAULT)
     log = tmp_path / "server.log"
 
     def start(env: dict[str, str]):
         env = {**STRICT, "PYTHONPATH": python_path(tmp_path), **env}
-        return warm.running_server(nursery, tiny.path, compressed_args(tiny, "--page-size", "1"), env, log), log
+        return warm.running_server(forkserver, tiny.path, compressed_args(tiny, "--page-size", "1"), env, log), log
 
     return start
 

@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 
 import warm
+from checkout import ROOT
 from harness import own_core
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": str(own_core())}
 
 
 @pytest.fixture
-def run_quick(nursery, monkeypatch, tmp_path):
+def run_quick(forkserver, monkeypatch, tmp_path):
     """`run_quick(name)` runs a benchmark with servers that start in seconds, and gives what it wrote."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def running_server(model: str, args: list[str], log_path: Path):
-        return warm.running_server(nursery, Path(model), args, ONE_CORE, log_path)
+        return warm.running_server(forkserver, Path(model), args, ONE_CORE, log_path)
 
     def run(name: str) -> dict:
         monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)

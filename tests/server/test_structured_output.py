@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import re
 
-import prepare_model
 import pytest
 
+import prepare_model
 from harness import STRICT, Client, compression
 from warm import running_server
 
 
 @pytest.fixture(scope="module")
-def smollm(nursery, tmp_path_factory):
+def smollm(forkserver, tmp_path_factory):
     model, stats = prepare_model.prepare()
     args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
     args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle"]
-    with running_server(nursery, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
+    with running_server(forkserver, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
         yield Client(server)
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny_models import COMMON, make_model
-
-from sglang_triattn import cli
 
 from quality_cases import modules
+from sglang_triattn.cli import main as cli
+from tiny_models import COMMON, make_model
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Moves of kept K/V: the reference in torch, kernels in Triton."""

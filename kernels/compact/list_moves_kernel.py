@@ -1,0 +1,128 @@
+"""Triton `list_moves`: which K/V a round copies where, of all kept sets in one launch; see `reference.list_moves`.
+
+One program lists moves of one kept set. The hole of rank q lies behind the kept tokens that have at most q holes before
+them; `kept[i] - i`, the holes before kept token i, rises with i, so a binary search counts them. "fill" passes over the
+holes of the columns that it empties.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_triattn.kernels.compact.reference import moves_of
+
+BLOCK = 512
+"""Moves of one program."""
+
+
+def list_moves_triton(
+    slots: torch.Tensor,
+    kept: torch.Tensor,
+    strategy: str,
+    *,
+    cut: int | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The copies that bring each kept set to the private slots that its request keeps.
+
+    Args:
+        slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots. int64 is
+            narrowed into a copy.
+        kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64, ascending indices into them.
+        strategy: "slide" or "fill".
+        cut, lengths: as for `list_moves`.
+
+    Returns:
+        sources, targets: [R, ..., M] int32, as `list_moves` defines them.
+
+    Raises ValueError on an unknown strategy.
+    """
+    requests, columns = slots.shape
+    keep = kept.shape[-1]
+    moves = moves_of(strategy, keep, columns)
+    # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
+    slots, kept = slots.to(torch.int32).contiguous(), kept.contiguous()
+    lengths = kept.new_full((requests,), columns) if lengths is None else lengths.contiguous()
+    sources, targets = (slots.new_empty((*kept.shape[:-1], moves)) for _ in range(2))
+    if moves:
+        sets = kept[0].numel() // keep
+        grid = (triton.cdiv(moves, BLOCK), sets, requests)
+        settings = moves_settings(strategy == "slide")
+        moves_kernel[grid](
+            slots,
+            kept,
+            lengths,
+            sources,
+            targets,
+            columns,
+            keep,
+            keep if cut is None else cut,
+            moves,
+            keep.bit_length(),
+            **settings,
+        )
+    return sources, targets
+
+
+def moves_settings(ordered: bool) -> dict:
+    """Compile-time arguments of `moves_kernel`; `ordered` for "slide"."""
+    return {"ORDERED": ordered, "BLOCK": BLOCK, "num_warps": 8}
+
+
+@triton.jit
+def _count(p_kept, keep, steps, b_most, SLOPE: tl.constexpr):
+    """For each of b_most: how many kept tokens i have kept[i] - SLOPE * i <= it; the first ones, for that rises."""
+    b_low = tl.zeros_like(b_most)
+    b_high = b_low + keep
+    for _ in range(steps):
+        b_mid = (b_low + b_high) // 2
+        m_open = b_low < b_high
+        b_value = tl.load(p_kept + b_mid, mask=m_open, other=0).to(tl.int32) - SLOPE * b_mid
+        m_above = m_open & (b_value <= b_most)
+        b_high = tl.where(m_open & (b_value > b_most), b_mid, b_high)
+        b_low = tl.where(m_above, b_mid + 1, b_low)
+    return b_low
+
+
+# As in `score_triton`, nothing is specialised on a run-time value.
+@triton.jit(do_not_specialize=list(range(10)))
+def moves_kernel(
+    slots,  # [R, N]
+    kept,  # [R, S, keep]
+    lengths,  # [R]
+    sources,  # [R, S, M]
+    targets,  # [R, S, M]
+    columns,
+    keep,
+    cut,
+    moves,
+    steps,
+    ORDERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (ceil(M / BLOCK), S, R); `steps` halvings leave nothing of `keep`."""
+    i_r = tl.program_id(2).to(tl.int64)
+    i_set = i_r * tl.num_programs(1) + tl.program_id(1)
+    p_kept = kept + i_set * keep
+    o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_m = o_m < moves
+    if ORDERED:
+        b_source = tl.load(p_kept + o_m, mask=m_m, other=0)
+        b_target = o_m
+    else:
+        # Kept tokens of the emptied columns go to the holes of the others, in order.
+        emptied = tl.load(lengths + i_r).to(tl.int32) - keep
+        b_end = tl.zeros_like(o_m) + cut
+        b_first = _count(p_kept, keep, steps, b_end - 1, 0)
+        b_behind = _count(p_kept, keep, steps, b_end + emptied - 1, 0)
+        b_which = b_first + o_m
+        m_move = m_m & (b_which < b_behind)
+        b_hole = tl.where(o_m < cut - b_first, o_m, o_m + emptied - (b_behind - b_first))
+        b_source = tl.load(p_kept + b_which, mask=m_move, other=0)
+        b_target = tl.where(m_move, b_hole + _count(p_kept, keep, steps, b_hole, 1), 0)
+    p_slot = slots + i_r * columns
+    p_move = i_set * moves + o_m
+    tl.store(sources + p_move, tl.load(p_slot + b_source, mask=m_m, other=0), mask=m_m)
+    tl.store(targets + p_move, tl.load(p_slot + b_target, mask=m_m, other=0), mask=m_m)

@@ -1,0 +1,1 @@
+"""Scores of cached keys and sizes of cached values: references in torch, kernels in Triton."""

@@ -1,0 +1,276 @@
+"""Scores of cached keys: how strongly future queries are expected to attend to each of them.
+
+The score of a key is a property of the key and of where the next token stands, no attention is computed
+(arXiv 2604.04921, section 4; docs/method.md). RoPE turns component f of a key at position p by `exp(i w_f p)`, so
+the mean query of a head, turned to a future position T + delta, meets the *cached* key without p being known:
+
+    base(delta) = s * Re sum_f mu_f exp(i w_f (T + delta)) conj(K_f)
+    extra       = s *    sum_f (a_f - |mu_f|) |K_f|
+    score       = mean over delta in OFFSETS of base(delta) + extra
+
+`K_f` is a cached key's complex component, `mu_f` the mean pre-RoPE query's and `a_f` the mean of its absolute
+value, `w_f` the RoPE frequency and `s` RoPE's attention scaling. Only `exp(i w_f delta)` depends on delta, so
+its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one dot product of length 3F:
+
+    [Re K, Im K, |K|] . [Re v, Im v, b]    with    v_f = s mu_f g_f exp(i w_f T),  b_f = s (a_f - |mu_f|)
+
+Symbols of shapes: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated
+dims), N keys.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+OFFSETS = tuple(2**i for i in range(17))
+"""Distances, in tokens, of the future queries that a score averages over: 1, 2, 4, ..., 65536."""
+
+SCRATCH_BYTES = 256 << 20
+"""Most device memory that a reference uses beside its result; keys or values are processed in pieces that fit."""
+
+CPU_SCRATCH_BYTES = 4 << 20
+"""The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
+
+CHUNK = 1024
+"""Tokens whose scores the kernel sums up together; part of the result's definition down to the last bit."""
+
+AGGREGATIONS = ("mean", "max", "norm")
+STYLES = ("half", "interleaved")
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreTables:
+    """Constants of one model on one device, everything a score needs beside the keys and T."""
+
+    mean: torch.Tensor
+    """[L, H_q, F] complex64: s * mu."""
+    center: torch.Tensor
+    """[L, H_q, F] complex64: s * mu * g, the mean over OFFSETS folded in."""
+    spread: torch.Tensor
+    """[L, H_q, F] float32: s * (a - |mu|), never negative."""
+    inv_freq: torch.Tensor
+    """[F] float64: RoPE frequencies in radians per token."""
+    offsets: torch.Tensor
+    """[17] float64: OFFSETS, on the device so that no round copies them there."""
+    style: str
+    """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
+    rotary_dim: int
+    """2F, the leading dims of a head that RoPE turns; the others are not scored."""
+    num_kv_heads: int
+
+    def __getitem__(self, layers: slice) -> "ScoreTables":
+        """The constants of some layers."""
+        return replace(self, mean=self.mean[layers], center=self.center[layers], spread=self.spread[layers])
+
+
+def build_tables(
+    mean: torch.Tensor,
+    abs_mean: torch.Tensor,
+    inv_freq: torch.Tensor,
+    attention_scaling: float,
+    style: str,
+    num_kv_heads: int,
+    device: torch.device | str,
+) -> ScoreTables:
+    """Prepares the constants of one model.
+
+    Args:
+        mean: [L, H_q, F] complex64, mean pre-RoPE query.
+        abs_mean: [L, H_q, F] float32, mean of its absolute value.
+        inv_freq: [F], radians per token.
+        attention_scaling: RoPE's factor on cos and sin, 1.0 but for YaRN-like types; folded in so that scores
+            equal those of keys before RoPE.
+        style: "half" or "interleaved", see `ScoreTables`.
+
+    Raises ValueError if shapes disagree, `style` is unknown or H_q is no multiple of `num_kv_heads`.
+    """
+    if mean.ndim != 3 or mean.shape != abs_mean.shape or inv_freq.shape != mean.shape[-1:]:
+        raise ValueError(
+            f"mean and abs_mean must be [L, H_q, F] and inv_freq [F], got {list(mean.shape)}, "
+            f"{list(abs_mean.shape)} and {list(inv_freq.shape)}"
+        )
+    if style not in STYLES:
+        raise ValueError(f"RoPE style must be one of {STYLES}, got {style!r}")
+    if mean.shape[1] % num_kv_heads:
+        raise ValueError(f"{mean.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
+    inv_freq = inv_freq.to("cpu", torch.float64)
+    mean = mean.to("cpu", torch.complex128) * attention_scaling
+    spread = (abs_mean.to("cpu", torch.float64) * attention_scaling - mean.abs()).clamp_min(0)
+    # Phases reach 65536 radians: in float32 they would be off by up to 0.004 before any key is read.
+    offsets = torch.tensor(OFFSETS, dtype=torch.float64)
+    angles = offsets[:, None] * inv_freq
+    gain = torch.polar(torch.ones_like(angles), angles).mean(0)
+    return ScoreTables(
+        mean=mean.to(torch.complex64).to(device),
+        center=(mean * gain).to(torch.complex64).to(device),
+        spread=spread.float().to(device),
+        inv_freq=inv_freq.to(device),
+        offsets=offsets.to(device),
+        style=style,
+        rotary_dim=2 * inv_freq.numel(),
+        num_kv_heads=num_kv_heads,
+    )
+
+
+def check_fits(k_buffers: Sequence[torch.Tensor], tables: ScoreTables, aggregation: str) -> None:
+    """Raises ValueError on an unknown aggregation, or unless `tables` describe the model that `k_buffers` belong to."""
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
+    layers = len(tables.spread)
+    if len(k_buffers) != layers:
+        raise ValueError(f"the statistics cover {layers} layers, got {len(k_buffers)} key buffers")
+    _, kv_heads, head_dim = k_buffers[0].shape
+    if kv_heads != tables.num_kv_heads:
+        raise ValueError(f"the statistics are for {tables.num_kv_heads} KV heads, the key pool has {kv_heads}")
+    if head_dim < tables.rotary_dim:
+        raise ValueError(f"RoPE turns {tables.rotary_dim} dims of a head, keys in the pool have {head_dim}")
+
+
+def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Tensor:
+    """The vectors that keys are multiplied with, `[Re v, Im v, b]` per request, layer and query head.
+
+    Args:
+        next_positions: [R] int64 on the tables' device: T, the logical position of each request's next token.
+
+    Returns:
+        [R, L, H_q, 3F] float32; phases are computed in float64.
+    """
+    turned = _turn(tables.center, tables.inv_freq, next_positions)
+    return torch.cat([turned, tables.spread.expand(turned.shape[0], -1, -1, -1)], dim=-1)
+
+
+def phase_rows(
+    tables: ScoreTables, next_positions: torch.Tensor, aggregation: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[R, O, 2, F] float32, `out` if given: cos and sin of the phases that queries stand at, computed in float64.
+
+    O is 1, for "max" one per offset. For "norm" they are zero, which leaves the trigonometric term out.
+    """
+    positions = next_positions.to(torch.float64)[:, None]
+    if aggregation == "max":
+        positions = positions + tables.offsets
+    angles = positions[..., None] * tables.inv_freq
+    if out is None:
+        out = tables.spread.new_empty((*angles.shape[:2], 2, angles.shape[2]))
+    return out.zero_() if aggregation == "norm" else out.copy_(torch.stack([angles.cos(), angles.sin()], dim=2))
+
+
+def score_torch(
+    k_buffers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    next_positions: torch.Tensor,
+    tables: ScoreTables,
+    *,
+    aggregation: str = "mean",
+) -> torch.Tensor:
+    """Scores of the private tokens of R requests in all layers and query heads; higher is more important.
+
+    Args:
+        k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys in bf16, fp16, fp32 or
+            float8. Keys divided by a constant give scores divided by it, which no selection notices.
+        slots: [R, N] int64, private slots of each request in row order, right-padded with any valid slot.
+            Scores of padded columns are meaningless.
+        next_positions: [R] int64, see `phase_vectors`.
+        aggregation: over OFFSETS, "mean" (the paper's) or "max"; "norm" leaves the trigonometric term out.
+
+    Returns:
+        [R, L, H_q, N] float32.
+
+    Raises ValueError where `check_fits` does.
+    """
+    check_fits(k_buffers, tables, aggregation)
+    layers, q_heads, _ = tables.spread.shape
+    requests, columns = slots.shape
+    scores = slots.new_empty((requests, layers, q_heads, columns), dtype=torch.float32)
+    layer_step, column_step = _pieces(k_buffers[0], tables, requests, columns)
+    vectors = phase_vectors(tables, next_positions) if aggregation == "mean" else None
+    for first in range(0, layers, layer_step):
+        group = slice(first, min(first + layer_step, layers))
+        for start in range(0, columns, column_step):
+            span = slice(start, min(start + column_step, columns))
+            features = _features(k_buffers[group], slots[:, span], tables)
+            if aggregation == "mean":
+                piece = _project(vectors[:, group], features)
+            else:
+                piece = _without_collapse(tables, group, next_positions, features, aggregation)
+            scores[:, group, :, span] = piece
+    return scores
+
+
+def workspace_bytes(pool: torch.Tensor) -> int:
+    """Bytes that a reference may use beside its result, on the pool's device."""
+    return CPU_SCRATCH_BYTES if pool.device.type == "cpu" else SCRATCH_BYTES
+
+
+def gather_slots(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What a pool [num_slots, ...] of any dtype holds at `slots` [n]."""
+    if pool.element_size() > 1:
+        return pool.index_select(0, slots)
+    # Devices gather bytes but not all of them gather float8.
+    return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
+
+
+def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`coefficients` [L, H_q, F] complex64 turned to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im]."""
+    angles = positions.to(torch.float64)[:, None] * inv_freq  # [R, F]
+    unit = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    turned = coefficients * unit[:, None, None, :]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, columns: int) -> tuple[int, int]:
+    """How many layers and how many columns to process at once so that workspace stays in bounds."""
+    limit = workspace_bytes(pool)
+    _, q_heads, frequencies = tables.spread.shape
+    # Held for every layer of a piece: the features and two results (17 offsets keep a running maximum).
+    held = requests * 4 * (tables.num_kv_heads * 3 * frequencies + 2 * q_heads)
+    # Held for one layer at a time: the gathered keys.
+    gathered = requests * tables.num_kv_heads * pool.shape[-1] * pool.element_size()
+    column_step = max(1, min(columns, limit // (held + gathered)))
+    layer_step = max(1, (limit - gathered * column_step) // (held * column_step))
+    return layer_step, column_step
+
+
+def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreTables) -> torch.Tensor:
+    """Key features [Re K, Im K, |K|] of a piece: [layers, R, H_kv, N, 3F] float32."""
+    requests, columns = slots.shape
+    half = tables.inv_freq.numel()
+    flat = slots.reshape(-1)
+    features = slots.new_empty((len(pools), requests, tables.num_kv_heads, columns, 3 * half), dtype=torch.float32)
+    for target, pool in zip(features, pools, strict=True):
+        keys = gather_slots(pool, flat)[..., : tables.rotary_dim].unflatten(0, (requests, columns)).transpose(1, 2)
+        if tables.style == "half":
+            target[..., : 2 * half].copy_(keys)
+        else:
+            target[..., :half].copy_(keys[..., 0::2])
+            target[..., half : 2 * half].copy_(keys[..., 1::2])
+    real, imag, size = features[..., :half], features[..., half : 2 * half], features[..., 2 * half :]
+    torch.mul(real, real, out=size)
+    size.addcmul_(imag, imag).sqrt_()
+    return features
+
+
+def _project(vectors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """vectors [R, layers, H_q, K] on features [layers, R, H_kv, N, K]: [R, layers, H_q, N].
+
+    The query heads of a group are rows of one matrix product with their KV head's keys: no key is repeated.
+    """
+    grouped = vectors.unflatten(2, (features.shape[2], -1)).transpose(0, 1)  # [layers, R, H_kv, G, K]
+    return torch.matmul(grouped, features.transpose(-1, -2)).flatten(2, 3).transpose(0, 1)
+
+
+def _without_collapse(
+    tables: ScoreTables, group: slice, next_positions: torch.Tensor, features: torch.Tensor, aggregation: str
+) -> torch.Tensor:
+    """Scores [R, layers, H_q, N] of a piece where the offsets do not fold into one vector."""
+    trig = 2 * tables.inv_freq.numel()
+    spread = tables.spread[group].expand(next_positions.shape[0], -1, -1, -1)
+    extra = _project(spread, features[..., trig:])
+    if aggregation == "norm":
+        return extra
+    best = torch.full_like(extra, float("-inf"))
+    for offset in OFFSETS:
+        vectors = _turn(tables.mean[group], tables.inv_freq, next_positions + offset)
+        torch.maximum(best, _project(vectors, features[..., :trig]), out=best)
+    return best.add_(extra)

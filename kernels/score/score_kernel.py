@@ -1,0 +1,254 @@
+"""Triton `score`: every due request, layer and query head in one launch; see `reference.score_torch`.
+
+One program scores one chunk of one request's candidates with all query heads of one KV head:
+
+    slots [CHUNK] -> keys [BLOCK, 2F], read once from the paged pool -> [Re K, Im K, |K|] . columns -> scores
+
+A query head is one column of a matrix product, so its cost hardly depends on how many heads share the key; more than
+HEADS of them are spread over programs that lie side by side and find the keys in the cache. Tensor
+cores multiply bfloat16 without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts
+whose sum is exact, and the result is as good as a float32 product. No key is widened in memory, gathered or repeated.
+Only "max" gives a program four query heads at most: 17 offsets cost so much more than reading the keys again.
+
+The newest tokens stay whatever their score, so that their keys are not read.
+
+Each program also reduces its scores to a mean and a sum of squared deviations, which `importance_triton` merges in a
+fixed order: no atomics, equal bits in every run, and nothing of a request depends on the batch around it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_triattn.kernels.pools import FLOAT8, KeyPools
+from sglang_triattn.kernels.score.parts import dot, load_coefficients, load_keys, load_spread, turned
+from sglang_triattn.kernels.score.reference import CHUNK, ScoreTables, check_fits, phase_rows
+from sglang_triattn.kernels.score.tuning import ALIGN, WARPGROUPS, launch_settings
+
+
+def score_triton(
+    pools: KeyPools,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    next_positions: torch.Tensor,
+    tables: ScoreTables,
+    recent: int,
+    *,
+    aggregation: str = "mean",
+    scores: torch.Tensor | None = None,
+    moments: torch.Tensor | None = None,
+    units: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the candidates of R requests in all layers and query heads; higher is more important.
+
+    Args:
+        pools: from `key_pools`.
+        slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
+            int64 is narrowed into a copy.
+        lengths: [R] int64, private tokens of each request.
+        next_positions: [R] int64, logical position of each request's next token.
+        recent: newest tokens of each request, which are no candidates.
+        aggregation: "mean", "max" or "norm", see `score_torch`.
+        scores, moments, units: float32 tensors to fill, allocated where None; `units` as `phase_rows` returns it.
+
+    Returns:
+        scores [R, L, H_q, N] float32, only the candidates' columns written; moments [R, L, H_q, C, 2] float32 with
+        C = ceil(N / CHUNK): mean of the chunk's candidates and their sum of squared deviations from it.
+
+    Raises ValueError where `check_fits` does.
+    """
+    check_fits(pools.buffers, tables, aggregation)
+    layers, q_heads, frequencies = tables.spread.shape
+    group = q_heads // tables.num_kv_heads
+    requests, columns = slots.shape
+    chunks = triton.cdiv(columns, CHUNK)
+    if scores is None:
+        scores = slots.new_empty((requests, layers, q_heads, columns), dtype=torch.float32)
+    if moments is None:
+        moments = slots.new_empty((requests, layers, q_heads, chunks, 2), dtype=torch.float32)
+    # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
+    slots = slots.to(torch.int32)
+    pool = pools.buffers[0]
+    units = phase_rows(tables, next_positions, aggregation, units)
+    steps = (frequencies, pool.stride(0), pool.stride(1))
+    aligned = not any(step % ALIGN for step in steps)
+    warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
+    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups)
+    split = triton.cdiv(group, settings["GP"])
+    score_kernel[(layers * tables.num_kv_heads * split, chunks, requests)](
+        pools.addresses,
+        pools.scales,
+        slots,
+        lengths,
+        units,
+        torch.view_as_real(tables.mean if aggregation == "max" else tables.center),
+        tables.spread,
+        scores,
+        moments,
+        tables.num_kv_heads,
+        group,
+        split,
+        columns,
+        recent,
+        *(step // settings["ALIGN"] for step in steps),
+        slots.stride(0),
+        units.shape[1],
+        *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
+        **settings,
+    )
+    return scores, moments
+
+
+# Nothing is specialised on a run-time value: what is compiled ahead of time is what is launched.
+@triton.jit(do_not_specialize=list(range(23)))
+def score_kernel(
+    addresses,  # [L] int64
+    scales,  # [L]
+    slots,  # [R, N]
+    lengths,  # [R]
+    units,  # [R, O, 2, F]
+    coefficients,  # [L, H_q, F, 2]
+    spread,  # [L, H_q, F]
+    scores,  # [R, L, H_q, N]
+    moments,  # [R, L, H_q, C, 2]
+    kv_heads,
+    group,
+    split,
+    columns,
+    recent,
+    frequencies,
+    stride_slot,
+    stride_head,
+    stride_row,
+    offsets,
+    shift,
+    limit,
+    factor,
+    beyond,
+    KIND: tl.constexpr,
+    FT: tl.constexpr,
+    TILED: tl.constexpr,
+    GP: tl.constexpr,
+    MAX: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Grid (L * H_kv * split, C, R); see the module's docstring.
+
+    `split` programs share a KV head, GP query heads each. `frequencies`, `stride_slot` and `stride_head` count ALIGN
+    elements. `shift` to `beyond` decode float8.
+    """
+    PARTS: tl.constexpr = 3 if KIND == "fp32" else (2 if KIND == "fp16" else 1)
+    NC: tl.constexpr = 4 * GP
+    i_ljs, i_c, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_lj, first = i_ljs // split, (i_ljs % split) * GP
+    i_l, i_j = i_lj // kv_heads, i_lj % kv_heads
+    F = frequencies * ALIGN
+    candidates = tl.load(lengths + i_r).to(tl.int32) - recent
+
+    # Columns 4 g .. 4 g + 3 belong to the group's query head first + g.
+    o_c = tl.arange(0, NC)
+    b_part = (o_c % 4)[None, :]
+    i_h = i_lj * group + first + o_c // 4
+    m_h = first + o_c // 4 < group
+    p_units = units + i_r * offsets * 2 * F
+    if not TILED:
+        # One tile holds all frequencies: what does not change with the keys stays in registers.
+        o_f = tl.arange(0, FT)
+        m_f = o_f < F
+        b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+        b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+        if not MAX:
+            b_vre, b_vim = turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+
+    if KIND == "bf16":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "fp16":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float16))
+    elif KIND == "fp32":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float32))
+    else:
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
+    p_pool = tl.multiple_of(p_pool, 16) + i_j.to(tl.int64) * (stride_head * ALIGN)
+    scale = tl.load(scales + i_l)
+
+    o_g = first + tl.arange(0, GP)
+    m_g = o_g < group
+    # [GP], rows of the results.
+    i_row = (i_r * (tl.num_programs(0) // split) + i_lj) * group + o_g
+    b_count = tl.zeros([], tl.float32)
+    b_mean = tl.zeros([GP], tl.float32)
+    b_square = tl.zeros([GP], tl.float32)
+    for start in range(i_c * CHUNK, tl.minimum(i_c * CHUNK + CHUNK, candidates), BLOCK):
+        o_n = start + tl.arange(0, BLOCK)
+        m_n = o_n < candidates
+        b_slot = tl.load(slots + i_r * stride_row + o_n, mask=m_n, other=0).to(tl.int64)
+        p_key = p_pool + b_slot[:, None] * ALIGN * stride_slot
+
+        b_acc = tl.zeros([BLOCK, NC], tl.float32)
+        if not TILED:
+            b_kre, b_kim = load_keys(p_key, m_n, o_f, m_f, 0, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED)
+            b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+            if not MAX:
+                b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
+                b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
+        else:
+            for tile in range(tl.cdiv(F, FT)):
+                o_f = tile * FT + tl.arange(0, FT)
+                m_f = o_f < F
+                b_kre, b_kim = load_keys(
+                    p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
+                )
+                b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+                b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+                if not MAX:
+                    b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+                    b_vre, b_vim = turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+                    b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
+                    b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
+        if MAX:
+            b_score = tl.full([BLOCK, GP], float("-inf"), tl.float32)
+            for i_o in range(offsets):
+                p_unit = p_units + i_o * 2 * F
+                b_trig = b_acc
+                if not TILED:
+                    b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
+                    b_trig = dot(b_kre, b_vre, b_trig, PARTS, WIDEN)
+                    b_trig = dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
+                else:
+                    # The block's keys do not fit in registers beside this; they come from the cache again.
+                    for tile in range(tl.cdiv(F, FT)):
+                        o_f = tile * FT + tl.arange(0, FT)
+                        m_f = o_f < F
+                        b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
+                        b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
+                        b_kre, b_kim = load_keys(
+                            p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
+                        )
+                        b_trig = dot(b_kre, b_vre, b_trig, PARTS, WIDEN)
+                        b_trig = dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
+                b_trig = tl.sum(tl.reshape(b_trig, [BLOCK, GP, 4]), axis=2)
+                b_score = tl.maximum(b_score, b_trig, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            b_score = tl.sum(tl.reshape(b_acc, [BLOCK, GP, 4]), axis=2)  # [BLOCK, GP]
+        b_score *= scale
+        p_score = scores + i_row[None, :] * columns + o_n[:, None]
+        tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
+
+        # Mean and squared deviations so far, joined with the block's (Chan et al.).
+        b_new = tl.minimum(candidates - start, BLOCK).to(tl.float32)
+        b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
+        b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
+        b_gap = b_mid - b_mean
+        b_total = b_count + b_new
+        b_mean += b_gap * (b_new / b_total)
+        b_square += tl.sum(b_off * b_off, axis=0) + b_gap * b_gap * (b_count * b_new / b_total)
+        b_count += b_new
+    p_moment = moments + (i_row * tl.num_programs(1) + i_c) * 2
+    tl.store(p_moment, b_mean, mask=m_g)
+    tl.store(p_moment + 1, b_square, mask=m_g)

@@ -1,0 +1,70 @@
+"""How `score_kernel` is compiled and launched, by model, key dtype and GPU: tile sizes, warps and registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sglang_triattn.kernels.pools import KINDS
+from sglang_triattn.kernels.score.reference import CHUNK
+
+BLOCK = 64
+"""Tokens in flight at once: the rows of one Hopper tensor-core instruction."""
+
+HEADS = 16
+"""Most query heads of one program; a larger group is spread over several."""
+
+WARPGROUPS = 9
+"""First compute capability whose tensor cores read a factor from shared memory."""
+
+MAX_TILE = 64
+"""Most frequencies held in registers at once; larger heads are read in tiles."""
+
+ALIGN = 8
+"""Elements whose multiples the halves of a head and the strides of the pool are, where loads are to be wide."""
+
+
+def launch_settings(
+    dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str, aligned: bool, warpgroups: bool
+) -> dict:
+    """Compile-time arguments of `score_kernel` and how it is launched, for one model and key dtype.
+
+    Args:
+        aligned: whether the frequencies and the pool's strides are multiples of ALIGN.
+        warpgroups: whether four warps multiply together on the GPU: from compute capability WARPGROUPS on.
+    """
+    offsets = aggregation == "max"
+    # Odd shapes are served by the general kernel: tiles, sixteen columns, narrow loads.
+    tiled = frequencies > MAX_TILE or not aligned
+    heads = 4 if offsets else (HEADS if not aligned else min(HEADS, max(4, triton.next_power_of_2(group))))
+    tile = 32 if frequencies <= 32 else MAX_TILE
+    # With 64 rows these would spill registers. Fewer rows also keep Triton 3.8 off Blackwell's tensor memory, where it
+    # cannot compile the loop over offsets.
+    rows = 32 if offsets or dtype.itemsize == 1 else BLOCK
+    # Without a warpgroup's product, each warp has its own copy of the columns in registers.
+    copies = heads == HEADS and tile == MAX_TILE and dtype == torch.bfloat16 and not warpgroups
+    if copies:
+        rows = 32
+    elif heads == HEADS and (dtype.itemsize != 2 or (tile == MAX_TILE and dtype == torch.float16)):
+        rows = 16
+    if tiled:
+        narrow = dtype.itemsize > 1 if offsets else (dtype != torch.bfloat16 and heads == HEADS)
+        rows, tile = 16, 16 if narrow else 32
+    # More warps where so many columns or offsets would fill the registers of four.
+    crowded = heads == HEADS and (tiled or dtype.itemsize == 4 or dtype == torch.float16 or copies)
+    return {
+        "KIND": KINDS[dtype],
+        "FT": tile,
+        "TILED": tiled,
+        "GP": heads,
+        "MAX": offsets,
+        "INTERLEAVED": style == "interleaved",
+        "ALIGN": ALIGN if aligned else 1,
+        "BLOCK": rows,
+        "CHUNK": CHUNK,
+        "WIDEN": triton.knobs.runtime.interpret,
+        "num_warps": 8 if crowded or (offsets and not tiled) else 4,
+        "num_stages": 2 if (tiled and dtype.itemsize > 1) or tile * dtype.itemsize > 128 else 3,
+        # Left alone, ptxas trades a few spills for more resident programs here.
+        "maxnreg": 255 if tiled or offsets or dtype.itemsize == 1 else None,
+    }

@@ -1,0 +1,1 @@
+"""Which tokens stay: the reference in torch, kernels in Triton."""

@@ -1,0 +1,121 @@
+"""Triton `keep`: the most important candidates and the newest tokens, ascending; see `reference.keep_torch`.
+
+One program makes one kept set. Floats become unsigned integers of the same order; four histograms of eight bits each,
+from the highest down, find the lowest integer that is still kept and how many of its ties are. A last pass writes the
+indices in the order of the tokens: the place of each is a running sum, so that the result is sorted as it is made, and
+among ties the oldest come first. Integer sums have one result in any order, so there is nothing to differ between runs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+"""A row of at most that many tokens is read once and stays in registers."""
+
+LONG_BLOCK = 2048
+"""Tokens read at once of a longer row."""
+
+
+def keep_triton(
+    importance: torch.Tensor, lengths: torch.Tensor, keep: int, recent: int, *, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The `keep - recent` most important candidates and the newest `recent` tokens.
+
+    Args:
+        importance: [R, S, N] float32; columns from `lengths[r] - recent` on are never used. NaN counts as largest.
+        lengths: [R] int64, private tokens of each request, each at least `keep`.
+        kept: [R, S, keep] int64 to fill, allocated where None.
+
+    Returns:
+        [R, S, keep] int64, ascending.
+
+    Raises ValueError unless 0 <= recent <= keep <= N.
+    """
+    requests, sets, columns = importance.shape
+    if not 0 <= recent <= keep <= columns:
+        raise ValueError(f"need 0 <= recent <= keep <= {columns}, got recent {recent}, keep {keep}")
+    if kept is None:
+        kept = lengths.new_empty((requests, sets, keep), dtype=torch.int64)
+    keep_kernel[(sets, requests)](importance, lengths, kept, columns, keep, recent, **keep_settings(columns))
+    return kept
+
+
+def keep_settings(columns: int) -> dict:
+    """Compile-time arguments of `keep_kernel` for rows of `columns` tokens."""
+    single = columns <= BLOCK
+    return {"SINGLE": single, "BLOCK": BLOCK if single else LONG_BLOCK, "num_warps": 8}
+
+
+@triton.jit
+def _ordered(p_row, o_n, candidates):
+    """Importance as uint32 of the same order, NaN largest; 0 for tokens that are no candidates."""
+    m_n = o_n < candidates
+    b_x = tl.load(p_row + o_n, mask=m_n, other=0.0)
+    # -0.0 and 0.0 are a tie.
+    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.uint32, bitcast=True)
+    b_order = tl.where(b_bits >= 0x80000000, b_bits ^ 0xFFFFFFFF, b_bits | 0x80000000)
+    b_order = tl.where(b_x != b_x, 0xFFFFFFFF, b_order)
+    return tl.where(m_n, b_order, 0)
+
+
+# As in `score_triton`, nothing is specialised on a run-time value.
+@triton.jit(do_not_specialize=list(range(6)))
+def keep_kernel(
+    importance,  # [R, S, N]
+    lengths,  # [R]
+    kept,  # [R, S, keep]
+    columns,
+    keep,
+    recent,
+    SINGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (S, R)."""
+    i_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
+    candidates, chosen = length - recent, keep - recent
+    p_row = importance + i_row * columns
+    p_kept = kept + i_row * keep
+    o_b = tl.arange(0, BLOCK)
+    o_bin = tl.arange(0, 256)
+    if SINGLE:
+        b_order = _ordered(p_row, o_b, candidates)
+
+    # The kept integer of rank `need` begins with `prefix`; `need` counts within those that do.
+    prefix = tl.zeros([], tl.uint32)
+    need = tl.maximum(chosen, 1)
+    for digit in tl.static_range(4):
+        b_count = tl.zeros([256], tl.int32)
+        for start in range(0, candidates, BLOCK):
+            if not SINGLE:
+                b_order = _ordered(p_row, start + o_b, candidates)
+            m_n = start + o_b < candidates
+            if digit > 0:
+                m_n = m_n & ((b_order >> (32 - 8 * digit)) == prefix)
+            b_digit = ((b_order >> (24 - 8 * digit)) & 0xFF).to(tl.int32)
+            b_count += tl.histogram(b_digit, 256, mask=m_n)
+        b_above = tl.sum(b_count, axis=0) - tl.cumsum(b_count, axis=0)  # [256], in higher bins
+        # Falls with the bin: so many bins have enough in them and above them.
+        here = tl.sum((b_above + b_count >= need).to(tl.int32), axis=0) - 1
+        need -= tl.sum(tl.where(o_bin > here, b_count, 0), axis=0)
+        prefix = (prefix << 8) | here.to(tl.uint32)
+
+    taken = tl.zeros([], tl.int32)
+    ties = tl.zeros([], tl.int32)
+    for start in range(0, candidates, BLOCK):
+        if not SINGLE:
+            b_order = _ordered(p_row, start + o_b, candidates)
+        m_n = (start + o_b < candidates) & (chosen > 0)
+        b_tie = ((b_order == prefix) & m_n).to(tl.int32)
+        m_take = m_n & ((b_order > prefix) | ((b_tie > 0) & (ties + tl.cumsum(b_tie, axis=0) <= need)))
+        b_take = m_take.to(tl.int32)
+        o_place = taken + tl.cumsum(b_take, axis=0) - 1
+        tl.store(p_kept + o_place, (start + o_b).to(tl.int64), mask=m_take & (o_place < chosen))
+        taken += tl.sum(b_take, axis=0)
+        ties += tl.sum(b_tie, axis=0)
+    for start in range(0, recent, BLOCK):
+        o_new = start + o_b
+        tl.store(p_kept + chosen + o_new, (candidates + o_new).to(tl.int64), mask=o_new < recent)

@@ -1,0 +1,157 @@
+"""Selection: which private tokens of a request survive a round (arXiv 2604.04921, section 4; docs/method.md).
+
+    0                          length - recent      length            N
+    |-------- candidates ------------|--- newest -----|--- padding ----|
+      ranked by importance             always kept      never looked at
+
+Rows of scores (one per layer and query head) have different scales, so each is standardised over the
+request's own candidates before rows are compared. Importance then merges the rows; `selection` names how, and
+with it how many kept sets there are:
+
+    union            one set                 max over all layers and query heads (the paper's)
+    shared-mean      one set                 mean over all layers and query heads
+    per-head         one per KV head         mean over layers of the max over the head's group
+    per-layer-head   one per layer, KV head  max over the head's group
+
+With "per-layer-head" a share of the places can go to the candidates of the largest values (`value_size`) before the
+others are chosen by importance: the two criteria do not compete, each has places of its own.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from sglang_triattn.kernels.score.value_size import value_count
+
+SHARED = ("union", "shared-mean")
+"""Selections with one kept set for all heads."""
+
+SELECTIONS = (*SHARED, "per-head", "per-layer-head")
+
+MIN_STD = 1e-6
+"""Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""
+
+
+def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
+    """Kept sets of one request.
+
+    Raises ValueError on an unknown selection.
+    """
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
+    return {"per-head": kv_heads, "per-layer-head": layers * kv_heads}.get(selection, 1)
+
+
+def select_torch(
+    scores: torch.Tensor | None,
+    lengths: torch.Tensor,
+    keep: int,
+    recent: int,
+    *,
+    selection: str = "union",
+    num_kv_heads: int | None = None,
+    reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sizes: torch.Tensor | None = None,
+    value_share: float = 0.0,
+) -> torch.Tensor:
+    """Indices of the private tokens that stay.
+
+    Args:
+        scores: [R, L, H_q, N], from `score_torch`; columns from `lengths[r]` on are padding, maybe NaN. None where
+            `value_share` is 1: they decide nothing.
+        lengths: [R] int64, private tokens of each request, each at least `keep`.
+        keep: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
+        num_kv_heads: needed by "per-head" and "per-layer-head".
+        reduce_ranks: see `Scorer`; for selections with one kept set.
+        sizes: [R, L, H_kv, N], from `value_size_torch`, padded as `scores`; needed by `value_share`.
+        value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
+            values; the rest are the best of the other candidates. For "per-layer-head".
+
+    Returns:
+        int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
+
+    Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
+    "per-layer-head", or unless 0 <= recent <= keep <= N.
+    """
+    if value_share and (selection != "per-layer-head" or sizes is None):
+        raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
+    columns = (sizes if scores is None else scores).shape[-1]
+    if not 0 <= recent <= keep <= columns:
+        raise ValueError(f"need 0 <= recent <= keep <= {columns}, got recent {recent}, keep {keep}")
+    large = value_count(keep, recent, value_share)
+    if value_share:
+        outside = ~_candidates(columns, lengths, recent)[:, None, None]
+        sizes = sizes.masked_fill(outside, float("-inf"))
+        if large == keep - recent:
+            return keep_torch(sizes, lengths, keep, recent)
+    importance = importance_torch(scores, lengths, recent, selection=selection, num_kv_heads=num_kv_heads)
+    if reduce_ranks is not None:
+        importance = reduce_ranks(importance[:, None])[:, 0]
+    if large > 0:
+        importance.scatter_(-1, keep_torch(sizes, lengths, large, 0), float("inf"))
+    return keep_torch(importance, lengths, keep, recent)
+
+
+def importance_torch(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    recent: int,
+    *,
+    selection: str = "union",
+    num_kv_heads: int | None = None,
+) -> torch.Tensor:
+    """Importance of each candidate, -inf in all other columns.
+
+    Arguments as for `select_torch`. A z-score uses the population standard deviation over the candidates.
+
+    Returns:
+        float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".
+    """
+    kept_sets(selection, scores.shape[1], num_kv_heads or 1)
+    if selection.endswith("head") and num_kv_heads is None:
+        raise ValueError(f"selection {selection!r} needs num_kv_heads")
+    candidates = _candidates(scores.shape[-1], lengths, recent)  # [R, N]
+    z = _standardise(scores.float(), candidates[:, None, None, :], lengths - recent)
+    if selection == "union":
+        merged = z.amax((1, 2))
+    elif selection == "shared-mean":
+        merged = z.mean((1, 2))
+    else:
+        merged = z.unflatten(2, (num_kv_heads, -1)).amax(3)  # [R, L, H_kv, N]
+        if selection == "per-head":
+            merged = merged.mean(1)
+    outside = ~candidates.view(candidates.shape[0], *[1] * (merged.ndim - 2), -1)
+    return merged.masked_fill_(outside, float("-inf"))
+
+
+def keep_torch(importance: torch.Tensor, lengths: torch.Tensor, keep: int, recent: int) -> torch.Tensor:
+    """The `keep - recent` most important candidates and the newest `recent` tokens.
+
+    Args:
+        importance: [R, ..., N], -inf outside the candidates.
+
+    Returns:
+        [R, ..., keep] int64, ascending.
+    """
+    # A stable sort, not topk: ties must fall the same way on every device and rank, lowest index first.
+    order = importance.sort(dim=-1, descending=True, stable=True).indices
+    newest = lengths[:, None] - recent + torch.arange(recent, device=lengths.device)  # [R, recent]
+    newest = newest.view(lengths.shape[0], *[1] * (importance.ndim - 2), recent)
+    newest = newest.expand(*importance.shape[:-1], recent)
+    return torch.cat([order[..., : keep - recent], newest], dim=-1).sort(dim=-1).values
+
+
+def _candidates(columns: int, lengths: torch.Tensor, recent: int) -> torch.Tensor:
+    """[R, N] bool: the columns that compete for a place."""
+    return torch.arange(columns, device=lengths.device) < (lengths - recent)[:, None]
+
+
+def _standardise(scores: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """z-scores over the masked columns, 0 elsewhere; sums in float64 so that padding cannot shift a rank."""
+    counts = counts.clamp_min(1).to(torch.float64)[:, None, None, None]
+    # where, not multiplication: 0 * NaN is NaN.
+    zero = scores.new_zeros(())
+    mean = torch.where(mask, scores, zero).sum(-1, keepdim=True, dtype=torch.float64) / counts
+    centred = torch.where(mask, scores - mean.float(), zero)
+    variance = centred.square().sum(-1, keepdim=True, dtype=torch.float64) / counts
+    return centred.div_(variance.sqrt().clamp_min(MIN_STD).float())

@@ -1,0 +1,95 @@
+"""How much device memory a `Scorer` holds and what it scores in one launch: arithmetic on a model's shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_triattn.kernels.score.reference import CHUNK, OFFSETS
+from sglang_triattn.kernels.select.reference import kept_sets
+
+_ALIGNMENT = 256
+
+LIMIT_BYTES = 64 << 20
+"""Device memory that a `Scorer` holds, unless a single request needs more."""
+
+
+@dataclass(frozen=True)
+class WorkspacePlan:
+    """Device memory of a `Scorer`, known before the first request.
+
+    Args:
+        layers, q_heads, kv_heads, frequencies: of the model.
+        columns: private tokens of one request that all layers are scored for in one launch.
+        longest: most private tokens that any request can have. One that has more than `columns` may take several
+            launches, some layers each.
+        limit: bytes to hold; more only where one of those two needs more.
+        selection, aggregation, value_share: as for `select_torch` and `score_torch`.
+    """
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    frequencies: int
+    columns: int
+    longest: int
+    limit: int = LIMIT_BYTES
+    selection: str = "union"
+    aggregation: str = "mean"
+    value_share: float = 0.0
+
+    def parts(self, requests: int, columns: int, layers: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 tensors for `layers` layers of `requests` rows of `columns` tokens each.
+
+        Importance comes first: it stays where it is while groups of layers, not all equal in size, add to it. Only what
+        decides is there: no scores where `value_share` is 1, no sizes of values where it is 0.
+        """
+        sizes = {"sizes": (requests, layers, self.kv_heads, columns)} if self.value_share else {}
+        if self.value_share == 1:
+            return sizes
+        sets = kept_sets(self.selection, layers, self.kv_heads)
+        rows = (requests, layers, self.q_heads)
+        return {
+            "importance": (requests, sets, columns),
+            "units": (requests, len(OFFSETS) if self.aggregation == "max" else 1, 2, self.frequencies),
+            "scores": (*rows, columns),
+            "moments": (*rows, -(-columns // CHUNK), 2),
+            "scales": (*rows, 2),
+            **sizes,
+        }
+
+    def needs(self, requests: int, columns: int, layers: int) -> int:
+        """Bytes that `parts` take."""
+        return sum(padded_bytes(shape) for shape in self.parts(requests, columns, layers).values())
+
+    def bytes(self) -> int:
+        """Bytes held from start to end, whatever requests come."""
+        least = max(self.needs(1, self.columns, self.layers), self.needs(1, self.longest, 1))
+        return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
+
+    def launch(self, columns: int) -> tuple[int, int]:
+        """(requests, layers) to score at once where rows have `columns` tokens.
+
+        Depends on nothing but the row's width, which is the widest request's. That does not matter to a narrower
+        one: its result has the same bits however the layers are cut.
+
+        Raises ValueError if one layer of one request does not fit.
+        """
+        total = self.bytes()
+        layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, columns, n) <= total), 0)
+        if not layers:
+            raise ValueError(f"a row of {columns} tokens exceeds the {max(self.columns, self.longest)} planned for")
+        if layers < self.layers:
+            # Launches of about equal size.
+            return 1, -(-self.layers // -(-self.layers // layers))
+        requests = total // self.needs(1, columns, layers)
+        # Parts of several requests lie closer together than those of one do.
+        while self.needs(requests + 1, columns, layers) <= total:
+            requests += 1
+        return requests, layers
+
+
+def padded_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a float32 tensor, rounded up so that the next one is aligned."""
+    return -(-torch.Size(shape).numel() * 4 // _ALIGNMENT) * _ALIGNMENT

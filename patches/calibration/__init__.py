@@ -1,0 +1,1 @@
+"""Calibration inside SGLang: the model runs as it is served."""

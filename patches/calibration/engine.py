@@ -1,0 +1,278 @@
+"""`sglang-triattn calibrate --engine sglang`: an engine that measures instead of serving.
+
+The main process starts `sglang.Engine` with a request attached to its settings. Each scheduler runs it as soon as it
+is built and answers with the handshake that a compressing server uses (`handshake`); the first rank writes the
+statistics before that. Then the engine is shut down. SGLang parts: `Engine` and `_wait_for_scheduler_ready`
+(sglang/srt/entrypoints/engine.py), `Scheduler`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.config import SWITCH
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook, check_version, install
+from sglang_triattn.patches.launch import handshake
+from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.launch.incompatible import ENVIRONMENT, named, unsupported
+from sglang_triattn.patches.launch.model_config import reason_in_file
+
+# Settings under which a forward pass of one's own, or the split of the heads over ranks, is not what is assumed here.
+_REFUSED = {
+    "pp_size": lambda value: value > 1,
+    "dp_size": lambda value: value > 1,
+    "attn_cp_size": lambda value: value > 1,
+    "dcp_size": lambda value: value > 1,
+    "nnodes": lambda value: value > 1,
+    "speculative_algorithm": bool,
+    "disaggregation_mode": lambda value: value not in (None, "null"),
+    "enable_two_batch_overlap": bool,
+    "enable_pdmux": bool,
+    "dllm_algorithm": bool,
+    "is_embedding": bool,
+    "use_ray": bool,
+}
+
+_NO_PLACE = f"{SWITCH} has no place in a calibration: leave it out."
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the schedulers are asked to do."""
+
+    job_file: str
+    """The job, pickled. It is too long for a pipe: this process would wait for the last child to import SGLang."""
+
+    out: str
+    """Statistics file to write (.safetensors), absolute."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written."""
+
+    layers: int
+    heads: int
+    tokens: int
+
+
+def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, server_args: Sequence[str]) -> Made:
+    """Runs `job` in an engine of its own and writes the statistics to `out`.
+
+    Args:
+        server_args: flags of SGLang's own command line. One that SGLang does not know ends the process with status 2.
+
+    Raises:
+        TriAttentionError: the model, its settings or a text cannot be used, or the engine does not start; the message
+            is one sentence.
+    """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    # Before its other flags are looked at: what they name need not exist.
+    if any(word.split("=")[0] == SWITCH for word in server_args):
+        raise CalibrationError(_NO_PLACE)
+    check_version()
+    load_plugins()
+    # Prompts are token ids, so that no tokenizer is needed; graphs would only be captured, never replayed.
+    fixed = ["--model-path", model_path, "--skip-tokenizer-init", "--log-level", "error"]
+    for phase in ("decode", "prefill"):
+        fixed += [f"--cuda-graph-backend-{phase}", "disabled"]
+    record = prepare_server_args([*fixed, *server_args])
+    if args_patch.config_of(record) is not None:
+        raise CalibrationError(_NO_PLACE)
+    _check(record)
+    install(main_hooks())
+    engine = None
+    with tempfile.NamedTemporaryFile(prefix="sglang-triattn-") as job_file, _children_without_interrupts():
+        job_file.write(pickle.dumps(job))
+        job_file.flush()
+        args_patch.ask_for_calibration(record, Request(job_file.name, str(out.absolute())))
+        try:
+            engine = _engine_class()(server_args=record)
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
+            if isinstance(error, TriAttentionError):
+                raise
+            raise CalibrationError(_sentence(error)) from error
+    try:
+        return Made(**_answer(engine))
+    finally:
+        engine.shutdown()
+
+
+def scheduler_hooks(request: Request) -> list[Hook]:
+    """For a scheduler process that calibrates."""
+    state = _Scheduler(request)
+    target = "sglang.srt.managers.scheduler.Scheduler"
+    return [
+        Hook(f"{target}.__init__", "after", state.on_built, "self server_args port_args"),
+        Hook(f"{target}.get_init_info", "after", state.on_init_info, "self"),
+    ]
+
+
+class _Scheduler:
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._refusal: str | None = (
+            "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "
+            "without other SGLang plugins."
+        )
+        self._made: dict[str, int] = {}
+
+    def on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        try:
+            self._calibrate(scheduler)
+            self._refusal = None
+        except TriAttentionError as error:
+            self._refusal = str(error)
+        except torch.OutOfMemoryError:
+            self._refusal = (
+                "The device ran out of memory while calibrating: use a smaller --window or fewer --self-tokens, or "
+                "leave the engine's pool less with -- --mem-fraction-static 0.7."
+            )
+
+    def on_init_info(self, info: dict, _: Any) -> dict:
+        return {**info, handshake.KEY: handshake.answer(self._refusal) | {"calibrated": self._made}}
+
+    def _calibrate(self, scheduler: Any) -> None:
+        from sglang_triattn.patches.calibration.measure import calibrate_scheduler
+        from sglang_triattn.stats.file import save_stats
+
+        job = pickle.loads(Path(self._request.job_file).read_bytes())
+        first = scheduler.tp_group.rank_in_group == 0
+        with tqdm(total=job.tokens, unit="token", desc="calibrate", disable=not first) as bar:
+
+            def show(done: int, most: int) -> None:
+                bar.update(done - bar.n)
+
+            stats = calibrate_scheduler(scheduler, job, show)
+        if first:
+            save_stats(stats, self._request.out)
+        layers, heads, _ = stats.mean.shape
+        self._made = {"layers": layers, "heads": heads, "tokens": stats.token_count}
+
+
+def _check(record: Any) -> None:
+    """Raises TriAttentionError for settings and models that cannot be calibrated."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+    from sglang.srt.environ import envs
+
+    try:
+        record.resolve_once()
+        settings = resolving_view(record)
+        model = model_config_of(record)
+    except (ValueError, OSError, RuntimeError, KeyError, AssertionError) as error:
+        raise CalibrationError(_sentence(error)) from error
+    for field, refused in _REFUSED.items():
+        value = getattr(settings, field)
+        if value is not None and refused(value):
+            name = "--" + field.replace("_", "-")
+            raise CalibrationError(
+                f"{name} {value} does not work with calibrate: leave it out; of several devices, --tp-size uses all."
+            )
+    for name, reason in ENVIRONMENT.items():
+        if getattr(envs, name).get():
+            raise CalibrationError(f"{name} does not work with calibrate, because {reason}: unset it.")
+    reason = unsupported(model)
+    found = reason_in_file(settings) if reason is None else (named(model), reason)
+    if found is not None:
+        name, reason = found
+        raise CalibrationError(
+            f"The model {name} cannot be calibrated, because {reason}: use a decoder-only model with ordinary "
+            "multi-head or grouped-query attention."
+        )
+
+
+def _engine_class() -> type:
+    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C counts the sooner."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    class CalibrationEngine(Engine):
+        init_tokenizer_manager_func = staticmethod(lambda server_args, port_args: (_NoTokenizer(), None))
+
+    return CalibrationEngine
+
+
+class _NoTokenizer:
+    """What Engine sets on a tokenizer manager while it starts."""
+
+    _subprocess_watchdog: Any = None
+    max_req_input_len: int = 0
+
+    def set_startup_time(self, startup_time: Any) -> None:
+        pass
+
+
+def main_hooks() -> list[Hook]:
+    """For the main process."""
+    target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
+    return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
+
+
+def _wait(original: Callable, readers: list, processes: list) -> list[dict]:
+    """Waits for the answers of all ranks at once, so that a refusal of any ends the launch while others still run."""
+    from sglang.srt.runtime_context import get_server_args
+
+    if args_patch.calibration_of(get_server_args()) is None:
+        return original(readers, processes)
+    infos: dict[int, dict] = {}
+    try:
+        signal.signal(signal.SIGQUIT, _on_child_failure)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        while len(infos) < len(readers):
+            waiting = [reader for index, reader in enumerate(readers) if index not in infos]
+            # With none ready, SGLang's own function tells whether a process has died.
+            for reader in connection.wait(waiting, timeout=5) or ([] if _all_alive(processes) else waiting[:1]):
+                info = original([reader], processes)[0]
+                handshake.check_answers([info])
+                infos[readers.index(reader)] = info
+    except BaseException:
+        handshake.stop_launch(processes)
+        raise
+    return [infos[index] for index in range(len(readers))]
+
+
+def _all_alive(processes: list) -> bool:
+    return all(process.is_alive() for process in processes)
+
+
+def _on_child_failure(*_: Any) -> None:
+    """SGLang's schedulers send SIGQUIT when they fail, and its own handler would kill this process too."""
+    raise CalibrationError("SGLang failed while it loaded or ran the model: see its error above.")
+
+
+def _answer(engine: Any) -> dict[str, int]:
+    return engine._scheduler_init_result.scheduler_infos[0][handshake.KEY]["calibrated"]
+
+
+@contextmanager
+def _children_without_interrupts() -> Iterator[None]:
+    """Processes started while open inherit a blocked SIGINT.
+
+    Ctrl-C reaches the whole group; only this process is to answer it, by ending the others.
+    """
+    # Starting it later would unblock the signal.
+    resource_tracker.ensure_running()
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def _sentence(error: BaseException) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"SGLang cannot start the model: it says {reason!r}; correct the arguments after --."

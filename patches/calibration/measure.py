@@ -1,0 +1,271 @@
+"""Calibration inside a fully built scheduler: the model runs in SGLang, as it is served.
+
+So any model that SGLang serves can be measured, with its quantisation and tensor parallelism. SGLang part:
+`RadixAttention` (sglang/srt/layers/radix_attention.py), whose input is the query that meets the cached keys: after
+any query norm, and rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
+from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads
+from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
+from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
+from sglang_triattn.patches.model.inspect import UnsupportedModel, attention_layers, read_shape
+from sglang_triattn.stats.file import ModelShape, QueryStats
+
+TRACES_AT_ONCE = 8
+
+# What a call of RadixAttention carries where the backend has yet to scale, join, norm or turn its query
+# (sglang/srt/layers/attention/graph_utils.py).
+_UNFINISHED = ("q_descale", "q_rope", "cos_sin_cache", "mxfp8_norm_rope_positions")
+
+
+def calibrate_scheduler(
+    scheduler: Any, job: CalibrationJob, on_progress: Callable[[int, int], None] | None = None
+) -> QueryStats:
+    """Measures the query statistics of the model that `scheduler` serves.
+
+    Call it on every tensor-parallel rank, in a scheduler that is built and runs no requests yet. Pools and tree are
+    afterwards as before. The job's `partial` file is left for the caller to remove once the statistics are safe.
+
+    Args:
+        scheduler: SGLang's Scheduler, or anything with its pools, tree, streams, model_config and tp_worker.
+        job: the same on every rank.
+        on_progress: called after each forward pass with the tokens done and the most that there will be.
+
+    Returns:
+        Statistics of all query heads of the model, the same on every rank.
+
+    Raises:
+        CalibrationError: the model, its settings or a text cannot be used; the message is one sentence.
+    """
+    runner = scheduler.tp_worker.model_runner
+    try:
+        shape = read_shape(runner, scheduler.tp_group.world_size)
+        layers = [attention for attention, _ in attention_layers(runner.model)]
+    except UnsupportedModel as error:
+        path = runner.model_config.model_path
+        raise CalibrationError(
+            f"The model {path} cannot be calibrated, because {error.reason}: use another model."
+        ) from error
+    _check_room(scheduler, job)
+    sums = QuerySums(shape.num_layers, shape.rope)
+    free = _free(scheduler)
+    with on_forward_stream(scheduler), eager(runner), _capture(layers, sums):
+        total = _Run(scheduler, job, sums, on_progress).run()
+    if _free(scheduler) != free:
+        raise RuntimeError(f"calibration changed the free slots and rows from {free} to {_free(scheduler)}")
+    check_count(total.count)
+    return _statistics(runner.model_config, shape, total)
+
+
+class _Run:
+    """The passes of one job on one rank; every rank takes the same decisions."""
+
+    def __init__(self, scheduler: Any, job: CalibrationJob, sums: QuerySums, on_progress: Callable | None) -> None:
+        self._scheduler = scheduler
+        self._job = job
+        self._sums = sums
+        self._group = scheduler.tp_group
+        self._on_progress = on_progress or (lambda done, most: None)
+        self._done_tokens = 0
+        self._unsaved = 0
+        self._before = Progress()
+
+    def run(self) -> Sums:
+        job = self._job
+        # Only the first rank is sure to see the file.
+        first = self._group.rank_in_group == 0
+        self._before = self._group.broadcast_object(load_progress(job) if first else None)
+        unit = self._before.done
+        self._done_tokens = sum(map(job.tokens_of, range(unit)))
+        while unit < job.units:
+            if unit < len(job.windows):
+                self._run_window(job.windows[unit])
+                unit += 1
+            else:
+                first_trace = unit - len(job.windows)
+                count = _traces_at_once(self._scheduler, job, first_trace)
+                self._run_traces(first_trace, count)
+                unit += count
+            if self._unsaved >= SAVE_EVERY_TOKENS and unit < job.units:
+                self._save(unit)
+        return self._total()
+
+    def _run_window(self, ids: Sequence[int]) -> None:
+        batch = EagerBatch(self._scheduler, [ids])
+        try:
+            batch.prefill()
+        finally:
+            batch.close()
+        self._end_pass(len(ids))
+
+    def _run_traces(self, first: int, count: int) -> None:
+        """Lets the model continue `count` prompts; every pass is measured, with its whole context in sight."""
+        job = self._job
+        prompts = job.prompts[first : first + count]
+        samplers = [_Sampler(job, first + index) for index in range(count)]
+        ends = self._scheduler.model_config.hf_eos_token_id or set()
+        batch = EagerBatch(self._scheduler, prompts)
+        try:
+            logits = batch.prefill()
+            self._end_pass(sum(map(len, prompts)))
+            for _ in range(job.trace_tokens):
+                tokens = self._choose(samplers, logits)
+                left = [index for index, token in enumerate(tokens) if token not in ends]
+                if not left:
+                    break
+                if len(left) < len(tokens):
+                    batch.keep(left)
+                    samplers = [samplers[index] for index in left]
+                logits = batch.decode([tokens[index] for index in left])
+                self._end_pass(len(left))
+        finally:
+            batch.close()
+
+    def _choose(self, samplers: Sequence[_Sampler], logits: torch.Tensor) -> list[int]:
+        """The next token of each trace; chosen on one rank, since logits may differ in the last bits."""
+        tokens = None
+        if self._group.rank_in_group == 0:
+            rows = logits.float().cpu()
+            tokens = [sampler.choose(row) for sampler, row in zip(samplers, rows, strict=True)]
+        return self._group.broadcast_object(tokens)
+
+    def _end_pass(self, tokens: int) -> None:
+        self._sums.end_pass(tokens)
+        self._done_tokens += tokens
+        self._unsaved += tokens
+        self._on_progress(self._done_tokens, self._job.tokens)
+
+    def _save(self, unit: int) -> None:
+        total = self._total()
+        if self._group.rank_in_group == 0:
+            save_progress(self._job, Progress(unit, total))
+        self._unsaved = 0
+
+    def _total(self) -> Sums:
+        """Sums over all heads and all tokens so far."""
+        parts = self._group.all_gather_object(self._sums.read())
+        return self._before.sums if parts[0] is None else join_heads(parts).plus(self._before.sums)
+
+
+class _Sampler:
+    """Chooses the tokens of one trace, the same whatever runs beside it."""
+
+    def __init__(self, job: CalibrationJob, trace: int) -> None:
+        self._temperature = job.temperature
+        self._generator = torch.Generator().manual_seed(job.seed * 1_000_003 + trace)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """logits: [vocabulary] float32 on the CPU."""
+        if not torch.isfinite(logits).any() or torch.isnan(logits).any():
+            raise CalibrationError("The model computes NaN or infinite logits: choose another --dtype.")
+        if self._temperature == 0:
+            return int(logits.argmax())
+        chances = torch.softmax(logits / self._temperature, dim=-1)
+        return int(torch.multinomial(chances, 1, generator=self._generator))
+
+
+@contextmanager
+def _capture(layers: Sequence[Any], sums: QuerySums) -> Iterator[None]:
+    """While open, the queries that reach each of `layers` are added to `sums`."""
+
+    def before(attention: Any, args: tuple, kwargs: dict) -> None:
+        query = args[0] if args else kwargs["q"]
+        _check_finished(attention.layer_id, query, kwargs)
+        forward = args[3] if len(args) > 3 else kwargs["forward_batch"]
+        # Padding, if any, follows the tokens.
+        tokens = min(forward.positions.shape[0], query.shape[0])
+        heads = query[:tokens].reshape(tokens, attention.tp_q_head_num, attention.qk_head_dim)
+        sums.add(attention.layer_id, heads.transpose(0, 1), forward.positions[:tokens])
+
+    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_finished(layer: int, query: torch.Tensor, call: dict[str, Any]) -> None:
+    """Raises CalibrationError unless `query` is what meets the cached keys: rotated, and not scaled any more."""
+    reason = next((f"with {name}" for name in _UNFINISHED if call.get(name) is not None), None)
+    if query.dtype.itemsize == 1:
+        reason = f"as {str(query.dtype).removeprefix('torch.')}"
+    if reason is not None:
+        raise CalibrationError(
+            f"The queries of layer {layer} cannot be measured, because they reach SGLang's attention {reason} and "
+            "become final only within its backend: calibrate with another --attention-backend or --kv-cache-dtype, "
+            "and serve with that statistics file."
+        )
+
+
+def _free(scheduler: Any) -> tuple[int, int]:
+    """Free slots and rows."""
+    return scheduler.token_to_kv_pool_allocator.available_size(), scheduler.req_to_token_pool.available_size()
+
+
+def room_of(scheduler: Any) -> int:
+    """Tokens that a window, or a prompt and its trace, may have in `scheduler`."""
+    return min(*_room(scheduler).values(), _chunk(scheduler))
+
+
+def _room(scheduler: Any) -> dict[str, int]:
+    return {
+        "the KV pool": scheduler.max_total_num_tokens - scheduler.page_size,
+        "the context length": scheduler.model_config.context_len,
+    }
+
+
+def _check_room(scheduler: Any, job: CalibrationJob) -> None:
+    """Raises CalibrationError unless every unit fits into the pools and the model's context."""
+    room = _room(scheduler)
+    place, limit = min((room | {"a prefill chunk": _chunk(scheduler)}).items(), key=lambda item: item[1])
+    window = max(map(len, job.windows), default=0)
+    if window > limit:
+        raise CalibrationError(f"Windows of {window} tokens exceed {place} of {limit} tokens: use --window {limit}.")
+    place, limit = min(room.items(), key=lambda item: item[1])
+    prompt = max(map(len, job.prompts), default=0)
+    if prompt and prompt + job.trace_tokens > limit:
+        raise CalibrationError(
+            f"Prompts of {prompt} tokens and traces of {job.trace_tokens} exceed {place} of {limit} tokens: use "
+            f"--self-tokens {max(limit - prompt, 0)}."
+        )
+
+
+def _chunk(scheduler: Any) -> int:
+    """Most tokens that one prefill may hold."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+
+
+def _traces_at_once(scheduler: Any, job: CalibrationJob, first: int) -> int:
+    """How many traces from `first` on may run together, at least one."""
+    prompts = job.prompts[first : first + TRACES_AT_ONCE]
+    longest = max(map(len, prompts))
+    room = min(
+        scheduler.max_total_num_tokens // (longest + job.trace_tokens + scheduler.page_size),
+        scheduler.max_running_requests,
+        _chunk(scheduler) // longest,
+    )
+    return max(1, min(len(prompts), room))
+
+
+def _statistics(model_config: Any, shape: ModelShape, total: Sums) -> QueryStats:
+    mean, abs_mean = total.means()
+    return QueryStats(
+        mean=mean,
+        abs_mean=abs_mean,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=total.head_dim,
+        rope=shape.rope,
+        fingerprint=shape.fingerprint,
+        token_count=total.count,
+        source=f"of {model_config.model_path}",
+    )

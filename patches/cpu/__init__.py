@@ -1,0 +1,1 @@
+"""SGLang on machines without an accelerator."""

@@ -1,0 +1,78 @@
+"""Plain-CPU platform: SGLang's server on machines without an accelerator.
+
+Entry point of the group `sglang.srt.platforms`. SGLang's own CPU engine needs the `sgl_kernel` CPU build; this
+platform needs torch alone, so that everything but the CUDA kernels can be run and tested anywhere.
+"""
+
+import os
+
+from sglang_triattn.patches.cpu import host_tier
+
+# Tokens of the pool where nobody says how many. SGLang's own default is most of the machine's memory, which takes a
+# minute to fill with zeros.
+POOL_TOKENS = 65_536
+
+PLATFORM_CLASS = "sglang_triattn.patches.cpu.platform.PlainCpuPlatform"
+
+
+def activate() -> str | None:
+    """Returns the platform's dotted class name, or None to stay out of SGLang's way.
+
+    Stays out where any accelerator is present, and where the user chose SGLang's own CPU engine
+    (SGLANG_USE_CPU_ENGINE=1). Source: `_resolve_platform`, sglang/srt/platforms/__init__.py.
+    """
+    import torch
+    from sglang.srt import platforms
+
+    accelerated = (
+        torch.cuda.is_available()
+        or platforms._is_cpu_available()
+        or platforms._is_npu_available()
+        or platforms._is_xpu_available()
+        or platforms._is_musa_available()
+        or platforms._is_mps_available()
+        or os.environ.get("SGLANG_USE_MLX", "0").lower() in ("1", "true")
+    )
+    return None if accelerated else PLATFORM_CLASS
+
+
+def __getattr__(name: str):
+    # Built on first use: importing SGLang's platform classes while SGLang is still discovering platforms
+    # would import a half-initialised module.
+    if name != "PlainCpuPlatform":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sglang.srt.platforms.cpu import CpuDeviceMixin
+    from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
+
+    class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
+        """Out-of-tree platform of ordinary CPUs: torch-native attention, eager execution, no pinned memory."""
+
+        _enum = PlatformEnum.OOT
+        device_name = "cpu"
+        device_type = "cpu"
+
+        def get_device(self, device_id=None) -> str:
+            # The base class promises a string and the mixin gives a torch.device, on which a launch without
+            # --device ends: SGLang splits the index off.
+            return "cpu"
+
+        def get_default_attention_backend(self) -> str:
+            return "torch_native"
+
+        def get_compile_backend(self, mode: str | None = None) -> str:
+            return "eager"
+
+        def is_pin_memory_available(self, device=None) -> bool:
+            return False
+
+        def apply_server_args_defaults(self, server_args) -> None:
+            # The other io backends of --enable-hierarchical-cache are GPU kernels.
+            server_args.hicache_io_backend = host_tier.IO_BACKEND
+            if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
+                server_args.max_total_tokens = POOL_TOKENS
+
+        def init_backend(self) -> None:
+            host_tier.install()
+
+    globals()[name] = PlainCpuPlatform
+    return PlainCpuPlatform

@@ -1,0 +1,56 @@
+"""Checks before a launch starts any process. SGLang part: sglang/srt/arg_groups/resolution_hooks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_triattn.config import AUTO
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.launch.incompatible import check_model, check_settings
+from sglang_triattn.patches.launch.model_config import check_model_file
+from sglang_triattn.patches.observability.census import is_wanted
+from sglang_triattn.stats.file import load_stats
+
+# A late step: the settings that it sees are final.
+_STEP = "handle_other_validations"
+
+_registered = False
+
+
+def check_files(server_args: Any) -> None:
+    """Raises TriAttentionError for a statistics file, or a model's config.json, with which nothing can work.
+
+    The first of all checks: SGLang has neither read the model's configuration nor imported its server yet.
+    """
+    config = args_patch.config_of(server_args)
+    if config.stats != AUTO:
+        load_stats(config.stats)
+    check_model_file(server_args)
+
+
+def check_at_resolution() -> None:
+    """Has SGLang run the checks for every record of settings that carries a Config, before it starts a process."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    global _registered
+    if not _registered:
+        register_resolution_hook(_STEP)(_check)
+        _registered = True
+
+
+def _check(server_args: Any, previous: Callable[[Any], None]) -> None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
+
+    previous(server_args)
+    if args_patch.config_of(server_args) is None:
+        return
+    try:
+        is_wanted()
+        settings = resolving_view(server_args)
+        check_settings(settings)
+        check_model_file(settings)
+        check_model(model_config_of(server_args))
+    except TriAttentionError as error:
+        args_patch.refuse(server_args, error)

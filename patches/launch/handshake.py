@@ -1,0 +1,131 @@
+"""The launch succeeds only if every scheduler confirms that it compresses.
+
+SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), what a scheduler tells the main process
+when it is ready; `DataParallelController` (data_parallel_controller.py), which stands between the two with more than
+one replica; `_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects the
+answers.
+
+A scheduler that cannot compress (wrong statistics for its model, an unsupported KV pool, a hook that did not apply)
+says why in its answer instead of raising: a raise there would reach the user as a traceback of a child process.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import psutil
+
+from sglang_triattn import __version__
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.launch import server_args as args_patch
+
+KEY = "triattention"
+
+# What a refused launch had built in the main process. See `stop_launch`.
+_abandoned: list[dict[str, Any]] = []
+
+
+def answer(refusal: str | None) -> dict[str, str | None]:
+    """What a scheduler says of itself: its plugin version, and why it refuses (None: it compresses)."""
+    return {"version": __version__, "refusal": refusal}
+
+
+def check_answers(infos: list[dict[str, Any]]) -> None:
+    """Raises TriAttentionError unless every scheduler's answer says that it compresses.
+
+    Args:
+        infos: the init info of each scheduler, or of the data-parallel controller in front of them.
+    """
+    for info in infos:
+        said = info.get(KEY)
+        if said is None or said["version"] != __version__:
+            raise TriAttentionError(
+                f"A scheduler process did not confirm that sglang-triattn {__version__} is active in it, so the "
+                "server would run without compression: see the log above for a plugin that failed to load there, "
+                "and start the server from a folder that holds no folder named sglang_triattn."
+            )
+        if said["refusal"] is not None:
+            raise TriAttentionError(said["refusal"])
+
+
+def main_hooks() -> list[Hook]:
+    """For the main process."""
+    return [
+        Hook(
+            "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
+            "after",
+            _on_schedulers_ready,
+            "scheduler_pipe_readers scheduler_procs",
+        )
+    ]
+
+
+def controller_hooks() -> list[Hook]:
+    """For the data-parallel controller process."""
+    target = "sglang.srt.managers.data_parallel_controller.DataParallelController"
+    return [
+        Hook(f"{target}._record_scheduler_init_infos", "after", _on_replicas_ready, "self infos"),
+        Hook(f"{target}.get_init_info", "after", _on_controller_info, "self"),
+    ]
+
+
+def _on_replicas_ready(_: Any, controller: Any, infos: list[dict[str, Any]]) -> None:
+    try:
+        check_answers(infos)
+    except TriAttentionError as error:
+        controller._triattention_refusal = str(error)
+
+
+def _on_controller_info(info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    return {**info, KEY: answer(getattr(controller, "_triattention_refusal", None))}
+
+
+def _on_schedulers_ready(infos: list[dict[str, Any]], readers: list, processes: list) -> None:
+    from sglang.srt.runtime_context import get_server_args
+
+    server_args = get_server_args()
+    if args_patch.config_of(server_args) is None:
+        return
+    try:
+        check_answers(infos)
+    except TriAttentionError as error:
+        stop_launch(processes)
+        args_patch.refuse(server_args, error)
+
+
+def stop_launch(schedulers: list) -> None:
+    """Ends the schedulers of a launch and the SGLang processes started beside them, and waits until they are gone.
+
+    `sglang.Engine` leaves them running when its launch fails, holding their memory. What the launch had built in this
+    process is kept: it has sockets to the schedulers, and when Python collected those, ZeroMQ would wait for ever for
+    their peers.
+    """
+    _abandoned.append(_locals_of("_launch_subprocesses"))
+    alive = [psutil.Process(process.pid) for process in schedulers if process.is_alive()]
+    since = min((process.create_time() for process in alive), default=float("inf"))
+    beside = [
+        child
+        for child in psutil.Process().children()
+        if child.create_time() >= since and _title(child).startswith("sglang::")
+    ]
+    doomed = {process for parent in (*alive, *beside) for process in (parent, *parent.children(recursive=True))}
+    for process in doomed:
+        process.kill()
+    psutil.wait_procs(doomed, timeout=30)
+
+
+def _locals_of(function: str) -> dict[str, Any]:
+    """The local variables of the nearest caller with that name."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

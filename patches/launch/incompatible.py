@@ -1,0 +1,191 @@
+"""Settings that compression cannot work with: refused at launch, each with one sentence.
+
+SGLang parts: the resolved settings (sglang/srt/arg_groups/fields/*), the model configuration, the environment.
+What the model's file tells is checked before, in `model_file`; what only the loaded model can tell (its rotary
+embedding, its KV pool) afterwards, in `served_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.launch.model_config import refused_model
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that is refused where `applies(value)`; `reason` completes "... does not work with ... because"."""
+
+    field: str
+    applies: Callable[[Any], bool]
+    reason: str
+    remedy: str = ""
+
+    def message(self, value: Any) -> str:
+        name = "--" + self.field.replace("_", "-")
+        remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
+        return f"{name} {value} does not work with --enable-triattention, because {self.reason}: {remedy}."
+
+
+def _set(value: Any) -> bool:
+    return bool(value)
+
+
+def _many(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+_OWN_KV = "it reads a request's KV by token position, which a round changes"
+_OTHER_POOL = "it keeps the KV in a pool that rounds cannot compact"
+_OTHER_LOOP = "it schedules batches in a way for which the safe point of rounds is not known"
+_NO_PLUGIN = "its processes do not load SGLang plugins"
+_OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
+_BESIDE_ROWS = "it keeps data beside each request's row that a round does not compact"
+
+# They attach a cache of their own to the row table.
+_SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
+
+
+def _sparse(value: Any) -> bool:
+    return value in _SPARSE_BACKENDS
+
+
+SETTINGS = (
+    Refusal("speculative_algorithm", _set, "a draft commits several tokens at a time, past the point of a round"),
+    Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
+    Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
+    Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
+    Refusal("dcp_size", _many, _OTHER_POOL),
+    Refusal("attn_cp_size", _many, _OTHER_POOL),
+    Refusal(
+        "enable_mixed_chunk",
+        _set,
+        "prefill and decode tokens then share a batch, and positions would be wrong",
+    ),
+    Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),
+    Refusal("enable_pdmux", _set, _OTHER_LOOP),
+    Refusal("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
+    Refusal("enable_unified_memory", _set, _OTHER_POOL),
+    Refusal("enable_page_major_kv_layout", _set, _OTHER_POOL),
+    Refusal("enable_kv_cache_sharding", _set, _OTHER_POOL),
+    Refusal("enable_hisparse", _set, _OTHER_POOL),
+    Refusal("prefill_only_disable_kv_cache", _set, "there is no KV cache to compress"),
+    Refusal(
+        "kv_cache_dtype",
+        lambda value: value not in (None, "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        "its keys cannot be scored",
+        "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
+    ),
+    Refusal(
+        "hicache_host_memory_mode",
+        lambda value: value == "buffer_only",
+        "the copies that it stages for a storage are not tested with rounds",
+        "use --hicache-host-memory-mode cache",
+    ),
+    Refusal("enable_lmcache", _set, _OWN_KV),
+    Refusal("enable_flexkv", _set, _OWN_KV),
+    Refusal("enable_unified_cache_external_linker", _set, _OWN_KV),
+    Refusal("radix_cache_backend", _set, "only SGLang's own radix tree is known to keep frozen prefixes apart"),
+    Refusal("enable_streaming_session", _set, _OWN_KV),
+    Refusal("enable_session_radix_cache", _set, "a session's reference to the tree assumes uncompacted requests"),
+    Refusal("kv_canary", lambda value: value not in (None, "none"), _OWN_KV),
+    Refusal("enable_return_routed_experts", _set, _OWN_KV),
+    Refusal("enable_return_indexer_topk", _set, _OWN_KV),
+    Refusal("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
+    Refusal("encoder_only", _set, "an encoder does not decode"),
+    Refusal("use_ray", _set, _NO_PLUGIN),
+    Refusal("smg_grpc_mode", _set, _NO_PLUGIN),
+    Refusal("grpc_mode", _set, _NO_PLUGIN),
+    Refusal("tokenizer_worker_num", _many, _NO_PLUGIN, "use --tokenizer-worker-num 1"),
+    Refusal("is_embedding", _set, "an embedding model does not decode"),
+    Refusal("enable_nvidia_megakernel", _set, _OWN_STEP),
+    Refusal("enable_amd_monokernel", _set, _OWN_STEP),
+    Refusal("attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("prefill_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("decode_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal(
+        "model_impl",
+        lambda value: value not in ("auto", "sglang"),
+        "its rotary embedding is not found there",
+        "use --model-impl auto",
+    ),
+)
+
+# Environment variables that choose another KV layout, server or engine.
+ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": _NO_PLUGIN,
+    "SGLANG_USE_HND_KVCACHE": _OTHER_POOL,
+    "SGLANG_USE_MLX": _OTHER_LOOP,
+}
+
+
+def check_settings(settings: Any) -> None:
+    """Raises TriAttentionError for the first setting that compression cannot work with.
+
+    Args:
+        settings: SGLang's resolved settings (`resolving_view` of a ServerArgs record).
+    """
+    from sglang.srt.environ import envs
+
+    for refusal in SETTINGS:
+        try:
+            value = getattr(settings, refusal.field)
+        except AttributeError:
+            raise TriAttentionError(
+                f"This SGLang has no setting {refusal.field}, which sglang-triattn must check: reinstall the SGLang "
+                "version that it requires."
+            ) from None
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value))
+    for name, reason in ENVIRONMENT.items():
+        if getattr(envs, name).get():
+            raise TriAttentionError(
+                f"The environment variable {name} does not work with --enable-triattention, because {reason}: unset it."
+            )
+
+
+def check_model(model: Any) -> None:
+    """Raises TriAttentionError for a model whose attention compression does not cover.
+
+    Args:
+        model: SGLang's ModelConfig.
+    """
+    reason = unsupported(model)
+    if reason is not None:
+        raise refused_model(named(model), reason)
+
+
+def named(model: Any) -> str:
+    """Path and architecture of a ModelConfig, for messages."""
+    return f"{model.model_path} ({', '.join(model.hf_config.architectures or ['unknown'])})"
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a ModelConfig's attention is not covered, to complete "because ...", or None if it is."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
+
+    reasons = (
+        (not model.is_generation, "it does not generate text"),
+        (model.attention_arch == AttentionArch.MLA, "its attention is multi-head latent attention (MLA)"),
+        (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
+        (mambaish_config(model) is not None, "some of its layers are state-space or linear-attention layers"),
+        (
+            model.is_hybrid_swa,
+            f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens",
+        ),
+        (bool(model.attention_chunk_size), "its attention is local to chunks"),
+        (model.is_local_attention_model, "its attention is local to chunks"),
+        (model.is_encoder_decoder, "it is an encoder-decoder model"),
+        (model.is_multimodal, "it takes images or sound"),
+        (model.model_is_mrope, "its rotary embedding has several position axes"),
+        (
+            model.use_ngram_embedding or model.use_engram,
+            "its embeddings look up the tokens before by the length of the row, which a round changes",
+        ),
+        (model.head_dim != model.v_head_dim, "its keys and values have different widths"),
+    )
+    return next((reason for applies, reason in reasons if applies), None)

@@ -1,0 +1,95 @@
+"""Checks of a model's config.json, before SGLang reads it. SGLang parts: sglang/srt/models, its registry and loader.
+
+For a model whose file is not on this machine yet they are made once SGLang has fetched it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fingerprint import local_folder
+from sglang_triattn.model.support import unsupported
+
+_ENTRY = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
+
+
+def check_model_file(settings: Any) -> None:
+    """Raises TriAttentionError for a model that its config.json shows not to be covered.
+
+    Args:
+        settings: SGLang's record of settings, resolved or not.
+    """
+    found = reason_in_file(settings)
+    if found is not None:
+        raise refused_model(*found)
+
+
+def reason_in_file(settings: Any) -> tuple[str, str] | None:
+    """A model's name, and why its config.json says that it is not covered, to complete "because ..."; or None.
+
+    Args:
+        settings: as for `check_model_file`.
+    """
+    config = _read_config(settings)
+    if config is None:
+        return None
+    reason = unsupported(config)
+    if reason is None and not _served_by_sglang(config):
+        reason = (
+            "SGLang has no implementation of its own for it, and that of transformers does not show its rotary "
+            "embedding"
+        )
+    architectures = ", ".join(config.get("architectures") or ["unknown"])
+    return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
+
+
+def refused_model(name: str, reason: str) -> TriAttentionError:
+    return TriAttentionError(
+        f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
+        "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
+    )
+
+
+@cache
+def native_architectures() -> frozenset[str]:
+    """The architectures that SGLang implements, read from its files: importing all of them takes many seconds."""
+    import sglang.srt
+
+    (root,) = sglang.srt.__path__
+    names: set[str] = set()
+    for file in (Path(root) / "models").glob("*.py"):
+        for entry in _ENTRY.findall(file.read_text(encoding="utf-8")):
+            names.update(re.findall(r"\w+", entry))
+    return frozenset(names)
+
+
+def _read_config(settings: Any) -> dict[str, Any] | None:
+    """The file's content with the user's overrides, or None where there is no such file, or none that can be read.
+
+    SGLang says what is wrong with a model that it cannot read.
+    """
+    folder = local_folder(settings.model_path, settings.revision)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+        overrides = json.loads(settings.json_model_override_args or "{}")
+    except (OSError, ValueError):
+        return None
+    return {**config, **overrides} if isinstance(config, dict) and isinstance(overrides, dict) else None
+
+
+def _served_by_sglang(config: dict[str, Any]) -> bool:
+    from sglang.srt.environ import envs
+
+    architectures = config.get("architectures") or []
+    if not architectures or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
+        return True
+    # Where another plugin has registered some, it has imported the registry, which takes seconds.
+    registry = sys.modules.get("sglang.srt.models.registry")
+    registered = registry.ModelRegistry.models if registry is not None else ()
+    return any(name in native_architectures() or name in registered for name in architectures)

@@ -1,0 +1,75 @@
+"""What a user should know of a server that works: one log line each, at launch or when it happens.
+
+SGLang parts: `ModelRunner.decode_cuda_graph_capture_bs` (sglang/srt/model_executor/model_runner.py),
+`SchedulerWeightUpdaterManager` (sglang/srt/managers/scheduler_components/weight_updater.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.rounds.plan import Totals, ceil_align
+from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
+from sglang_triattn.stats.file import ModelShape, QueryStats
+
+logger = logging.getLogger(__name__)
+
+
+def at_launch(scheduler: Any, config: Config, shape: ModelShape) -> Iterator[str]:
+    """The lines for a scheduler that is built and compresses."""
+    dims = shape.rope.rotary_dim
+    if dims < shape.head_dim:
+        yield (
+            f"TriAttention scores only {dims} of the {shape.head_dim} dims of a head: this model does not rotate the "
+            "others, and they count for nothing"
+        )
+    allocator = scheduler.token_to_kv_pool_allocator
+    fitting = allocator.size // ceil_align(config.trigger(0), allocator.page_size)
+    requests = min(fitting, scheduler.max_running_requests)
+    graphs = scheduler.tp_worker.model_runner.decode_cuda_graph_capture_bs
+    if graphs and requests > max(graphs):
+        yield (
+            f"TriAttention lets up to {requests} requests run at once, but decode graphs end at batches of "
+            f"{max(graphs)}, and larger ones decode slower, without graphs: start with --cuda-graph-max-bs-decode "
+            f"{requests}, or with --max-running-requests {max(graphs)}"
+        )
+
+
+def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
+    """The line for statistics by which scores may foretell little; none where nothing is scored."""
+    if config.value_share < 1 and concentration(stats).mean() < SPREAD:
+        yield f"TriAttention: {outlook(stats)}"
+
+
+class WeightUpdates:
+    """Says that the statistics in use are those of the weights before an update.
+
+    Args:
+        read: the settings and totals of the compressor, or None where there is none.
+    """
+
+    def __init__(self, read: Callable[[], tuple[Config, Totals] | None]) -> None:
+        self._read = read
+        self._said_after: int | None = None
+
+    def hooks(self) -> list[Hook]:
+        target = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        # All ways to update weights end there once they have.
+        return [Hook(f"{target}.record_weight_version_after_update", "after", self._on_update, "self weight_version")]
+
+    def _on_update(self, *_: Any, **__: Any) -> None:
+        found = self._read()
+        # An update may come in hundreds of parts, with no round between them.
+        if found is None or found[1].rounds == self._said_after:
+            return
+        config, totals = found
+        self._said_after = totals.rounds
+        logger.warning(
+            "The weights were updated, but TriAttention goes on scoring with statistics of the weights before, from "
+            "%s: start the server with new ones if the queries have changed much",
+            config.stats,
+        )

@@ -1,0 +1,142 @@
+"""The statistics of the served model: from the file that the user named, the cache, or measured now.
+
+SGLang part: `Scheduler` (sglang/srt/managers/scheduler.py), built and not yet serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from contextlib import nullcontext
+from importlib import resources
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from sglang_triattn.calibration.job import CalibrationJob
+from sglang_triattn.calibration.prompts import trace_prompts
+from sglang_triattn.calibration.texts import read_windows
+from sglang_triattn.config import AUTO
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
+from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
+from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
+
+logger = logging.getLogger(__name__)
+
+TEXT = "data/calibration.txt"
+MAX_TOKENS = 16384
+WINDOW = 2048
+TRACES = 8
+TRACE_TOKENS = 256
+
+MEASURED = "measured at launch"
+
+# A rehearsal that tells how long the rest will take.
+_PROBE_WINDOW = 256
+_PROBE_TRACE_TOKENS = 6
+_PROBE_STEPS = 3
+
+
+def find_stats(scheduler: Any, wanted: str, shape: ModelShape) -> QueryStats:
+    """Statistics that fit the served model; every tensor-parallel rank calls this.
+
+    Args:
+        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and kept there.
+
+    Raises:
+        TriAttentionError: the file does not fit the model, or the model cannot be measured.
+    """
+    if wanted != AUTO:
+        stats = load_stats(wanted)
+        if stats.rope is None:
+            logger.warning(
+                "TriAttention turns keys back by the served model's own RoPE frequencies, because %s holds none: "
+                "nothing there tells whether it was measured with this model",
+                wanted,
+            )
+        return check_stats(stats, shape)
+    group = scheduler.tp_group
+    first = group.rank_in_group == 0
+    # Only the first rank looks at files, so that all ranks do the same.
+    with measuring_alone(shape.fingerprint) if first else nullcontext():
+        found = group.broadcast_object(load_cached(shape) if first else None)
+        if found is not None:
+            logger.info("TriAttention found the statistics of this model in %s", found.source)
+            return found
+        measured = _measure(scheduler, shown=first)
+        path = keep_stats(measured) if first else None
+    if path is not None:
+        logger.info("TriAttention measured the statistics of this model and keeps them in %s", path)
+    return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
+
+
+def launch_job(scheduler: Any) -> CalibrationJob:
+    """What is measured at launch: the package's own text, and answers of the model to the package's prompts.
+
+    Raises:
+        TriAttentionError: there is no tokenizer, or the KV pool is too small.
+    """
+    tokenizer = _tokenizer(scheduler)
+    room = room_of(scheduler)
+    with resources.as_file(resources.files("sglang_triattn") / TEXT) as path:
+        windows = read_windows([str(path)], tokenizer, max_tokens=MAX_TOKENS, window=min(WINDOW, room))
+    prompts = trace_prompts(tokenizer, TRACES)
+    trace_tokens = min(TRACE_TOKENS, room - max(map(len, prompts)))
+    return CalibrationJob(windows=windows, prompts=prompts if trace_tokens > 0 else (), trace_tokens=trace_tokens)
+
+
+def _measure(scheduler: Any, shown: bool) -> QueryStats:
+    job = launch_job(scheduler)
+    if shown:
+        logger.info(
+            "TriAttention has no statistics of this model yet and measures them now, once, on %d tokens", job.tokens
+        )
+    try:
+        seconds = _rehearse(scheduler, job)
+        if shown:
+            logger.info("TriAttention expects this to take about %d seconds", max(1, round(seconds)))
+        with tqdm(total=job.tokens, unit="token", desc="TriAttention statistics", disable=not shown) as bar:
+            return calibrate_scheduler(scheduler, job, lambda done, most: bar.update(done - bar.n))
+    except torch.OutOfMemoryError as error:
+        raise TriAttentionError(
+            "The device ran out of memory while TriAttention measured the statistics of the served model, because the "
+            "KV pool leaves too little beside it: use a smaller --mem-fraction-static, or give a file made by "
+            "`sglang-triattn calibrate` with --triattention-stats PATH."
+        ) from error
+
+
+def _rehearse(scheduler: Any, job: CalibrationJob) -> float:
+    """Seconds that `job` will take, from one short window and a few steps of its traces."""
+    probe = CalibrationJob(
+        windows=(job.windows[0][:_PROBE_WINDOW],),
+        prompts=job.prompts,
+        trace_tokens=min(_PROBE_TRACE_TOKENS, job.trace_tokens),
+    )
+    times = [time.perf_counter()]
+    calibrate_scheduler(scheduler, probe, lambda done, most: times.append(time.perf_counter()))
+    per_token = (times[1] - times[0]) / len(probe.windows[0])
+    # The last passes are decode steps of all traces; the first of them may have compiled something.
+    steps = [after - before for before, after in zip(times[-_PROBE_STEPS - 1 :], times[-_PROBE_STEPS:], strict=False)]
+    per_step = min(steps) if job.prompts else 0.0
+    prefilled = sum(map(len, job.windows)) + sum(map(len, job.prompts))
+    return per_token * prefilled + per_step * job.trace_tokens
+
+
+def _tokenizer(scheduler: Any) -> Any:
+    """The served model's tokenizer, also where SGLang runs without it."""
+    if getattr(scheduler, "tokenizer", None) is not None:
+        return scheduler.tokenizer
+    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.utils.hf_transformers import get_tokenizer
+
+    args = get_server_args()
+    try:
+        return get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)
+    except Exception as error:
+        raise TriAttentionError(
+            "The statistics of the served model cannot be measured, because it has no tokenizer that loads from "
+            f"{args.tokenizer_path}: give a file made by `sglang-triattn calibrate` with --triattention-stats PATH."
+        ) from error

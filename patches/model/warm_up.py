@@ -1,0 +1,126 @@
+"""Every kernel that a round can need runs before the first request. SGLang parts: the scheduler's streams and ranks.
+
+Otherwise Triton would compile at the first round, while everybody waits, and a kernel that does not compile on this
+GPU, or ranks that do not reach each other, would end a server that has requests. A launch of the warm-up reads the
+padding slot alone, which no request owns, and moves it onto itself: nothing is written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.calibration.eager_batch import forward_stream_of
+from sglang_triattn.patches.model.inspect import UnsupportedModel
+from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, width_for
+
+logger = logging.getLogger(__name__)
+
+PADDING_SLOT = 0
+"""Where SGLang writes the K/V of padding; its allocators never hand it out."""
+
+
+def runs_kernels(device: Any) -> bool:
+    """Whether rounds on this device run Triton kernels, and not their references."""
+    return torch.device(device).type == "cuda"
+
+
+def rehearse(scheduler: Any, compressor: Any) -> None:
+    """Rehearses every kind of launch on the stream on which rounds run, and waits for the device.
+
+    Nothing is compiled for a server without kernels, which is left alone.
+
+    Args:
+        scheduler: SGLang's Scheduler, fully built.
+        compressor: its Compressor.
+
+    Raises whatever a kernel raises.
+    """
+    if not runs_kernels(scheduler.device):
+        return
+    device, stream = scheduler.device_module, forward_stream_of(scheduler)
+    stream.wait_stream(device.current_stream())
+    with device.stream(stream):
+        for launch in rehearsals(compressor):
+            compressor.score_and_move(launch)
+    device.synchronize()
+
+
+def rehearsals(compressor: Any) -> list[Launch]:
+    """One launch of each kind that rounds can take, over the padding slot.
+
+    Rows are as wide as one program reads at once, and wider; the widest are as long as any, where these take the
+    layers in several launches.
+    """
+    from sglang_triattn.kernels.select.keep_kernel import BLOCK
+
+    plan, config = compressor.workspace_plan, compressor.config
+    _, layers = plan.launch(plan.longest)
+    widest = plan.longest if layers < plan.layers else min(plan.longest, BLOCK + 1)
+    made = []
+    for columns in sorted({min(plan.columns, BLOCK), widest}):
+        slots = torch.full((1, columns), PADDING_SLOT, dtype=torch.int32, device=compressor.device)
+        facts = torch.tensor([[0], [0], [columns], [columns]], device=compressor.device)
+        # At least one token goes: where nothing is evicted, nothing moves.
+        keep = min(config.budget, columns - 1)
+        # The more tokens besides the newest, the more of the criteria that share them have a place.
+        recents = {min(config.recent, keep), 0} if config.value_share else {min(config.recent, keep)}
+        for strategy, recent in itertools.product(compressor.strategies, sorted(recents)):
+            kind = Kind(keep, recent, strategy, keep, width_for(columns))
+            made.append(Launch(kind, (), slots, facts))
+    return made
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Turns any exception into a TriAttentionError for the user; the log has the whole of it at level debug."""
+    try:
+        yield
+    except TriAttentionError:
+        raise
+    except Exception as error:
+        logger.debug("TriAttention could not start", exc_info=True)
+        raise refusal_for(error) from error
+
+
+def refusal_for(error: Exception) -> TriAttentionError:
+    """What to tell the user about an exception from building a Compressor or from its warm-up."""
+    said = _gist(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return TriAttentionError(
+            f"The device has too little memory left for --enable-triattention ({said}): lower --mem-fraction-static."
+        )
+    if isinstance(error, ValueError):
+        # Ours: what kernels cannot read, or statistics that contradict each other.
+        return UnsupportedModel(said)
+    return TriAttentionError(
+        f"TriAttention cannot run on this device, because {_place(error)} failed ({type(error).__name__}: {said}): "
+        "install the versions of torch and triton that this SGLang requires, start with --log-level debug to see the "
+        "whole error, or start without --enable-triattention."
+    )
+
+
+def _gist(error: Exception) -> str:
+    """The line of an error's message that says what happened: Triton puts the code before it, others their hints
+    behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = lines[-1] if type(error).__module__.startswith("triton") else lines[0]
+    return line.rstrip(".")
+
+
+def _place(error: Exception) -> str:
+    """The kernel in which an error came up, or what else of this package was at work."""
+    frames = traceback.extract_tb(error.__traceback__)
+    root = Path(__file__).parents[2]
+    ours = [frame for frame in frames if root in Path(frame.filename).parents]
+    kernels = [frame for frame in ours if root / "kernels" in Path(frame.filename).parents]
+    named = (kernels or ours)[-1:]
+    return f"{Path(named[0].filename).name}, {named[0].name}" if named else "its start"

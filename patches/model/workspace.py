@@ -1,0 +1,71 @@
+"""Device memory for scoring, taken before SGLang measures what is left for the KV pool.
+
+SGLang part: `KVCacheConfigurator` (sglang/srt/mem_cache/kv_cache_configurator.py). It sizes the pool by the memory that
+is free once the weights are loaded, some of it again after its CUDA graphs are captured. What is allocated before is
+charged to the pool's share by both.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.scorer import WorkspacePlan
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.model.inspect import attention_layers, read_rope
+from sglang_triattn.rounds.plan import scored_tokens
+
+logger = logging.getLogger(__name__)
+
+
+class Workspace:
+    """What the scorer of this process may use, or nothing where it runs without kernels.
+
+    `plan` and `memory` ([plan.bytes() / 4] float32) are None until SGLang sizes its pool, and stay so on CPUs.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.plan: WorkspacePlan | None = None
+        self.memory: torch.Tensor | None = None
+
+    def hooks(self) -> list[Hook]:
+        target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+        return [Hook(target, "before", self._reserve, "self pre_model_load_memory")]
+
+    def _reserve(self, configurator: Any, *_: Any, **__: Any) -> None:
+        if configurator.device == "cpu" or self.memory is not None:
+            return
+        try:
+            self.plan = plan_workspace(configurator, self._config)
+        except TriAttentionError:
+            # A model that cannot be compressed; the checks once it is built say why.
+            return
+        self.memory = torch.empty(self.plan.bytes() // 4, dtype=torch.float32, device=configurator.device)
+        logger.info("TriAttention holds %d MiB of device memory for scoring", self.plan.bytes() >> 20)
+
+
+def plan_workspace(configurator: Any, config: Config) -> WorkspacePlan:
+    """The memory that scoring needs for the model of a KVCacheConfigurator.
+
+    Raises:
+        TriAttentionError: its attention layers are of a kind that cannot be scored.
+    """
+    layers = attention_layers(configurator.model)
+    attention, rotary = layers[0]
+    columns, longest = scored_tokens(config, configurator.model_config.context_len)
+    return WorkspacePlan(
+        layers=len(layers),
+        q_heads=attention.tp_q_head_num,
+        kv_heads=attention.tp_k_head_num,
+        frequencies=read_rope(rotary).inv_freq.numel(),
+        columns=columns,
+        longest=longest,
+        selection=config.selection,
+        aggregation=config.aggregation,
+        value_share=config.value_share,
+    )

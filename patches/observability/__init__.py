@@ -1,0 +1,1 @@
+"""Proof of activity and of integrity: logs, metrics, responses, the census."""

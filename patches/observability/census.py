@@ -1,0 +1,217 @@
+"""The census of the whole server, see `sglang_triattn.census`. SGLang parts: scheduler, tree, allocator, row table.
+
+With SGLANG_TRIATTN_CHECK=1 it is taken when the server is idle, and before and after the rounds of every step that has
+any. It is a mode for tests: it waits for the device, and takes a time that grows with the pool.
+
+What is wrong ends the scheduler, and with it the server: a slot with two owners has given one request another's K/V,
+or is about to, and nobody can tell whose answers are still right.
+
+With overlap scheduling a step is queued at the safe point whose result is not known. It was planned with the requests
+that held a row then, so the slots that it writes are theirs, with these exceptions, which the order on the forward
+stream makes safe: a request that has ended since then gave its row back; a round of this very step may have freed what
+the queued step reads and writes; and so may the tree when it took a chunk of a prefill that it had already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_triattn.census import Holders, IntegrityError, Pool, Write, find_fault
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.request import evicted_of
+
+VARIABLE = "SGLANG_TRIATTN_CHECK"
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for the census.
+
+    Raises:
+        TriAttentionError: it says neither yes nor no.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise TriAttentionError(f"{VARIABLE} is {value!r}: set it to 1 to check every slot at every round, or to 0.")
+    return value == "1"
+
+
+class Census:
+    """Checks of one scheduler. `conversations` are its idle rows."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+        self._scheduler: Any = None
+
+    def hooks(self) -> list[Hook]:
+        return [Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "before", self.on_idle, "self")]
+
+    def attach(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
+
+    def on_idle(self, scheduler: Any) -> None:
+        if self._scheduler is not None:
+            self._check("idle after", scheduler.running_batch, scheduler.last_batch)
+
+    def around_rounds(self, running_batch: Any, last_batch: Any) -> AbstractContextManager:
+        """A context for the rounds of a step, to be made before they are planned, and entered only if there are any.
+
+        Raises IntegrityError, at either end, where it finds the books wrong.
+        """
+        return self._around_rounds(running_batch, last_batch, self._marks(running_batch, last_batch))
+
+    @contextmanager
+    def _around_rounds(self, running_batch: Any, last_batch: Any, at_start: dict[int, tuple]) -> Iterator[None]:
+        # What rounds are planned for may have changed already: the tree took a chunk of a prefill that has one.
+        self._check("before the rounds of", running_batch, last_batch, at_start)
+        yield
+        self._check("after the rounds of", running_batch, last_batch, at_start)
+
+    def _check(self, when: str, running_batch: Any, last_batch: Any, at_start: dict[int, tuple] | None = None) -> None:
+        """Raises IntegrityError for the first fault.
+
+        Args:
+            when: how the sentence starts, ahead of the step's number.
+            at_start: what `_marks` said when no row had changed since the queued step was planned; None while none has.
+        """
+        now = {} if at_start is None else self._marks(running_batch, last_batch)
+        moved = {key for key, mark in (at_start or {}).items() if now.get(key) != mark}
+        fault = self._fault(running_batch, last_batch, moved)
+        if fault is not None:
+            raise IntegrityError(f"Integrity: {when} step {self._scheduler.forward_ct}, {fault}.")
+
+    def _fault(self, running_batch: Any, last_batch: Any, moved: set[int]) -> str | None:
+        requests, idle = self._requests(running_batch, last_batch), self._conversations.idle()
+        queued = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
+        chunked = self._scheduler.chunked_req
+        decoding = {id(request) for batch in queued if batch.forward_mode.is_decode() for request in batch.reqs}
+        filling = {id(request) for batch in queued if batch.forward_mode.is_extend() for request in batch.reqs}
+        lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding)
+        fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
+        if fault is None and last_batch is not None and last_batch is not running_batch:
+            fault = lengths.fault_of_batch(last_batch, chunked)
+        if fault is not None:
+            return fault
+        holders, pool = self._holders(requests, idle, lengths), self._pool()
+        counted = self._scheduler.tree_cache.evictable_size() + self._scheduler.tree_cache.protected_size()
+        if counted != len(pool.tree):
+            return f"the tree counts {counted} slots, but holds {len(pool.tree)}"
+        return find_fault(pool, holders, list(_writes(queued, requests, holders, moved)))
+
+    def _requests(self, running_batch: Any, last_batch: Any) -> list[Any]:
+        """Every request that holds a row, wherever SGLang keeps it."""
+        scheduler = self._scheduler
+        chunked = scheduler.chunked_req
+        found = [
+            *running_batch.reqs,
+            *(last_batch.reqs if last_batch is not None else ()),
+            *((chunked,) if chunked is not None else ()),
+            *scheduler.waiting_queue,
+        ]
+        return [request for request in {id(request): request for request in found}.values() if request.kv.holds_kv]
+
+    def _marks(self, running_batch: Any, last_batch: Any) -> dict[int, tuple]:
+        """What tells of each request's row whether a round or the tree has changed it."""
+        return {
+            id(request): (evicted_of(request), request.kv.cache_protected_len)
+            for request in self._requests(running_batch, last_batch)
+        }
+
+    def _holders(self, requests: Sequence[Any], idle: Mapping[str, Any], lengths: Lengths) -> Holders:
+        places = [(request.last_node, request.lock) for request in requests]
+        places += [(parked.last_node, parked.lock) for parked in idle.values()]
+        paths = [
+            self._locked_path(frozen, *place) for frozen, place in zip(lengths.frozen.tolist(), places, strict=True)
+        ]
+        length, more = lengths.allocated, {}
+        searches = [(n, request.beam_group) for n, request in enumerate(requests) if request.beam_group is not None]
+        searches = [(n, beams) for n, beams in searches if beams.member_rows is not None]
+        if searches:
+            length = length.copy()
+            length[[n for n, _ in searches]] = [beams.prompt_len for _, beams in searches]
+            others = [self._slots_of_beams(beams) for _, beams in searches]
+            rows = [beams.member_rows_cpu.numpy().astype(np.int64) for _, beams in searches]
+            numbers = np.array([n for n, _ in searches])
+            more = {
+                "more_rows": np.concatenate(rows),
+                "more_rows_of": numbers.repeat([len(each) for each in rows]),
+                "others": np.concatenate(others),
+                "others_of": numbers.repeat([len(each) for each in others]),
+            }
+        return Holders(
+            name=lengths.name,
+            row=lengths.row,
+            length=length,
+            frozen=lengths.frozen,
+            covered=np.array([len(path) for path in paths], np.int64),
+            path=_to_host(torch.cat(paths)) if paths else np.empty(0, np.int64),
+            **more,
+        )
+
+    def _locked_path(self, frozen: int, node: Any, lock: Any) -> torch.Tensor:
+        """Slots of the `frozen` first tokens in the tree, as far as a lock keeps them there."""
+        tree = self._scheduler.tree_cache
+        # An unlocked path may be evicted at any moment: then nothing vouches for what is frozen.
+        if frozen <= 0 or tree.disable or lock is None or lock.node != node:
+            return self._no_slots
+        return tree.path_device_indices(node)[:frozen]
+
+    def _slots_of_beams(self, beams: Any) -> np.ndarray:
+        """Slots that beams share behind their prompt, those included that no beam needs any more."""
+        scheduler = self._scheduler
+        if scheduler.enable_overlap and scheduler.req_to_token_pool.req_to_token.is_cuda:
+            # The queued step changes who shares what, on its stream.
+            scheduler.forward_stream.synchronize()
+        rows = scheduler.req_to_token_pool.req_to_token[
+            beams.all_rows, beams.prompt_len : beams.leader.kv.kv_allocated_len
+        ]
+        staged = [entry.old_mapping.flatten() for entry in beams.pending_orphans]
+        return np.unique(_to_host(torch.cat([rows.flatten(), *staged])))
+
+    def _pool(self) -> Pool:
+        scheduler = self._scheduler
+        allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+        tree = scheduler.tree_cache
+        return Pool(
+            page_size=allocator.page_size,
+            pages=allocator.size // allocator.page_size,
+            free=_to_host(allocator.get_all_free_pages()),
+            tree=_to_host(tree.all_values_flatten()),
+            table=rows.req_to_token,
+            free_rows=rows.free_slots,
+        )
+
+
+def _writes(queued: Sequence[Any], requests: Sequence[Any], holders: Holders, moved: set[int]) -> Iterator[Write]:
+    """What queued steps write for rows that are still held as they were when the steps were planned."""
+    if not queued:
+        return
+    unmoved = {n for n, request in enumerate(requests) if id(request) not in moved}
+    rows_of = [
+        *enumerate(holders.row.tolist()),
+        *zip(holders.more_rows_of.tolist(), holders.more_rows.tolist(), strict=True),
+    ]
+    holder_of = {row: number for number, row in rows_of if number in unmoved}
+    for batch in queued:
+        if batch.out_cache_loc is None:
+            continue
+        slots, rows = _to_host(batch.out_cache_loc), batch.req_pool_indices_cpu.tolist()
+        counts = batch.extend_lens if batch.forward_mode.is_extend() else [1] * len(rows)
+        ends = np.cumsum(counts)
+        for row, count, end in zip(rows, counts, ends, strict=True):
+            if row in holder_of:
+                yield Write(holder_of[row], slots[end - count : end])
+
+
+def _to_host(slots: torch.Tensor) -> np.ndarray:
+    """As int64; where they are that and on the host already, no copy."""
+    return slots.cpu().numpy().astype(np.int64, copy=False)

@@ -1,0 +1,120 @@
+"""Lengths that the census holds against one another: of requests, rows, batches and idle conversations.
+
+SGLang parts: `Req`, `ReqKvInfo` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_triattn.patches.scheduler.request import evicted_of
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """All who hold a row, requests first and idle conversations behind them; each is known by its number.
+
+    Attributes:
+        owners: a request, or the name of a conversation.
+        in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
+        row, allocated, committed, frozen, evicted: [n] int64, by their own books.
+        due: [n] int64: entries that the row must have if it is in prefill, else those and the evicted ones.
+    """
+
+    owners: Sequence[Any]
+    in_prefill: np.ndarray
+    row: np.ndarray
+    allocated: np.ndarray
+    committed: np.ndarray
+    frozen: np.ndarray
+    evicted: np.ndarray
+    due: np.ndarray
+
+    def name(self, number: int) -> str:
+        """A holder as a sentence calls it."""
+        owner = self.owners[number]
+        return f"conversation {owner!r}" if isinstance(owner, str) else f"request {owner.rid}"
+
+    def fault(self) -> str | None:
+        """What is wrong with the lengths of a row, of the first of whom something is."""
+        found = self.allocated + np.where(self.in_prefill, 0, self.evicted)
+        in_order = (self.frozen >= 0) & (self.frozen <= self.committed) & (self.committed == self.allocated)
+        right = in_order & (found == self.due)
+        if right.all():
+            return None
+        n = int(right.argmin())
+        has = f"{self.name(n)} has {self.allocated[n]} entries in row {self.row[n]}"
+        if not in_order[n]:
+            return f"{has}, {self.committed[n]} of them computed and {self.frozen[n]} frozen"
+        if self.in_prefill[n]:
+            return f"{has}, but is prefilled to {self.due[n]}"
+        return f"{has} and {self.evicted[n]} evicted ones, but computed {self.due[n]} tokens"
+
+    def fault_of_batch(self, batch: Any, chunked: Any) -> str | None:
+        """What is wrong with the lengths of a batch's tensors, at requests that go on.
+
+        `seq_lens`, `seq_lens_cpu` and `orig_seq_lens` are [batch]; members of a beam search follow behind.
+        chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads these
+            again.
+        """
+        going_on = [
+            (index, request)
+            for index, request in enumerate(batch.reqs)
+            if request is not chunked and request.kv.holds_kv and not request.finished() and not request.is_retracted
+        ]
+        if not going_on:
+            return None
+        number_of = {id(owner): number for number, owner in enumerate(self.owners)}
+        at = np.array([index for index, _ in going_on])
+        number = np.array([number_of[id(request)] for _, request in going_on])
+        length = self.allocated[number]
+        wanted = {
+            "req_pool_indices": self.row[number],
+            "seq_lens_cpu": length,
+            "seq_lens": length,
+            "orig_seq_lens": length + self.evicted[number],
+        }
+        for field, expected in wanted.items():
+            found = getattr(batch, field).cpu().numpy()[at]
+            if (found == expected).all():
+                continue
+            n = int((found != expected).argmax())
+            return (
+                f"{field} of the batch is {found[n]} for {self.name(number[n])} in row {self.row[number[n]]}, "
+                f"but by its own books {expected[n]}"
+            )
+        return None
+
+
+def read_lengths(requests: Sequence[Any], idle: Mapping[str, Any], in_prefill: set[int], queued: set[int]) -> Lengths:
+    """The lengths of requests and of idle conversations by their names.
+
+    Args:
+        in_prefill: ids of requests whose prefill has further chunks, or whose last one is queued.
+        queued: ids of requests for which a queued step computes a token, of which they do not know the result.
+    """
+    figures = [
+        (*_books(request.kv), evicted_of(request), _due(request, id(request) in in_prefill, id(request) in queued))
+        for request in requests
+    ]
+    figures += [(*_books(parked.kv), parked.record.evicted_tokens, len(parked.ids)) for parked in idle.values()]
+    filling = [id(request) in in_prefill for request in requests] + [False] * len(idle)
+    return Lengths([*requests, *idle], np.array(filling, bool), *np.array(figures, np.int64).reshape(-1, 6).T)
+
+
+def _books(kv: Any) -> tuple[int, int, int, int]:
+    return kv.req_pool_idx, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len
+
+
+def _due(request: Any, in_prefill: bool, ahead: bool) -> int:
+    if in_prefill:
+        # Its ids are shown without the evicted ones.
+        return request.extend_end
+    beams = request.beam_group
+    # A search counts what its queued steps select, its leader what it knows.
+    generated = len(request.output_ids) + ahead if beams is None else beams.num_generated
+    return len(request.origin_input_ids) + generated - 1

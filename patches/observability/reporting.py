@@ -1,0 +1,107 @@
+"""Proof of activity: decode log line, `/server_info`, `/metrics`, and `meta_info` of each response.
+
+SGLang parts: `PoolStats` (sglang/srt/managers/scheduler_components/pool_stats_observer.py),
+`SchedulerInternalStateController` (internal_state.py), `SchedulerOutputStreamer` (output_streamer.py),
+`TokenizerManager.update_request_meta_info` (sglang/srt/managers/tokenizer_manager.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.request import owner_of
+from sglang_triattn.rounds.plan import Report, Totals
+
+KEY = "triattention"
+
+_NOTHING = Report(0, 0, 0, 0, 0, 0)
+
+
+def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Hook]:
+    """For the scheduler process; `read()` returns its settings and totals, or None before it is built."""
+
+    def add_to_log_line(parts: list[str], _: Any) -> list[str]:
+        found = read()
+        if found is None:
+            return parts
+        totals = found[1]
+        shown = (
+            f"triattn rounds: {totals.rounds}",
+            f"evicted tokens: {totals.evicted_tokens}",
+            f"freed slots: {totals.freed_slots}",
+        )
+        return [*parts, *shown]
+
+    def add_to_server_info(output: Any, *_: Any) -> None:
+        found = read()
+        if found is not None:
+            config, totals = found
+            output.internal_state[KEY] = {**dataclasses.asdict(config), **dataclasses.asdict(totals)}
+
+    components = "sglang.srt.managers.scheduler_components"
+    return [
+        Hook(
+            f"{components}.pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+            "after",
+            add_to_log_line,
+            "self",
+        ),
+        Hook(
+            f"{components}.internal_state.SchedulerInternalStateController.get_internal_state",
+            "after",
+            add_to_server_info,
+            "self recv_req",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
+            "after",
+            _add_to_outputs,
+            "self",
+        ),
+    ]
+
+
+def main_hooks() -> list[Hook]:
+    """For the main process."""
+    return [
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
+            "around",
+            _add_to_meta_info,
+            "self meta_info state customized_info index finish_reason",
+        )
+    ]
+
+
+def _add_to_outputs(streamer: type, _: Any) -> type:
+    """Lets SGLang's output streamer carry the report of each finished request."""
+
+    class ReportingStreamer(streamer):
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list) -> dict[str, list]:
+            reports = [(owner_of(req).report or _NOTHING).to_dict() if req.finished() else None for req in reqs]
+            return {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
+
+    return ReportingStreamer
+
+
+def _add_to_meta_info(
+    original: Callable,
+    manager: Any,
+    meta_info: dict,
+    state: Any,
+    customized_info: dict,
+    index: int,
+    finish_reason: dict | None,
+) -> None:
+    """Puts a request's report into its `meta_info` as one object; SGLang would make a list of it."""
+    others = {key: values for key, values in customized_info.items() if key != KEY}
+    original(manager, meta_info, state, others, index, finish_reason)
+    report = customized_info.get(KEY, {index: None})[index]
+    if report is not None:
+        meta_info[KEY] = report

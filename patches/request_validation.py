@@ -1,0 +1,68 @@
+"""Settings of requests, refused where they arrive.
+
+SGLang parts: `TokenizerManager._create_tokenized_object` (sglang/srt/managers/tokenizer_manager.py), which every way in
+passes, and `serve_generate_request` (sglang/srt/entrypoints/http_server.py).
+
+The scheduler reads the settings (`admission`), but a stream has begun with status 200 by the time it could refuse them.
+SGLang's chat and completion endpoints wait for the first chunk, so that an error of the main process is a status 400;
+its /generate does not, and is asked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.launch.server_args import config_of
+from sglang_triattn.request.options import KEY, read_request
+
+
+def main_hooks() -> list[Hook]:
+    """For the main process."""
+    return [
+        Hook(
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+            "after",
+            _check_tokenized,
+            "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
+        ),
+        Hook(
+            "sglang.srt.entrypoints.http_server.serve_generate_request",
+            "around",
+            _check_before_stream,
+            "obj request",
+        ),
+    ]
+
+
+def _check_tokenized(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
+    """Raises TriAttentionError, a ValueError, for which SGLang answers 400 and `sglang.Engine` raises it."""
+    config = config_of(manager.server_args)
+    if config is not None:
+        _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width)
+
+
+async def _check_before_stream(original: Callable, obj: Any, request: Any) -> Any:
+    from sglang.srt.entrypoints import http_server
+
+    config = config_of(http_server.get_global_state().tokenizer_manager.server_args)
+    if config is not None:
+        try:
+            for params in obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]:
+                if isinstance(params, Mapping):
+                    _check(config, params.get("custom_params"), params.get("beam_width"))
+        except TriAttentionError as error:
+            return http_server._create_error_response(error)
+    return await original(obj, request)
+
+
+def _check(config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None) -> None:
+    asked = read_request(config, custom_params)
+    if asked.conversation is not None and (beam_width or 1) > 1:
+        raise TriAttentionError(
+            f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
+            "compressed and leaves no row behind: leave one of the two out."
+        )

@@ -1,0 +1,1 @@
+"""Inside the scheduler process: admission, prefill, rounds, release, conversations."""

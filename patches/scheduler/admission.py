@@ -1,0 +1,297 @@
+"""Admission by what a compressed request can come to hold.
+
+SGLang parts: `PrefillAdder` (sglang/srt/managers/schedule_policy.py), `Scheduler.init_req_max_new_tokens` and
+`validate_input_length` (sglang/srt/managers/{scheduler,utils}.py).
+
+SGLang reserves for each request the tokens that it may still generate, or a share of them that it found to be enough,
+and retracts requests when it was not. A compressed request never holds more than its bound (`row_bound`), so that
+exactly the rest up to there is reserved, for all of them and in full: the pool is never over-promised.
+
+A prefill that is longer than the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit
+what was reserved for it, with rounds between them (`prefill`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.request import (
+    attach_options,
+    evicted_of,
+    frozen_of,
+    settings_of,
+    wants_prompt_logprobs,
+    write_tree_rule,
+)
+from sglang_triattn.request.options import CompressionOptions, read_request
+from sglang_triattn.rounds.plan import ceil_align, row_bound
+
+
+def logical_end(request: Any) -> int:
+    """Tokens that the request computes at most, prompt included."""
+    return len(request.origin_input_ids) + max(request.sampling_params.max_new_tokens - 1, 0)
+
+
+def bound_of(request: Any, page_size: int) -> int:
+    """Most KV entries that a request with settings holds while it decodes, as far as is known now."""
+    settings = settings_of(request)
+    frozen = frozen_of(request, settings, page_size)
+    if not request.kv.holds_kv:
+        frozen = max(frozen, request.prefix_len + request.host_hit_length)
+    return row_bound(settings, frozen=frozen, logical_end=logical_end(request) - evicted_of(request))
+
+
+def growth_of(request: Any, page_size: int, *, held: int) -> int:
+    """Slots, whole pages, that a request may still take on top of `held` entries.
+
+    One token at least: what was prefilled at once may be above the bound until the first round.
+    """
+    return ceil_align(max(bound_of(request, page_size), held + 1), page_size) - ceil_align(held, page_size)
+
+
+def reserved_of(request: Any, page_size: int) -> int:
+    """Slots, whole pages, that a running request holds or may still take."""
+    return ceil_align(max(bound_of(request, page_size), request.kv.kv_allocated_len), page_size)
+
+
+def can_prefill_in_rounds(request: Any) -> bool:
+    """Whether rounds may run between the chunks of a request's prefill.
+
+    They change the places by which a prompt's log-probabilities and embeddings are looked up.
+    """
+    compacts_prompt = settings_of(request).prompt == "compact"
+    return (
+        not (compacts_prompt and wants_prompt_logprobs(request))
+        and request.input_embeds is None
+        and request.positional_embed_overrides is None
+    )
+
+
+class Admission:
+    """Which requests are compressed, how long they may get, and what is reserved for them.
+
+    Args:
+        config: the server's settings.
+        conversations: idle rows that new requests may go on behind.
+    """
+
+    def __init__(self, config: Config, conversations: Conversations) -> None:
+        self._config = config
+        self._conversations = conversations
+        self._scheduler: Any = None
+
+    def hooks(self) -> list[Hook]:
+        scheduler = "sglang.srt.managers.scheduler.Scheduler"
+        return [
+            Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._attach_and_limit, "self req"),
+            Hook(f"{scheduler}.get_prefill_adder_class", "after", self._bound_adder, "self"),
+            Hook(
+                "sglang.srt.managers.utils.validate_input_length",
+                "around",
+                self._validate_length,
+                "req max_req_input_len allow_auto_truncate",
+            ),
+            Hook(f"{scheduler}._add_request_to_queue", "before", self._check_prompt, "self req is_retracted"),
+            Hook(
+                "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+                "after",
+                self._limit_prefix,
+                "self input_len",
+            ),
+        ]
+
+    def attach(self, scheduler: Any) -> None:
+        """Called once the scheduler is built; requests come later."""
+        self._scheduler = scheduler
+
+    def _bound_adder(self, adder: type, _: Any) -> type:
+        return bounded_adder(adder, self._conversations)
+
+    def _attach_and_limit(self, original: Callable, scheduler: Any, req: Any) -> None:
+        """Reads a new request's settings, and lifts the cap on its answer that follows from the size of the pool."""
+        try:
+            options = read_request(self._config, req.sampling_params.custom_params)
+        except TriAttentionError as error:
+            req.set_finish_with_abort(str(error))
+            options = CompressionOptions(None)
+        owner = attach_options(req, options)
+        if owner.conversation is not None:
+            self._conversations.on_arrival(req)
+            if not self._fits(req):
+                # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
+                owner.compact_prompt()
+                write_tree_rule(req)
+        params = req.sampling_params
+        most, least = params.max_new_tokens, params.min_new_tokens
+        original(scheduler, req)
+        if settings_of(req) is None or req.to_finish is not None or not self._fits(req):
+            return
+        limit = scheduler.model_config.context_len - 2 - len(req.origin_input_ids)
+        for other in (most, scheduler.max_new_tokens_limit or None):
+            limit = limit if other is None else min(limit, other)
+        params.max_new_tokens = max(limit, params.max_new_tokens)
+        params.min_new_tokens = min(least, params.max_new_tokens)
+
+    def _validate_length(self, original: Callable, req: Any, max_req_input_len: int, allow_auto_truncate: bool):
+        """Lets prompts that are compacted be longer than the pool."""
+        longest = self._scheduler.model_config.context_len - 6
+        if settings_of(req) is None or len(req.origin_input_ids) < max_req_input_len:
+            return original(req, max_req_input_len, allow_auto_truncate)
+        if self._fits(req):
+            return original(req, longest, allow_auto_truncate)
+        error = original(req, max_req_input_len, allow_auto_truncate)
+        if error and len(req.origin_input_ids) < longest and settings_of(req).prompt == "frozen":
+            error += " A prompt that is compacted may be longer: see --triattention-prompt compact."
+        return error
+
+    def _check_prompt(self, scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+        """Holds a prompt to the pool that was to be compacted, but whose prefill allows no rounds."""
+        settings = settings_of(req)
+        if settings is None or req.to_finish is not None or settings.prompt == "frozen" or can_prefill_in_rounds(req):
+            return
+        if len(req.origin_input_ids) >= scheduler.max_req_input_len:
+            req.set_finish_with_abort(
+                f"The prompt ({len(req.origin_input_ids)} tokens) does not fit the KV pool as a whole, and cannot be "
+                "compacted while it is prefilled because its log-probabilities or embeddings were asked for: leave "
+                "these out, or shorten the prompt."
+            )
+            return
+        # Prompt and answer must be prefilled again as a whole, should SGLang retract the request.
+        page_size = self._page_size()
+        room = self._capacity() - page_size - ceil_align(len(req.origin_input_ids), page_size)
+        params = req.sampling_params
+        params.max_new_tokens = max(min(params.max_new_tokens, room - 1), 0)
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+
+    def _limit_prefix(self, length: int, req: Any, _: int) -> int | None:
+        """Matches less of a prompt in the tree where the whole match, which is frozen, would fill the pool."""
+        settings = settings_of(req)
+        if settings is None or settings.prompt == "frozen":
+            return None
+        return max(min(length, self._capacity() - settings.trigger(0) - 2 * self._page_size()), 0)
+
+    def _fits(self, req: Any) -> bool:
+        """Whether the pool, empty, holds the request at its bound, prefilled in rounds if need be."""
+        settings = settings_of(req)
+        if self._scheduler.chunked_prefill_size is None:
+            return False
+        page_size = self._page_size()
+        frozen = frozen_of(req, settings, page_size)
+        return ceil_align(frozen + settings.trigger(frozen), page_size) + page_size <= self._capacity()
+
+    def _capacity(self) -> int:
+        return self._scheduler.max_total_num_tokens
+
+    def _page_size(self) -> int:
+        return self._scheduler.token_to_kv_pool_allocator.page_size
+
+
+def bounded_adder(adder: type, conversations: Conversations) -> type:
+    """SGLang's PrefillAdder, with requests that have settings reserved by their bound.
+
+    Rows of idle conversations make way for whoever is admitted.
+    """
+
+    class BoundedPrefillAdder(adder):
+        _chunk_in_progress = False
+        _preempting: set | None = None
+
+        def add_one_req(self, req, has_chunked_req, truncation_align_size):
+            if settings_of(req) is None:
+                return super().add_one_req(req, has_chunked_req, truncation_align_size)
+            self._chunk_in_progress = has_chunked_req or self.new_chunked_req is not None
+            acquired = conversations.acquire(req)
+            # SGLang's other way to admit, for requests without stop conditions and the tree off, knows no bound.
+            with _attribute(req.sampling_params, "ignore_eos", False):
+                result = super().add_one_req(req, has_chunked_req, truncation_align_size)
+            if self.can_run_list and self.can_run_list[-1] is req:
+                conversations.commit(req)
+            elif acquired:
+                conversations.rollback(req)
+            if self.new_chunked_req is req:
+                # A chunk cut short by memory leaves tokens in this pass, but SGLang tracks one unfinished prefill.
+                self.rem_chunk_tokens = 0
+            return result
+
+        def add_chunked_req(self, req):
+            if settings_of(req) is None or not can_prefill_in_rounds(req):
+                return super().add_chunked_req(req)
+            # What is left without the running requests' growth, but never less than was reserved for this one.
+            room = max(self._room() - self.page_size, bound_of(req, self.page_size) - req.prefix_len, 1)
+            self.chunked_req_limit = min(room, self.chunked_req_limit or room)
+            unfinished = super().add_chunked_req(req)
+            if unfinished is not None:
+                self.rem_chunk_tokens = 0
+            return unfinished
+
+        def preempt_to_schedule(self, req):
+            self._preempting = set()
+            try:
+                if settings_of(req) is None:
+                    return super().preempt_to_schedule(req)
+                held = len(req.full_untruncated_fill_ids)
+                growth = growth_of(req, self.page_size, held=held)
+                with _attribute(req.sampling_params, "max_new_tokens", growth):
+                    return super().preempt_to_schedule(req)
+            finally:
+                self._preempting = None
+
+        def _get_running_request_total_token_offset(self, req):
+            if settings_of(req) is None:
+                return super()._get_running_request_total_token_offset(req)
+            growth = growth_of(req, self.page_size, held=req.kv.kv_allocated_len)
+            if self._preempting is not None and req not in self._preempting:
+                # First asked what preempting the request would bring: its private slots too. Asked again when it is
+                # preempted, for the reservation alone, because by then the slots count as free.
+                self._preempting.add(req)
+                return growth + req.kv.kv_allocated_len - req.kv.cache_protected_len
+            return growth
+
+        def _check_prefill_budget(self, req, **demand):
+            check = super()._check_prefill_budget if settings_of(req) is None else self._check_bound
+            found = check(req, **demand)
+            while not found[0] and conversations.drop_one():
+                found = check(req, **demand)
+            return found
+
+        def _check_bound(self, req, *, chunk_limit, **_):
+            # All in whole pages, and what is in use or reserved is not counted in the room.
+            end, room = len(req.full_untruncated_fill_ids), self._room()
+            held = ceil_align(req.prefix_len, self.page_size)
+            whole = ceil_align(end, self.page_size) + growth_of(req, self.page_size, held=end) - held
+            if whole <= room:
+                return True, chunk_limit
+            if chunk_limit is None or self._chunk_in_progress or not can_prefill_in_rounds(req):
+                return False, None
+            bound = ceil_align(bound_of(req, self.page_size), self.page_size) - held
+            fits = max(bound, 2 * self.page_size) <= room
+            return (True, min(chunk_limit, room - self.page_size)) if fits else (False, None)
+
+        def _room(self) -> int:
+            return int(self.rem_total_tokens)
+
+        def _update_prefill_budget(self, prefix_len, extend_input_len, max_new_tokens, *args, **kwargs):
+            # Called for the request that was added last; `max_new_tokens` is 0 while its prefill goes on.
+            req = self.can_run_list[-1]
+            if max_new_tokens and settings_of(req) is not None:
+                max_new_tokens = growth_of(req, self.page_size, held=req.extend_end)
+            super()._update_prefill_budget(prefix_len, extend_input_len, max_new_tokens, *args, **kwargs)
+
+    return BoundedPrefillAdder
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: Any):
+    """Sets an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,159 @@
+"""Rounds that are scored together, and what is read of their rows and written to them.
+
+SGLang part: `ReqToTokenPool.req_to_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact.reference import cut_column, needs_order
+from sglang_triattn.rounds.plan import Plan, ceil_align
+
+
+class Kind(NamedTuple):
+    """What rounds of one launch have in common.
+
+    Attributes:
+        keep: private tokens that stay.
+        recent: newest ones among them.
+        strategy: "remap", "slide" or "fill".
+        cut: the first private column that is emptied, see `kernels.compact`; `keep` where that is the end of the row.
+        width: the power of two that bounds their private lengths from above: a row is padded to twice its length at
+            most, however long another one is.
+    """
+
+    keep: int
+    recent: int
+    strategy: str
+    cut: int
+    width: int
+
+    def unordered_len(self, plan: Plan, before: int) -> int:
+        """Entries at the front of a row that are out of order after a round, of which `before` were ahead of it."""
+        if self.strategy != "fill":
+            return min(before, plan.new_length)
+        in_order = self.recent if self.cut + self.recent <= self.keep else 0
+        return plan.new_length - in_order
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Rounds that are scored together.
+
+    Attributes:
+        rounds: request and plan of each.
+        slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
+        facts: [4, R] int64 on the rows' device: row, first private position, private length, next position.
+    """
+
+    kind: Kind
+    rounds: Sequence[tuple[Any, Plan]]
+    slots: torch.Tensor
+    facts: torch.Tensor
+
+    def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Lets the slots that stay lie side by side in `rows`, SGLang's `req_to_token`.
+
+        Args:
+            slots: [R, N] as `Launch.slots`; for "remap" ordered, those that stay first.
+        """
+        kind, (row, frozen, lengths, _) = self.kind, self.facts.unsqueeze(-1)
+        first = 0 if kind.strategy == "remap" else kind.cut
+        if first < kind.keep:
+            place = torch.arange(first, kind.keep, device=rows.device)
+            source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.keep
+            rows[row, frozen + place] = slots.gather(1, source)
+
+    def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+        """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
+        kind = self.kind
+        return [
+            slots[
+                r,
+                ceil_align(plan.frozen + kind.cut, page_size) - plan.frozen : plan.evicted_tokens
+                + kind.cut : page_size,
+            ]
+            for r, (_, plan) in enumerate(self.rounds)
+        ]
+
+
+def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
+    """How a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
+
+    Args:
+        recent: newest private tokens that surely stay, in order now.
+        moves: whether K/V must move; a row is permuted where they need not.
+    """
+    keep, strategy, cut = plan.budget_for, "remap", None
+    if moves:
+        cut = cut_column(keep, recent, plan.frozen, plan.evicted_tokens, page_size)
+        lost = cut is None and needs_order(settings.recent, settings.interval)
+        strategy = "slide" if lost else "fill"
+    return Kind(keep, recent, strategy, keep if cut is None else cut, width_for(plan.private_length))
+
+
+def width_for(length: int) -> int:
+    """The power of two for rows of `length` private tokens."""
+    return 1 << (length - 1).bit_length()
+
+
+def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Any, Plan]], kind_of: Callable[..., Kind]) -> list[Launch]:
+    """The launches for `rounds` (request, plan), in the order in which their kinds come up.
+
+    All counts go to the device in one copy.
+
+    Args:
+        rows: SGLang's `req_to_token`, [rows, context] int32.
+        kind_of: of a request and its plan.
+    """
+    groups: dict[Kind, list[tuple[Any, Plan]]] = {}
+    for request, plan in rounds:
+        groups.setdefault(kind_of(request, plan), []).append((request, plan))
+    ordered = [member for group in groups.values() for member in group]
+    facts = to_device(
+        [
+            [request.kv.req_pool_idx for request, _ in ordered],
+            [plan.frozen for _, plan in ordered],
+            [plan.private_length for _, plan in ordered],
+            [plan.next_position for _, plan in ordered],
+        ],
+        rows.device,
+    )
+    launches = []
+    parts = facts.split([len(group) for group in groups.values()], dim=1)
+    for (kind, group), part in zip(groups.items(), parts, strict=True):
+        row, frozen, length, _ = part.unsqueeze(-1)
+        column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
+        slots = rows[row, frozen + column.minimum(length - 1)]
+        launches.append(Launch(kind, group, slots, part))
+    return launches
+
+
+def to_device(values: list, device: torch.device) -> torch.Tensor:
+    """`values` as int64 on the device; the host does not wait."""
+    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def read_later(values: torch.Tensor) -> Callable[[], list[int]]:
+    """Starts a copy of a small device tensor to the host; calling the result waits for it, which by then is done."""
+    if not values.is_cuda:
+        return cache(values.tolist)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    @cache
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

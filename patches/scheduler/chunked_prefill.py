@@ -1,0 +1,54 @@
+"""Prefill onto a row that rounds have shortened, chunk by chunk.
+
+SGLang parts: `Scheduler.chunked_req`, `Req.init_next_round_input`, `ScheduleBatch.prepare_for_extend`
+(sglang/srt/managers/schedule_batch.py).
+
+SGLang knows a request's prefill by one number each for what is done (`prefix_len`) and what comes next (`extend_end`):
+they index its token ids and its row alike. A round between two chunks shortens the row, so for the rest of the prefill
+the ids are shortened by as many at the front: the ids that are still to be computed keep their places behind the row,
+and those before them are read by nobody, because a row with holes never enters the tree.
+
+    token ids   0 .. evicted | evicted ..                done |  next chunk        (positions: their own places)
+    shown ids                | 0 ..                prefix_len |  .. extend_end
+    row                      | frozen | kept                  |  slots of the chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.request import evicted_of, show_all_ids, show_ids_behind
+
+
+def hooks() -> list[Hook]:
+    target = "sglang.srt.managers.schedule_batch"
+    return [
+        Hook(f"{target}.Req.init_next_round_input", "around", _show_ids_behind_row, "self tree_cache cow_mamba"),
+        Hook(f"{target}.ScheduleBatch.prepare_for_extend", "after", _keep_logical_lengths, "self"),
+    ]
+
+
+def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any) -> None:
+    show_all_ids(req)
+    original(req, *args, **kwargs)
+    show_ids_behind(req)
+
+
+def evicted_in(batch: Any) -> torch.Tensor | None:
+    """[batch] int64 on the batch's device: tokens evicted from each row; None where no row has lost any."""
+    evicted = [evicted_of(request) for request in batch.reqs]
+    if not any(evicted):
+        return None
+    host = torch.tensor(evicted, dtype=torch.int64, pin_memory=batch.seq_lens.is_cuda)
+    return host.to(batch.seq_lens.device, non_blocking=True)
+
+
+def _keep_logical_lengths(_: None, batch: Any) -> None:
+    """Makes `orig_seq_lens` the logical lengths, from which the positions of decoded tokens follow."""
+    evicted = evicted_in(batch)
+    if evicted is not None:
+        batch.orig_seq_lens = (batch.seq_lens + evicted).int()

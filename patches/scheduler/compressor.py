@@ -1,0 +1,256 @@
+"""Rounds on a running batch. SGLang parts: the scheduler's streams and batch, row table, KV pool, allocator.
+
+The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
+
+- the result of step n-1 is processed, so that prompts are in the tree and finished requests are marked;
+- step n is queued on the forward stream. It reads the rows' slots as they were, and its newest token's K/V is written
+  when it runs. Everything that reads or writes K/V is therefore enqueued on the forward stream too, behind step n and
+  ahead of step n+1;
+- the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
+  (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
+- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, where
+  a prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
+
+Without overlap there is one stream and all of this is plain program order. Only token counts steer a round, and they
+are known on the host, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact.reference import STRATEGIES
+from sglang_triattn.kernels.device_round import compact_rows
+from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
+from sglang_triattn.kernels.select.reference import SHARED
+from sglang_triattn.patches.scheduler.admission import reserved_of
+from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
+from sglang_triattn.patches.scheduler.request import (
+    can_compact,
+    lengths_of,
+    long_enough,
+    owner_of,
+    recent_of,
+    resume_behind,
+    settings_of,
+    wait_until_due,
+    write_row_length,
+    write_tree_rule,
+)
+from sglang_triattn.request.lifecycle import FirstEvicted
+from sglang_triattn.rounds.plan import Plan, Totals, plan_round
+
+
+class Compressor:
+    """Compacts the due requests of a scheduler, all of them in one pass.
+
+    Args:
+        scheduler: SGLang's Scheduler, fully built.
+        config: the server's settings.
+        scorer: reads the keys of the scheduler's KV pool.
+        mover: moves what is in it; None where a round only rewrites rows, see `make_mover`.
+        conversations: idle rows, which give way to running requests.
+    """
+
+    def __init__(
+        self, scheduler: Any, config: Config, scorer: Scorer, mover: Mover | None, conversations: Conversations
+    ) -> None:
+        self.config = config
+        self.totals = Totals()
+        self._scheduler = scheduler
+        self._scorer = scorer
+        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._rows = scheduler.req_to_token_pool.req_to_token
+        self._page_size = self._allocator.page_size
+        self._mover = mover
+        self._conversations = conversations
+        # With sets per head, each rank would let the tree have another part of a row.
+        self._alike_on_ranks = config.selection in SHARED or scheduler.tp_group.world_size == 1
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """All that rounds may come to use; where K/V moves, `kind_for` decides how."""
+        return ("remap",) if self._mover is None else STRATEGIES
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows and K/V are."""
+        return self._rows.device
+
+    @property
+    def workspace_plan(self) -> WorkspacePlan:
+        """What one launch of the kernels can hold; only where there are kernels."""
+        return self._scorer.plan
+
+    def run_due_rounds(
+        self,
+        batch: Any,
+        *,
+        joining: Any = None,
+        chunked: Any = None,
+        around: AbstractContextManager = nullcontext(),  # noqa: B008
+    ) -> None:
+        """One round for every request that has outgrown its budget, or that must make room.
+
+        Args:
+            batch: SGLang's running ScheduleBatch.
+            joining: the batch that was prefilled last and is about to join it, or None.
+            chunked: the request whose prompt is prefilled chunk by chunk, or None.
+            around: a context that planned rounds run in; not entered where none is due.
+        """
+        due = self._plan(batch.reqs)
+        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one)
+        due += pressed
+        self.totals.pressure_rounds += len(pressed)
+        rounds = [(batch.reqs[index], plan) for index, plan in due]
+        between_chunks = self._plan_chunked(chunked)
+        if between_chunks is not None:
+            rounds.append((chunked, between_chunks))
+        if not rounds:
+            return
+        reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
+        with around:
+            self._compact(rounds)
+            if due:
+                self._shorten(batch, due)
+            if between_chunks is not None:
+                resume_behind(chunked, between_chunks.new_length)
+        # SGLang reopens admission only when a request leaves. As a rule a round gives a waiting request nothing: what
+        # it frees stays reserved for the same request's growth.
+        if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
+            batch.batch_is_full = False
+
+    def _kind_of(self, request: Any, plan: Plan) -> Kind:
+        moves = self._mover is not None
+        return kind_for(settings_of(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
+
+    def _compact(self, rounds: Sequence[tuple[Any, Plan]]) -> None:
+        """The rounds of a step: however many launches they take, each stream waits for the other once."""
+        launches = snapshot(self._rows, rounds, self._kind_of)
+        with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
+            done = [self.score_and_move(launch) for launch in launches]
+            positions = read_later(torch.cat([first for _, first in done]))
+        self._give_back(launches, [ordered for ordered, _ in done])
+        members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
+        for place, (kind, request, plan) in enumerate(members):
+            self._record(request, plan, kind, lambda place=place: positions()[place])
+
+    def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the forward stream: finds what stays, and moves its K/V where a round moves any.
+
+        Returns:
+            [R, N] int32: each round's slots, for "remap" those that stay first, for others as they were; [R] int64: the
+            first position of each row that will hold another token than before.
+        """
+        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
+        unchanged, ordered = compact_rows(
+            self._scorer, self._mover, slots, lengths, next_positions, kind.keep, kind.recent, kind.strategy, kind.cut
+        )
+        return slots if ordered is None else ordered, frozen + unchanged
+
+    def _give_back(self, launches: Sequence[Launch], ordered: Sequence[torch.Tensor]) -> None:
+        """Takes what was emptied out of the rows, and frees it."""
+        pairs = list(zip(launches, ordered, strict=True))
+        # Of other rows than these the host knows what is emptied.
+        remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
+        if remapped:
+            self._await_forward_stream(*remapped)
+        for launch, slots in pairs:
+            launch.close_up(self._rows, slots)
+        page_size = self._page_size
+        freed = torch.cat([page for launch, slots in pairs for page in launch.emptied(slots, page_size)]).long()
+        self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
+
+    def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
+        """(index, plan) of each due request."""
+        due = []
+        for index in long_enough(requests):
+            request = requests[index]
+            if not can_compact(request):
+                continue
+            plan = plan_round(settings_of(request), **lengths_of(request, self._page_size))
+            if plan is None:
+                wait_until_due(request, self._page_size)
+            else:
+                due.append((index, plan))
+        return due
+
+    def _plan_chunked(self, request: Any) -> Plan | None:
+        """The round that is due between two chunks of a prefill.
+
+        What the tree may have of the row it gets first: SGLang would give it later in the same step.
+        """
+        if request is None or not can_compact(request) or request.extend_end <= request.prefix_len:
+            return None
+        settings = settings_of(request)
+        if plan_round(settings, **lengths_of(request, self._page_size)) is None:
+            return None
+        self._scheduler.stash_chunked_request(request)
+        # The tree may have taken tokens that counted as private.
+        return plan_round(settings, **lengths_of(request, self._page_size))
+
+    def _record(self, request: Any, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+        """Books the round with the request, and writes what follows from it."""
+        owner = owner_of(request)
+        unordered_len = kind.unordered_len(plan, owner.record.unordered_len)
+        owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
+        self.totals.add(plan)
+        write_row_length(request, plan.new_length)
+        write_tree_rule(request)
+
+    def _shorten(self, batch: Any, due: list[tuple[int, Plan]]) -> None:
+        """Lowers the batch's physical lengths; `orig_seq_lens` stays, it is the logical length.
+
+        The length tensors are replaced, never written: queued work still refers to the old ones.
+        """
+        evicted = [0] * len(batch.seq_lens_cpu)
+        for index, plan in due:
+            evicted[index] = plan.evicted_tokens
+        batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
+        batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
+        batch.seq_lens_sum = None
+
+    def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
+        """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            return nullcontext()
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.forward_stream)
+        return scheduler.forward_stream_ctx
+
+    def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
+        """Lets the schedule stream use tensors made on the forward stream."""
+        scheduler = self._scheduler
+        if not scheduler.enable_overlap:
+            return
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.schedule_stream)
+
+
+def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | None = None) -> Mover | None:
+    """What moves K/V in SGLang's KV pool `pool`.
+
+    None where a round moves nothing: slots can be freed one by one, and all heads keep the same tokens.
+    """
+    if page_size == 1 and config.selection in SHARED:
+        return None
+    return Mover(*kv_buffers(pool), kernels=kernels)
+
+
+def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]

@@ -1,0 +1,252 @@
+"""Compressed rows of idle conversations, so that the next turn prefills its new tokens alone.
+
+SGLang parts: `Req.kv` and its tree lock (sglang/srt/managers/schedule_batch.py), `UnifiedRadixCache.session_records`,
+through which SGLang's own books count rows that no request holds.
+
+A request that names a conversation leaves its row here when it ends: slots, tree lock on the frozen prefix, and the
+token ids that were computed, evicted ones included. The next request of that name whose ids start with all of these
+goes on behind the row, as one does between two chunks of a prefill (`prefill`). Any other starts afresh.
+
+Who owns a row:
+
+    running request --park--> conversation --acquire--> request at admission --commit--> running request
+                                   |     <--rollback, if not admitted--
+                                   +--drop: least recently used first, when others need memory or rows; too old
+                                   +--forgotten by a flush
+
+Token counts, ids and the order of requests decide, which are equal on all tensor-parallel ranks; the time is rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.request import (
+    count_as_cached,
+    free_tail,
+    leave_row,
+    owner_of,
+    rows_of,
+    settings_of,
+    take_row,
+    tokens_tell_all,
+    wants_prompt_logprobs,
+    write_row_length,
+    write_tree_rule,
+)
+from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, RowRecord, Stage
+from sglang_triattn.rounds.plan import Report
+
+REMEMBERED = 4096
+"""Dropped conversations whose next turn is still told so."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One idle row.
+
+    Attributes:
+        kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
+        lock: the tree lock on its frozen prefix, ended at `last_node`.
+        ids: token ids of its logical positions.
+        owner: what else must be equal for K/V to be reused: adapter, extra key, salt.
+        record: what rounds did to it.
+        used: when its last turn arrived, seconds.
+    """
+
+    kv: Any
+    lock: Any
+    last_node: Any
+    ids: array
+    owner: tuple
+    record: RowRecord
+    used: float
+
+
+class Conversations:
+    """All idle conversations of a scheduler, least recently used first."""
+
+    def __init__(self, ttl: int) -> None:
+        self._ttl = ttl
+        self._scheduler: Any = None
+        self._idle: OrderedDict[str, Conversation] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+        # The row that the request under admission stands behind.
+        self._acquired: Conversation | None = None
+
+    def hooks(self) -> list[Hook]:
+        return [
+            Hook(
+                "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.session_records",
+                "after",
+                self._add_records,
+                "self",
+            ),
+            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "after", self._on_flush, "self empty_cache"),
+        ]
+
+    def attach(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def on_arrival(self, request: Any) -> None:
+        """Drops what is too old; called for each request that names a conversation."""
+        group = self._scheduler.tp_group
+        now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
+        for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
+            self._drop(name)
+        owner_of(request).arrived_at = now
+
+    def acquire(self, request: Any) -> bool:
+        """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
+        owner = owner_of(request)
+        name = owner.conversation
+        if name is None or owner.stage is not Stage.ARRIVED or owner.start is not None:
+            return False
+        idle = self._idle.get(name)
+        if idle is None or not _continues(idle, request):
+            return False
+        self._acquired = self._idle.pop(name)
+        owner.acquire(idle.record)
+        take_row(request, idle.kv, idle.last_node)
+        return True
+
+    def rollback(self, request: Any) -> None:
+        """The attempt failed: the row is the conversation's again."""
+        owner = owner_of(request)
+        self._idle[owner.conversation], self._acquired = self._acquired, None
+        owner.rollback()
+        leave_row(request)
+
+    def commit(self, request: Any) -> None:
+        """A request was admitted: an acquired row is its own now, and its conversation knows how it started."""
+        owner = owner_of(request)
+        idle, self._acquired = self._acquired, None
+        owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
+        write_tree_rule(request)
+        if idle is not None:
+            # Admission has locked the same node for the request.
+            self._scheduler.tree_cache.unlock(idle.lock)
+            count_as_cached(request, idle.record.evicted_tokens)
+
+    def _start_of(self, owner: CompressedRequest) -> str | None:
+        """How a conversation starts with a request that did not resume its row, which is dropped."""
+        name = owner.conversation
+        if name is None or owner.start is not None:
+            return owner.start
+        if name in self._idle:
+            self._drop(name)
+            return DIVERGED
+        return LOST if name in self._lost else NEW
+
+    def park(self, request: Any, report: Report) -> bool:
+        """Takes over the row of a request that has ended; False where it must be released.
+
+        report: on the request, of whose row `physical_length` entries stay.
+        """
+        owner, tree, physical = owner_of(request), self._scheduler.tree_cache, report.physical_length
+        name = owner.conversation
+        if name is None or owner.options.release or _was_aborted(request) or not tokens_tell_all(request):
+            return False
+        if not owner.evicted_tokens and not tree.disable:
+            # All of it is exact: the tree takes it, for everybody.
+            return False
+        self._drop(name)
+        free_tail(request.kv, physical, tree)
+        write_row_length(request, physical)
+        ids = (request.origin_input_ids + request.output_ids_through_stop)[: report.logical_length]
+        record = owner.park(report)
+        self._idle[name] = Conversation(
+            kv=request.detach_kv(),
+            lock=request.lock,
+            last_node=request.last_node,
+            ids=ids,
+            owner=_owner(request),
+            record=record,
+            used=owner.arrived_at,
+        )
+        request.lock = None
+        self._lost.pop(name, None)
+        return True
+
+    def drop_one(self) -> bool:
+        """Gives the least recently used conversation's memory back; False where there is none."""
+        if not self._idle:
+            return False
+        self._drop(next(iter(self._idle)))
+        return True
+
+    def make_rows(self, waiting: list) -> None:
+        """Drops conversations until every waiting request that cannot resume one finds a row."""
+        if not self._idle:
+            return
+        wanted = {owner_of(request).conversation for request in waiting}
+        rows = self._scheduler.req_to_token_pool
+        needed = sum(rows_of(request) for request in waiting if owner_of(request).conversation not in self._idle)
+        unwanted = [name for name in self._idle if name not in wanted]
+        while rows.available_size() < needed and unwanted:
+            self._drop(unwanted.pop(0))
+
+    def idle(self) -> dict[str, Conversation]:
+        """All idle rows by name."""
+        return dict(self._idle)
+
+    def records(self) -> dict[str, Any]:
+        """SGLang's records of the idle rows, for its books."""
+        return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
+
+    def _drop(self, name: str) -> None:
+        idle = self._idle.pop(name, None)
+        if idle is None:
+            return
+        tree = self._scheduler.tree_cache
+        tree.free_kv_row(idle.kv, [(idle.kv.cache_protected_len, idle.kv.kv_allocated_len)])
+        tree.unlock(idle.lock)
+        self._scheduler.req_to_token_pool.free(idle)
+        idle.kv.mark_kv_released()
+        self._remember_lost(name)
+
+    def _remember_lost(self, name: str) -> None:
+        self._lost[name] = None
+        if len(self._lost) > REMEMBERED:
+            self._lost.popitem(last=False)
+
+    def _on_flush(self, flushed: bool, *_: Any, **__: Any) -> None:
+        """Forgets every row after a flush; one that SGLang refused takes nothing from anybody.
+
+        Tree, slots and rows have been reset as a whole. Nothing of a row is read: a memory saver may have unmapped it.
+        """
+        if not flushed:
+            return
+        for name in self._idle:
+            self._remember_lost(name)
+        self._idle.clear()
+
+    def _add_records(self, records: dict, _: Any) -> dict:
+        return {**records, **self.records()}
+
+
+def _continues(idle: Conversation, request: Any) -> bool:
+    ids = request.origin_input_ids + request.output_ids
+    return (
+        not wants_prompt_logprobs(request)
+        and tokens_tell_all(request)
+        and len(ids) > len(idle.ids)
+        and ids[: len(idle.ids)] == idle.ids
+        and idle.owner == _owner(request)
+        and settings_of(request) is not None
+    )
+
+
+def _owner(request: Any) -> tuple:
+    return request.lora_id, request.extra_key, request.cache_salt
+
+
+def _was_aborted(request: Any) -> bool:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return not request.finished() or isinstance(request.finished_reason, FINISH_ABORT)

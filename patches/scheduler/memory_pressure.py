@@ -1,0 +1,73 @@
+"""Rounds ahead of time, so that a full pool is not answered by a retraction.
+
+SGLang parts: `ScheduleBatch.check_decode_mem` and `retract_decode` (sglang/srt/managers/schedule_batch.py), which a
+step reaches after the safe point. Allocator sizes and token counts are equal on all tensor-parallel ranks, and so is
+what is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_of
+from sglang_triattn.rounds.plan import Plan, plan_eviction
+
+
+def early_rounds(
+    scheduler: Any,
+    requests: Sequence[Any],
+    joining: Any,
+    due: Sequence[tuple[int, Plan]],
+    drop_one: Callable[[], bool],
+) -> list[tuple[int, Plan]]:
+    """(index in requests, plan) of rounds that give the next decode step the slots that it lacks, largest first.
+
+    Args:
+        requests: the running requests.
+        joining: as for `Compressor.run_due_rounds`.
+        due: the rounds that run anyway.
+        drop_one: gives up memory that nobody uses now; False once there is none.
+    """
+    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    needed = slots_of_next_step(requests, joining, page_size) - sum(plan.freed_slots for _, plan in due)
+    while needed > free_slots(scheduler) and drop_one():
+        pass
+    missing = needed - free_slots(scheduler)
+    if missing <= 0:
+        return []
+    taken = {index for index, _ in due}
+    chosen = []
+    candidates = ((index, request) for index, request in enumerate(requests) if index not in taken)
+    for index, plan in sorted(worthwhile(candidates, page_size), key=lambda found: -found[1].freed_slots):
+        if missing <= 0:
+            break
+        chosen.append((index, plan))
+        missing -= plan.freed_slots
+    return chosen
+
+
+def slots_of_next_step(requests: Sequence[Any], joining: Any, page_size: int) -> int:
+    """KV slots, whole pages, that the next decode step allocates; one for each beam, at page size 1."""
+    joining = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
+    holders = [request for request in (*requests, *joining) if request.kv.holds_kv and not request.finished()]
+    return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
+
+
+def free_slots(scheduler: Any) -> int:
+    """KV slots that are free or that the tree gives up on demand."""
+    return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+
+
+def worthwhile(candidates: Iterator[tuple[int, Any]], page_size: int) -> Iterator[tuple[int, Plan]]:
+    """Rounds that free enough to be worth their scoring: a quarter of what a regular round frees."""
+    for index, request in candidates:
+        if not can_compact(request):
+            continue
+        settings = settings_of(request)
+        plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
+        if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
+            continue
+        # A regular round can wait for no token; this one waits until it can tell which are the newest.
+        if recent_of(request) == settings.recent:
+            yield index, plan

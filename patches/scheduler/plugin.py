@@ -1,0 +1,179 @@
+"""Compression inside the scheduler process. SGLang part: `Scheduler` (sglang/srt/managers/scheduler.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.hooks import Hook, check_in_place
+from sglang_triattn.patches.launch import handshake, notices
+from sglang_triattn.patches.model import warm_up
+from sglang_triattn.patches.model.inspect import check_pool, read_shape
+from sglang_triattn.patches.model.stats_source import find_stats
+from sglang_triattn.patches.model.workspace import Workspace
+from sglang_triattn.patches.observability import reporting
+from sglang_triattn.patches.observability.census import Census, is_wanted
+from sglang_triattn.patches.observability.metrics import RoundMetrics
+from sglang_triattn.patches.scheduler import chunked_prefill, positions
+from sglang_triattn.patches.scheduler.admission import Admission
+from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
+from sglang_triattn.rounds.plan import Totals
+from sglang_triattn.rounds.scoring import build_scorer
+from sglang_triattn.stats.file import QueryStats
+
+logger = logging.getLogger(__name__)
+
+
+class Compression:
+    """Compression in this process: why it refused, or the compressor that runs."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.compressor: Compressor | None = None
+        self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
+        self.metrics: RoundMetrics | None = None
+        self._workspace = Workspace(config)
+        self._conversations = Conversations(config.conversation_ttl)
+        self._admission = Admission(config, self._conversations)
+        self._census = Census(self._conversations) if is_wanted() else None
+        self._hooks = self._all_hooks()
+
+    def hooks(self) -> list[Hook]:
+        return self._hooks
+
+    def _all_hooks(self) -> list[Hook]:
+        target = "sglang.srt.managers.scheduler.Scheduler"
+        return [
+            Hook(f"{target}.__init__", "after", self._on_built, "self server_args port_args"),
+            Hook(
+                f"{target}.get_next_batch_to_run",
+                "before",
+                self._on_next_batch,
+                "self running_batch last_batch",
+            ),
+            Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            *self._workspace.hooks(),
+            *self._admission.hooks(),
+            *positions.hooks(),
+            *chunked_prefill.hooks(),
+            *self._conversations.hooks(),
+            *Rows(self._conversations).hooks(),
+            *reporting.scheduler_hooks(self._read),
+            *notices.WeightUpdates(self._read).hooks(),
+            *(self._census.hooks() if self._census is not None else ()),
+        ]
+
+    def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+        self._admission.attach(scheduler)
+        self._conversations.attach(scheduler)
+        try:
+            self.compressor = self._start(scheduler)
+            self.refusal = None
+        except TriAttentionError as error:
+            self.refusal = str(error)
+            return
+        if self._census is not None:
+            self._census.attach(scheduler)
+        if scheduler.metrics_collector is not None:
+            self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
+        logger.info("TriAttention is active: %s", self.compressor.config)
+
+    def _start(self, scheduler: Any) -> Compressor:
+        """A compressor whose rounds have been rehearsed; raises TriAttentionError, with the words for the user."""
+        check_in_place(self._hooks)
+        merge = merge_over_ranks(scheduler, self.config.selection)
+        # Ranks measure together: one that fails there for a reason of its own cannot wait for the others, but must end.
+        with warm_up.in_one_sentence() if scheduler.tp_group.world_size == 1 else nullcontext():
+            stats = served_stats(scheduler, self.config)
+        with agreed(scheduler), warm_up.in_one_sentence():
+            compressor = build_compressor(
+                scheduler, self.config, stats, self._workspace.memory, self._conversations, merge
+            )
+            with nullcontext() if merge is None else merge.apart():
+                warm_up.rehearse(scheduler, compressor)
+        if merge is not None:
+            with warm_up.in_one_sentence():
+                warm_up.rehearse(scheduler, compressor)
+        return compressor
+
+    def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        if self.compressor is None:
+            return
+        self._conversations.make_rows(scheduler.waiting_queue)
+        if not (running_batch.reqs or scheduler.chunked_req):
+            return
+        around = nullcontext() if self._census is None else self._census.around_rounds(running_batch, last_batch)
+        self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req, around=around)
+        if self.metrics is not None:
+            self.metrics.publish(self.compressor.totals)
+
+    def _on_init_info(self, info: dict, _: Any) -> dict:
+        return {**info, handshake.KEY: handshake.answer(self.refusal)}
+
+    def _read(self) -> tuple[Config, Totals] | None:
+        return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
+
+
+def served_stats(scheduler: Any, config: Config) -> QueryStats:
+    """Statistics of the served model, all heads of it; every tensor-parallel rank calls this.
+
+    Raises:
+        TriAttentionError: the model, its KV pool or its statistics do not allow compression.
+    """
+    runner = scheduler.tp_worker.model_runner
+    check_pool(runner)
+    shape = read_shape(runner, scheduler.tp_group.world_size)
+    if scheduler.tp_group.rank_in_group == 0:
+        for line in notices.at_launch(scheduler, config, shape):
+            logger.warning(line)
+    stats = find_stats(scheduler, config.stats, shape)
+    if scheduler.tp_group.rank_in_group == 0:
+        for line in notices.of_stats(config, stats):
+            logger.warning(line)
+    return stats
+
+
+def build_compressor(
+    scheduler: Any,
+    config: Config,
+    stats: QueryStats,
+    memory: torch.Tensor | None,
+    conversations: Conversations,
+    merge: RankMerge | None,
+) -> Compressor:
+    """A compressor for a fully built scheduler; its config names the statistics in use.
+
+    Args:
+        stats: from `served_stats`.
+        memory: workspace for the scorer, see `Workspace`.
+        merge: from `merge_over_ranks`.
+
+    Raises:
+        ValueError: the kernels cannot read the KV pool, or what the statistics say does not fit it.
+    """
+    runner = scheduler.tp_worker.model_runner
+    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool)
+    kernels = warm_up.runs_kernels(runner.device)
+    scorer = build_scorer(
+        config,
+        stats,
+        k_buffers,
+        v_buffers,
+        context=runner.model_config.context_len,
+        heads=own_heads(scheduler, stats.mean.shape[1]),
+        reduce_ranks=merge,
+        memory=memory,
+        kernels=kernels,
+    )
+    page_size = scheduler.token_to_kv_pool_allocator.page_size
+    mover = make_mover(config, page_size, runner.token_to_kv_pool, kernels=kernels)
+    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover, conversations)

@@ -1,0 +1,131 @@
+"""A request's way into and out of the tree: what the tree may have of its row, and where the row goes at the end.
+
+SGLang parts: `checkpoint_kv_cache` and `release_kv_cache` (sglang/srt/mem_cache/common.py).
+
+Only exact K/V may enter the tree: the whole row if nothing was evicted, else the entries before the first evicted
+position (`sglang_triattn.request.lifecycle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.request import (
+    frozen_of,
+    keep_private,
+    owner_of,
+    show_all_ids,
+    tokens_tell_all,
+    write_tree_rule,
+)
+from sglang_triattn.rounds.plan import Report
+
+
+class Rows:
+    """The hooks on both ways; rows of conversations go to `conversations`."""
+
+    def __init__(self, conversations: Conversations) -> None:
+        self._conversations = conversations
+
+    def hooks(self) -> list[Hook]:
+        target = "sglang.srt.mem_cache.common"
+        return [
+            Hook(f"{target}.checkpoint_kv_cache", "around", self.checkpoint, "req tree_cache"),
+            Hook(f"{target}.release_kv_cache", "around", self.release, "req tree_cache checkpoint"),
+        ]
+
+    def checkpoint(self, original: Callable, req: Any, tree_cache: Any) -> None:
+        """Keeps the regenerated output of a retracted request private.
+
+        SGLang prefills prompt and output of such a request again and would give both to the tree, where they are
+        frozen: each retraction would raise the request's memory for good.
+        """
+        prompt_length = len(req.origin_input_ids)
+        if not req.retracted_stain or req.skip_radix_cache_insert or req.extend_end <= prompt_length:
+            original(req, tree_cache)
+            return
+        if req.kv.cache_protected_len < prompt_length:
+            tree_cache.checkpoint(req, up_to=prompt_length)
+        keep_private(req)
+
+    def release(self, original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+        """Writes the request's report, and gives its row to its conversation or back to SGLang."""
+        if not req.kv.holds_kv:
+            original(req, tree_cache, checkpoint=checkpoint)
+            return
+        owner = owner_of(req)
+        if owner.evicted_tokens and not req.skip_radix_cache_insert:
+            raise RuntimeError(f"request {req.rid} has evicted tokens, but its row is about to enter the tree")
+        report = report_on(req, tree_cache.page_size)
+        if owner.settings is None:
+            owner.report = report
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
+            return
+        kept = self._conversations.park(req, report)
+        if owner.conversation is not None:
+            report = replace(report, conversation=owner.start, conversation_kept=kept)
+        if kept:
+            owner.report = report
+        elif req.finished():
+            exact = owner.publish(report)
+            write_tree_rule(req)
+            if exact is not None and checkpoint and tokens_tell_all(req):
+                publish_start(req, exact, tree_cache)
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
+        else:
+            give_back(original, req, tree_cache, checkpoint=checkpoint)
+            owner.retract(report)
+            write_tree_rule(req)
+
+
+def publish_start(req: Any, exact: int, tree_cache: Any) -> None:
+    """Gives the tree a finished row's first `exact` entries, if these are more than it has.
+
+    No more than SGLang's release takes for the request's: with --strip-thinking-cache it frees what was generated.
+    """
+    exact = min(exact, req.owned_kv_len())
+    exact -= exact % tree_cache.page_size
+    if exact > req.kv.cache_protected_len:
+        show_all_ids(req)
+        req.refresh_fill_ids()
+        tree_cache.checkpoint(req, up_to=exact)
+
+
+def give_back(original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    """SGLang's release of a row, of which the tree may own more than the prompt.
+
+    With --strip-thinking-cache SGLang frees everything behind the prompt. A retracted request may have found its own
+    answer in the tree, as part of another's prompt: it is then released as one that has not reasoned, whose slots begin
+    where the tree's end, and the tree gets nothing more.
+    """
+    if req.owned_kv_len() >= req.kv.cache_protected_len:
+        original(req, tree_cache, checkpoint=checkpoint)
+        return
+    reasoning, req.reasoning_tokens = req.reasoning_tokens, 0
+    try:
+        original(req, tree_cache, checkpoint=False)
+    finally:
+        req.reasoning_tokens = reasoning
+
+
+def report_on(req: Any, page_size: int) -> Report:
+    """The report of a request that gives its row back."""
+    owner = owner_of(req)
+    protected = req.kv.cache_protected_len
+    frozen = protected if owner.settings is None else frozen_of(req, owner.settings, page_size)
+    # With overlap a step may have run past the end; those tokens are nobody's.
+    computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
+    logical = min(req.kv.kv_committed_len + owner.evicted_tokens, computed)
+    physical = logical - owner.evicted_tokens
+    return Report(
+        rounds=owner.rounds,
+        evicted_tokens=owner.evicted_tokens,
+        freed_slots=owner.freed_slots,
+        frozen_length=min(frozen, physical),
+        physical_length=physical,
+        logical_length=logical,
+    )

@@ -1,0 +1,196 @@
+"""A compressed request and SGLang's `Req` of it (sglang/srt/managers/schedule_batch.py).
+
+`owner_of` gives the request's `CompressedRequest`, which knows its state and what may follow. This module alone writes
+what follows from that to `Req`: lengths, token ids, its row, and whether the tree may take it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.request.lifecycle import CompressedRequest
+from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.rounds.plan import ceil_align, frozen_length
+
+_OWNER = "triattention"
+_SHORTENED = "triattention_shortened_ids"
+_NOT_COMPRESSED = CompressionOptions(None)
+
+
+# What is known of a request
+
+
+def attach_options(request: Any, options: CompressionOptions) -> CompressedRequest:
+    """A request arrives and asks for `options`; one of a beam search is not compressed."""
+    owner = CompressedRequest(
+        options if request.beam_group is None else _NOT_COMPRESSED, withheld=request.skip_radix_cache_insert
+    )
+    setattr(request, _OWNER, owner)
+    if owner.settings is not None:
+        write_tree_rule(request)
+    return owner
+
+
+def owner_of(request: Any) -> CompressedRequest:
+    """Of a request that never arrived by SGLang's usual way, one that is not compressed."""
+    owner = getattr(request, _OWNER, None)
+    return attach_options(request, _NOT_COMPRESSED) if owner is None else owner
+
+
+def settings_of(request: Any) -> Config | None:
+    """Settings of a request that may be compressed, None of any other (beam search, compression declined)."""
+    return owner_of(request).settings
+
+
+def evicted_of(request: Any) -> int:
+    """Tokens evicted from the request's current row."""
+    return owner_of(request).evicted_tokens
+
+
+def tokens_tell_all(request: Any) -> bool:
+    """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
+    return not owner_of(request).withheld and request.input_embeds is None
+
+
+def frozen_of(request: Any, settings: Config, page_size: int) -> int:
+    """First position of the request's row that a round may touch."""
+    record = owner_of(request).record
+    prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len
+    return frozen_length(settings, request.kv.cache_protected_len, prompt_len, page_size)
+
+
+def long_enough(requests: Sequence[Any]) -> list[int]:
+    """Indices of the requests that may have outgrown their budget, as far as two comparisons of integers tell.
+
+    Called for every request in every step; only a few have a round.
+    """
+    found = []
+    for index, request in enumerate(requests):
+        kv, owner = request.kv, owner_of(request)
+        if owner.settings is not None and owner.may_be_due(kv.kv_allocated_len, kv.cache_protected_len):
+            found.append(index)
+    return found
+
+
+def wait_until_due(request: Any, page_size: int) -> None:
+    """Lets `long_enough` leave out a request that has settings and no round now, until its row has grown enough."""
+    settings = settings_of(request)
+    frozen = frozen_of(request, settings, page_size)
+    owner_of(request).wait_until(frozen + settings.trigger(frozen), request.kv.cache_protected_len)
+
+
+def lengths_of(request: Any, page_size: int) -> dict[str, int]:
+    """What a plan is made of, see `sglang_triattn.rounds.plan.plan_round`; the request has settings and holds a row."""
+    return {
+        "frozen": frozen_of(request, settings_of(request), page_size),
+        "length": request.kv.kv_allocated_len,
+        "evicted_before": evicted_of(request),
+        "page_size": page_size,
+    }
+
+
+def rows_of(request: Any) -> int:
+    """Rows that a request takes: one for each of its beams."""
+    return 1 if request.beam_group is None else request.beam_group.beam_width
+
+
+def recent_of(request: Any) -> int:
+    """Recency window of a request's next round: `recent`, or what was appended since a round permuted the row.
+
+    Fewer only where little came since then: at page sizes above 1, early rounds, and turns with other settings.
+    """
+    owner = owner_of(request)
+    return min(owner.settings.recent, request.kv.kv_allocated_len - owner.record.unordered_len)
+
+
+def wants_prompt_logprobs(request: Any) -> bool:
+    """Whether log-probabilities of prompt tokens were asked for, which are looked up by the tokens' places."""
+    return request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
+
+
+def can_compact(request: Any) -> bool:
+    """Whether a request may be compressed, goes on, and holds its row alone."""
+    return (
+        settings_of(request) is not None
+        and request.kv.holds_kv
+        and not request.finished()
+        and request.to_finish is None
+        and not request.is_retracted
+        and request.kv.kv_committed_len == request.kv.kv_allocated_len
+    )
+
+
+# What is written to a request
+
+
+def write_tree_rule(request: Any) -> None:
+    """Lets SGLang give the whole row to the tree, or keeps it from that; after every transition."""
+    request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
+
+
+def write_row_length(request: Any, length: int) -> None:
+    """The row holds `length` entries, all of them computed."""
+    request.kv.kv_committed_len = request.kv.kv_allocated_len = length
+
+
+def resume_behind(request: Any, length: int) -> None:
+    """Lets the next chunk of a request start behind its row, which a round has shortened to `length` entries."""
+    request.prefix_len = request.extend_end = length
+    # SGLang counts what lies before a chunk and was not computed by the request as cached tokens.
+    request.already_computed = length
+
+
+def keep_private(request: Any) -> None:
+    """Counts the chunk that was just prefilled as done, without giving it to the tree."""
+    request.prefix_len = request.extend_end
+
+
+def take_row(request: Any, kv: Any, last_node: Any) -> None:
+    """Puts a waiting request behind a row that rounds have compacted; nothing of its prompt is looked for elsewhere.
+
+    Args:
+        kv: SGLang's record of the row.
+        last_node: of the tree, where its frozen part ends.
+    """
+    request.kv = kv
+    show_ids_behind(request)
+    request.prefix_len = kv.kv_allocated_len
+    request.last_node = request.best_match_node = request.last_host_node = last_node
+    request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
+
+
+def leave_row(request: Any) -> None:
+    """Lets a waiting request have no row again, after `take_row`."""
+    request.detach_kv()
+    request.prefix_len, request.last_node = 0, None
+
+
+def count_as_cached(request: Any, tokens: int) -> None:
+    """Tokens of a resumed row that were evicted: they were not computed again either."""
+    request.cached_tokens += tokens
+
+
+def show_ids_behind(request: Any) -> None:
+    """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
+    evicted = evicted_of(request)
+    if evicted:
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
+        setattr(request, _SHORTENED, True)
+
+
+def show_all_ids(request: Any) -> None:
+    """Lets SGLang see all ids of a request again."""
+    if getattr(request, _SHORTENED, False):
+        # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
+        request.full_untruncated_fill_ids = array("q")
+        setattr(request, _SHORTENED, False)
+
+
+def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
+    """Frees the pages of a row that lie wholly behind its first `length` entries."""
+    first_empty = ceil_align(length, tree_cache.page_size)
+    if first_empty < kv.kv_allocated_len:
+        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])

@@ -1,0 +1,74 @@
+"""Tensor parallelism: each rank scores its own heads, and all of them keep the same tokens.
+
+SGLang part: `GroupCoordinator` (sglang/srt/distributed/parallel_state.py). Plans are made of token counts, which are
+equal on all ranks, so that every rank comes here for the same requests in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.select.reference import SHARED
+
+
+def own_heads(scheduler: Any, q_heads: int) -> slice:
+    """The query heads of this rank among all `q_heads` of the model."""
+    group = scheduler.tp_group
+    count = q_heads // group.world_size
+    return slice(group.rank_in_group * count, (group.rank_in_group + 1) * count)
+
+
+class RankMerge:
+    """Merges the importance of the ranks' heads for a selection with one kept set.
+
+    One gather on the current stream, then the same sum in the same order on every rank: the result has equal bits
+    everywhere, which a reduction in the network does not promise.
+    """
+
+    def __init__(self, group: Any, selection: str) -> None:
+        self._group, self._selection = group, selection
+        self._together = True
+
+    def __call__(self, importance: torch.Tensor) -> torch.Tensor:
+        if not self._together:
+            return importance
+        parts = self._group.all_gather(importance[None].contiguous(), dim=0)
+        return parts.amax(0) if self._selection == "union" else parts.mean(0)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For work that each rank does for itself: one that fails must not leave the others waiting in a gather."""
+        self._together = False
+        try:
+            yield
+        finally:
+            self._together = True
+
+
+def merge_over_ranks(scheduler: Any, selection: str) -> RankMerge | None:
+    """What merges the ranks' importance; None on a single rank, and where every head has a kept set of its own."""
+    group = scheduler.tp_group
+    return None if group.world_size == 1 or selection not in SHARED else RankMerge(group, selection)
+
+
+@contextmanager
+def agreed(scheduler: Any) -> Iterator[None]:
+    """Lets every rank refuse with a TriAttentionError where one of them does.
+
+    The others would wait for it at the next gather, and the launch with them.
+    """
+    refusal = None
+    try:
+        yield
+    except TriAttentionError as error:
+        refusal = str(error)
+    group = scheduler.tp_group
+    refusals = [refusal] if group.world_size == 1 else [refusal, *group.all_gather_object(refusal)]
+    first = next((said for said in refusals if said is not None), None)
+    if first is not None:
+        raise TriAttentionError(first)

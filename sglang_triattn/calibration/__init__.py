@@ -1,0 +1,1 @@
+"""Measuring query statistics: texts, prompts, sums, the place to resume, and the engine on transformers."""

@@ -1,0 +1,99 @@
+"""From what a user gives to a CalibrationJob, the same for both engines."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from sglang_triattn.calibration.job import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TRACE_TOKENS,
+    DEFAULT_WINDOW,
+    MIN_WINDOW,
+    CalibrationError,
+    CalibrationJob,
+    check_count,
+    check_lengths,
+)
+from sglang_triattn.calibration.prompts import trace_prompts
+from sglang_triattn.calibration.resume import load_progress
+from sglang_triattn.calibration.texts import read_windows
+from sglang_triattn.model.fingerprint import model_fingerprint
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What to calibrate on."""
+
+    data: Sequence[str] = ()
+    """Files: .jsonl is a chat a line, anything else one plain text."""
+    traces: int = 0
+    """Texts that the model generates itself."""
+    trace_tokens: int = DEFAULT_TRACE_TOKENS
+    """Tokens of each, at most."""
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    """Tokens used of the files, from the start of the first."""
+    window: int = DEFAULT_WINDOW
+    """Tokens per forward pass of the files."""
+
+
+def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: Path | None = None) -> CalibrationJob:
+    """Tokenizes `texts` for a model.
+
+    Args:
+        model_path: model folder or hub name for transformers.
+        identity: what the result depends on besides the model and the texts.
+        partial: file in which the calibration keeps its place; if an earlier run left one, a line on stderr says so.
+
+    Raises CalibrationError when the model or a text cannot be used.
+    """
+    check_lengths(texts.max_tokens, texts.window)
+    _check_traces(texts)
+    limit = _position_limit(model_path)
+    tokenizer = loaded(transformers.AutoTokenizer, model_path)
+    windows = read_windows(
+        texts.data, tokenizer, max_tokens=texts.max_tokens, window=min(texts.window, limit or texts.window)
+    )
+    job = CalibrationJob(
+        windows=windows,
+        prompts=trace_prompts(tokenizer, texts.traces),
+        trace_tokens=texts.trace_tokens,
+        identity=f"{model_path} {model_fingerprint(model_path)} {identity}",
+        partial=None if partial is None else str(partial.absolute()),
+    )
+    check_count(job.tokens)
+    done = load_progress(job).done
+    if done:
+        print(f"going on after {done} of {job.units} texts", file=sys.stderr)
+    return job
+
+
+def loaded(kind, model_path: str, **options):
+    """`kind.from_pretrained`, with its failures as one sentence."""
+    try:
+        return kind.from_pretrained(model_path, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise CalibrationError(
+            f"Model {model_path} cannot be loaded: transformers says {reason!r}; give a model folder or a "
+            "Hugging Face name."
+        ) from error
+
+
+def _position_limit(model_path: str) -> int | None:
+    config = loaded(transformers.AutoConfig, model_path).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _check_traces(texts: Texts) -> None:
+    if texts.traces < 0 or (texts.traces and texts.trace_tokens < MIN_WINDOW):
+        raise CalibrationError(
+            f"{texts.traces} traces of {texts.trace_tokens} tokens mean nothing: use at least one trace of at least "
+            f"{MIN_WINDOW} tokens."
+        )
+    if not texts.data and not texts.traces:
+        raise CalibrationError(
+            "There is nothing to calibrate on: give --data FILE, or --self N with --engine sglang, or both."
+        )

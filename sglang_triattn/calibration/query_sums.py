@@ -1,0 +1,98 @@
+"""Sums over tokens of pre-RoPE queries: all that calibration keeps of the texts it runs.
+
+Each layer's queries are added as they pass and then forgotten, so memory does not grow with the text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.model.rope import Rope, to_complex, unrotate
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums over `count` tokens, on the CPU."""
+
+    total: torch.Tensor
+    """[L, H_q, F] complex128, of the complex components."""
+    abs_total: torch.Tensor
+    """[L, H_q, F] float64, of their absolute values."""
+    count: int
+    head_dim: int
+
+    def plus(self, other: "Sums | None") -> "Sums":
+        """The sums over the tokens of both; `other` may be None, no tokens."""
+        if other is None:
+            return self
+        count = self.count + other.count
+        return Sums(self.total + other.total, self.abs_total + other.abs_total, count, self.head_dim)
+
+    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[L, H_q, F] complex64 and float32.
+
+        Raises CalibrationError if they are not finite.
+        """
+        mean, abs_mean = self.total / self.count, self.abs_total / self.count
+        if not torch.isfinite(abs_mean).all():
+            raise CalibrationError("The model computes NaN or infinite queries: choose another --dtype.")
+        return mean.to(torch.complex64), abs_mean.float()
+
+
+def join_heads(parts: Sequence[Sums]) -> Sums:
+    """The sums of a model whose query heads are split over ranks, in the order of the ranks."""
+    return Sums(
+        torch.cat([part.total for part in parts], dim=1),
+        torch.cat([part.abs_total for part in parts], dim=1),
+        parts[0].count,
+        parts[0].head_dim,
+    )
+
+
+class QuerySums:
+    """Running sums of one process, kept on the model's device."""
+
+    def __init__(self, num_layers: int, rope: Rope) -> None:
+        self._rope = rope
+        self._total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] complex128
+        self._abs_total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] float64
+        self._seen: list[tuple[int, int]] = []  # (layer, tokens) since the last end_pass
+        self._count = 0
+        self._head_dim = 0
+
+    def add(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> None:
+        """Adds the queries of one layer in one forward pass.
+
+        query: [H_q, S, head_dim], any float dtype, post-RoPE; positions: [S], where they were turned to.
+        """
+        z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
+        total = z.sum(1, dtype=torch.complex128)
+        abs_total = z.abs().sum(1, dtype=torch.float64)
+        if self._total[layer] is not None:
+            total, abs_total = total + self._total[layer], abs_total + self._abs_total[layer]
+        self._total[layer], self._abs_total[layer] = total, abs_total
+        self._seen.append((layer, query.shape[1]))
+        self._head_dim = query.shape[-1]
+
+    def end_pass(self, tokens: int) -> None:
+        """Closes a forward pass.
+
+        Raises CalibrationError unless each layer was added exactly once, with `tokens` tokens, since the last call.
+        """
+        layers = len(self._total)
+        if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
+            raise CalibrationError(
+                f"Only {len({layer for layer, _ in self._seen})} of {layers} layers could be observed "
+                f"({len(self._seen)} times), but TriAttention needs the queries of all, each once: use another model."
+            )
+        self._seen.clear()
+        self._count += tokens
+
+    def read(self) -> Sums | None:
+        """The sums so far, or None before the first pass."""
+        if self._count == 0:
+            return None
+        total, abs_total = torch.stack(self._total).cpu(), torch.stack(self._abs_total).cpu()
+        return Sums(total, abs_total, self._count, self._head_dim)

@@ -1,0 +1,74 @@
+"""The file in which an interrupted calibration keeps its place: the sums over the units it has finished."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.calibration.query_sums import Sums
+from sglang_triattn.files import remove_unfinished, write_safetensors
+
+FORMAT = "sglang-triattn-partial-sums"
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """How far a job has come."""
+
+    done: int = 0
+    """Units finished."""
+    sums: Sums | None = None
+    """Over their tokens; None for none."""
+
+
+def partial_path(out: Path) -> Path:
+    """Where a calibration that writes `out` keeps its place."""
+    return out.with_suffix(".partial.safetensors")
+
+
+def load_progress(job: CalibrationJob) -> Progress:
+    """How far an earlier run of the same job came; the start if there was none, or its file is of another job."""
+    if job.partial is None or not Path(job.partial).is_file():
+        return Progress()
+    try:
+        with safe_open(job.partial, framework="pt") as file:
+            fields = file.metadata() or {}
+            if fields.get("format") != FORMAT or fields.get("key") != job.key:
+                return Progress()
+            sums = Sums(
+                torch.view_as_complex(file.get_tensor("total")),
+                file.get_tensor("abs_total"),
+                int(fields["count"]),
+                int(fields["head_dim"]),
+            )
+            return Progress(int(fields["done"]), sums)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
+        return Progress()
+
+
+def save_progress(job: CalibrationJob, progress: Progress) -> None:
+    """Writes the job's file, complete or not at all; does nothing for a job without one.
+
+    Raises CalibrationError if it cannot be written.
+    """
+    if job.partial is None or progress.sums is None:
+        return
+    sums = progress.sums
+    fields = {"format": FORMAT, "key": job.key, "done": progress.done, "count": sums.count, "head_dim": sums.head_dim}
+    # safetensors has no complex numbers of this width.
+    tensors = {"total": torch.view_as_real(sums.total).contiguous(), "abs_total": sums.abs_total.contiguous()}
+    try:
+        write_safetensors(Path(job.partial), tensors, {name: str(value) for name, value in fields.items()})
+    except (OSError, SafetensorError) as error:
+        raise CalibrationError(
+            f"Cannot write {job.partial} ({error}): choose an --out in a folder with room for it."
+        ) from error
+
+
+def remove_progress(job: CalibrationJob) -> None:
+    """Removes the job's file, and what a killed run may have left of one."""
+    if job.partial is not None:
+        Path(job.partial).unlink(missing_ok=True)
+        remove_unfinished(Path(job.partial))

@@ -1,0 +1,140 @@
+"""Calibration with transformers: the mean pre-RoPE query of every head, measured on texts.
+
+Queries are taken where every transformers model hands them to its attention function, and RoPE is undone there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from sglang_triattn.calibration.inputs import Texts, loaded, prepare_job
+from sglang_triattn.calibration.job import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_WINDOW,
+    SAVE_EVERY_TOKENS,
+    CalibrationError,
+    CalibrationJob,
+)
+from sglang_triattn.calibration.query_sums import QuerySums
+from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
+from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.rope import RopeError, rope_of_transformers
+from sglang_triattn.stats.file import QueryStats
+from sglang_triattn.transformers_cache.queries import ATTENTION, watching_queries
+
+
+def calibrate(
+    model_path: str,
+    data: str | Sequence[str],
+    *,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    window: int = DEFAULT_WINDOW,
+    device: str | None = None,
+    dtype: str | None = None,
+    progress: bool = True,
+    partial: Path | None = None,
+) -> QueryStats:
+    """Measures the query statistics of a model on texts (arXiv 2604.04921, section 4).
+
+    Every token has equal weight.
+
+    Args:
+        model_path: model folder or hub name for transformers.
+        data: UTF-8 files, best of the kind the model will serve: .jsonl is a chat a line, anything else one text.
+        max_tokens: tokens used, from the start of the first file.
+        window: tokens per forward pass. Each window is a text of its own, which bounds memory, and starts
+            with the tokenizer's BOS if texts do.
+        device: torch device; by default "cuda" if there is one, else "cpu".
+        dtype: name of a torch dtype or "auto", the checkpoint's; by default float32 on the CPU, else "auto".
+        progress: whether to show a progress bar.
+        partial: file (.safetensors) to keep the place in, from which the same call goes on after a stop.
+
+    Raises CalibrationError when the model or the text cannot be used.
+    """
+    device, dtype = device_and_dtype(device, dtype)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CalibrationError(f"Device {device!r} does not exist here: give cpu, cuda or cuda:N.") from error
+    files = (data,) if isinstance(data, str) else tuple(data)
+    texts = Texts(data=files, max_tokens=max_tokens, window=window)
+    job = prepare_job(model_path, texts, identity=f"transformers {dtype}", partial=partial)
+    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress)
+    remove_progress(job)
+    return stats
+
+
+def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
+    """What to compute on and in, where the user did not say."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, dtype or ("float32" if device == "cpu" else "auto")
+
+
+def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
+    """Runs the windows of a job; traces take SGLang. Its partial file is left for the caller to remove.
+
+    Raises CalibrationError when the model cannot be used.
+    """
+    config = loaded(transformers.AutoConfig, model_path).get_text_config()
+    _check_config(config)
+    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=ATTENTION).eval()
+    body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
+    try:
+        rope = rope_of_transformers(body, config)
+    except RopeError as error:
+        raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
+    sums = QuerySums(config.num_hidden_layers, rope)
+    start = load_progress(job)
+    saved = 0
+    done = sum(map(job.tokens_of, range(start.done)))
+    bar = tqdm(total=job.tokens, initial=done, unit="token", desc="calibrate", disable=not progress)
+
+    def add(layer: int, query: torch.Tensor) -> None:
+        # One window at a time, at positions 0 to S - 1.
+        sums.add(layer, query[0], torch.arange(query.shape[2], device=query.device))
+
+    with torch.inference_mode(), bar, watching_queries(add):
+        for index in range(start.done, len(job.windows)):
+            ids = job.windows[index]
+            body(input_ids=torch.tensor([ids], device=device), use_cache=False)
+            sums.end_pass(len(ids))
+            bar.update(len(ids))
+            saved += len(ids)
+            if saved >= SAVE_EVERY_TOKENS:
+                save_progress(job, Progress(index + 1, sums.read().plus(start.sums)))
+                saved = 0
+    total = start.sums if sums.read() is None else sums.read().plus(start.sums)
+    mean, abs_mean = total.means()
+    return QueryStats(
+        mean=mean,
+        abs_mean=abs_mean,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=total.head_dim,
+        rope=rope,
+        fingerprint=model_fingerprint(model_path),
+        token_count=total.count,
+        source=f"of {model_path}",
+    )
+
+
+def _check_config(config) -> None:
+    """Raises CalibrationError for models whose layers do not all attend to RoPE-turned keys alike."""
+    if getattr(config, "kv_lora_rank", None):
+        raise CalibrationError(
+            f"Models of type {config.model_type} use latent attention (MLA), which caches no keys per head, "
+            "but TriAttention needs them: use a model with grouped-query attention and RoPE."
+        )
+    if len(set(getattr(config, "layer_types", None) or [])) > 1:
+        raise CalibrationError(
+            f"Models of type {config.model_type} mix layers of types {sorted(set(config.layer_types))}, but "
+            "TriAttention needs all alike: use a model with full attention in every layer."
+        )
+    uses_rope = getattr(config, "no_rope_layers", None) or []  # despite its name, 1 where a layer has RoPE
+    if not all(uses_rope):
+        raise CalibrationError(
+            f"Models of type {config.model_type} leave RoPE out of some layers, but TriAttention needs it in "
+            "all: use a model that has."
+        )

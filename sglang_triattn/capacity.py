@@ -1,0 +1,111 @@
+"""How many tokens and requests a KV pool holds, dense and compressed: arithmetic alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_triattn.config import Config
+from sglang_triattn.model.sizes import FP8_KV, ModelSizes
+from sglang_triattn.rounds.plan import ceil_align, frozen_length, row_bound
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that share no prefix. Both are logical lengths in tokens; the prompt is part of the length."""
+
+    prompt: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """One or more equal GPUs that share a model.
+
+    Attributes:
+        memory_bytes: of one GPU.
+        reserve: fraction of it that holds neither weights nor KV.
+        weight_bytes: of the whole model.
+        scratch_bytes: what a compressing server takes from the pool of one GPU for scoring.
+        tp: number of GPUs.
+        page_size: slots of a page.
+    """
+
+    memory_bytes: int
+    reserve: float
+    weight_bytes: int
+    scratch_bytes: int
+    tp: int
+    page_size: int
+
+    @property
+    def weight_share(self) -> int:
+        """Bytes of weights on one GPU."""
+        return -(-self.weight_bytes // self.tp)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes for KV, and workspace, on one GPU; negative where the weights do not fit."""
+        return int(self.memory_bytes * (1 - self.reserve)) - self.weight_share
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one kind of KV cache holds on one GPU.
+
+    Attributes:
+        bytes_per_token: KV of one token on this GPU.
+        pool_tokens: size of the pool, in whole pages.
+        peak_tokens: most that one request of the workload holds at a time, in whole pages.
+        longest_trace: longest logical length, within the context limit, at which one request alone fits the pool.
+        requests: requests of the workload that fit at their peak all at once.
+    """
+
+    name: str
+    kv_dtype: str
+    bytes_per_token: int
+    pool_tokens: int
+    peak_tokens: int
+    longest_trace: int
+    requests: int
+
+
+def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> int:
+    """Most tokens that one request holds at a time, rounded up to whole pages.
+
+    Dense (`config` None) that is its length. Compressed, the frozen prompt stays and the private part grows up to the
+    trigger of a round, which counts the token in flight: SGLang allocates its slot before the round is planned.
+    """
+    held = workload.length
+    if config is not None:
+        frozen = frozen_length(config, 0, workload.prompt, page_size)
+        held = row_bound(config, frozen=frozen, logical_end=held)
+    return ceil_align(held, page_size)
+
+
+def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_dtype: str) -> list[Capacity]:
+    """A row each for dense and compressed, in `kv_dtype` and in 8 bits; one pair where that is 8 bits already."""
+    fp8 = kv_dtype if kv_dtype in FP8_KV else "fp8_e5m2"
+    rows = [("fp8", fp8, None), ("both", fp8, config)]
+    if fp8 != kv_dtype:
+        rows = [("dense", kv_dtype, None), rows[0], ("compressed", kv_dtype, config), rows[1]]
+    return [_capacity(name, sizes, gpus, settings, workload, dtype) for name, dtype, settings in rows]
+
+
+def _capacity(
+    name: str, sizes: ModelSizes, gpus: Gpus, config: Config | None, workload: Workload, kv_dtype: str
+) -> Capacity:
+    """One row; `config` is None for a dense cache."""
+    bytes_per_token = sizes.bytes_per_token(kv_dtype, gpus.tp)
+    free = max(gpus.kv_bytes - (gpus.scratch_bytes if config else 0), 0)
+    pool = free // (bytes_per_token * gpus.page_size) * gpus.page_size
+    peak = peak_tokens(config, workload, gpus.page_size)
+    longest = peak_tokens(config, Workload(workload.prompt, sizes.context), gpus.page_size)
+    return Capacity(
+        name=name,
+        kv_dtype=kv_dtype,
+        bytes_per_token=bytes_per_token,
+        pool_tokens=pool,
+        peak_tokens=peak,
+        longest_trace=sizes.context if longest <= pool else min(sizes.context, pool),
+        requests=pool // peak,
+    )

@@ -1,0 +1,1 @@
+"""The `sglang-triattn` command: `main`, and one file for each subcommand."""

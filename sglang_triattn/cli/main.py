@@ -1,0 +1,119 @@
+"""The `sglang-triattn` command: a pair of functions for each subcommand, one for its options, one to run it.
+
+Torch and transformers are imported where a subcommand runs, so that `--help` is instant.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_triattn.cli import calibrate as calibrate_command
+from sglang_triattn.cli import plan as plan_command
+from sglang_triattn.cli import stats as stats_command
+from sglang_triattn.errors import TriAttentionError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0, 2 for a user's mistake, 130 when interrupted."""
+    words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if server_args and arguments.run is not calibrate_command.run:
+        parser.error(f"unrecognized arguments: -- {' '.join(server_args)}")
+    arguments.server_args = server_args
+    try:
+        arguments.run(arguments)
+    except TriAttentionError as error:
+        print(f"sglang-triattn: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt as interruption:
+        print(f"sglang-triattn: interrupted, {str(interruption) or 'no file was written'}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is for this command, and what follows `--` for SGLang."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-triattn", description="Tools for TriAttention KV-cache compression in SGLang."
+    )
+    subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
+    _add_calibrate(subcommands)
+    _add_stats(subcommands)
+    _add_plan(subcommands)
+    _add_score_case(subcommands)
+    return parser
+
+
+def _add_calibrate(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "calibrate",
+        help="measure a model's query statistics",
+        usage="sglang-triattn calibrate --model M (--data FILE | --self N) ... --out FILE [options] [-- SERVER_ARGS]",
+        description="Measures the query statistics of a model on texts, for --triattention-stats. A run that was "
+        "stopped goes on when the same command is given again.",
+    )
+    calibrate_command.add_options(parser)
+
+
+def _add_stats(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "stats",
+        help="show what a statistics file holds",
+        description="Prints what a statistics file holds and draws how concentrated the queries of each head are.",
+    )
+    stats_command.add_options(parser)
+
+
+def _add_plan(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "plan",
+        help="calculate what fits a GPU, dense and compressed",
+        description="Calculates from a model's config.json how many tokens and requests the KV cache of a GPU holds, "
+        "dense, in 8 bits, compressed, and both. Needs no weights, no GPU and no network.",
+    )
+    plan_command.add_options(parser)
+
+
+def _add_score_case(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "score-case",
+        help="score keys from a file, to compare with another implementation",
+        description="Scores the cached keys of an .npz case and writes scores and kept sets. The case needs layers, "
+        "num_q_heads, num_kv_heads, keys_cached, next_position, inv_freq and keep.",
+    )
+    parser.add_argument("case", metavar="CASE.npz", help="keys and positions to score")
+    parser.add_argument("--stats", required=True, help="statistics file (.safetensors, or a published .pt)")
+    parser.add_argument("--out", required=True, help="file to write (.npz)")
+    parser.add_argument("--device", help="torch device (cuda if there is one, else cpu)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        help="what the keys are stored in (%(default)s)",
+    )
+    parser.set_defaults(run=_score_case)
+
+
+def _score_case(arguments: argparse.Namespace) -> None:
+    out = Path(arguments.out)
+    if out.suffix != ".npz":
+        raise TriAttentionError(f"--out is {out}, but its name must end in .npz.")
+    if not out.parent.is_dir():
+        raise TriAttentionError(f"--out is {out}, but its folder does not exist: create it first.")
+
+    from sglang_triattn.cli.score_case import save_answers, score_case
+
+    answers = score_case(arguments.case, arguments.stats, device=arguments.device, dtype=arguments.dtype)
+    save_answers(answers, out)
+    layers, heads, count = answers["score_mean"].shape
+    print(f"wrote {out}: {layers} layers of {heads} query heads, {count} keys")

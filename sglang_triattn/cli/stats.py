@@ -1,0 +1,103 @@
+"""`sglang-triattn stats`: what a statistics file holds, in words and as a picture."""
+
+import argparse
+import math
+from pathlib import Path
+
+from sglang_triattn.errors import TriAttentionError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="statistics file (.safetensors, or a published .pt)")
+    plot = parser.add_mutually_exclusive_group()
+    plot.add_argument("--plot", metavar="OUT.png", help="picture to write (FILE with the suffix .png)")
+    plot.add_argument("--no-plot", action="store_true", help="write no picture")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints the report and draws the picture. Raises TriAttentionError for a user's mistake."""
+    file = Path(arguments.file)
+    picture = None if arguments.no_plot else Path(arguments.plot or file.with_suffix(".png"))
+    if picture is not None and picture.suffix != ".png":
+        raise TriAttentionError(f"--plot is {picture}, but its name must end in .png.")
+    if picture is not None and not picture.parent.is_dir():
+        raise TriAttentionError(f"--plot is {picture}, but its folder does not exist: create it first.")
+
+    from sglang_triattn.stats.concentration import concentration, layer_lines, outlook
+    from sglang_triattn.stats.file import load_stats
+
+    stats = load_stats(file)
+    per_head = concentration(stats)
+    shown = [f"file            {file} ({file.stat().st_size:,} bytes)", *_facts(stats), *_summary(per_head)]
+    print("\n".join([*shown, *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
+    if picture is not None:
+        _draw(per_head, f"Query concentration of {file.name}", picture)
+        print(f"picture         {picture}")
+
+
+def _facts(stats) -> list[str]:
+    layers, heads, frequencies = stats.mean.shape
+    unknown = "not in the file"
+    return [
+        f"layers          {layers}",
+        f"query heads     {heads}",
+        f"KV heads        {stats.num_kv_heads or unknown}",
+        f"head_dim        {stats.head_dim}",
+        f"RoPE            {_rope_words(stats.rope) if stats.rope else unknown}",
+        f"frequencies     {frequencies}",
+        f"fingerprint     {stats.fingerprint or unknown}",
+        f"tokens          {f'{stats.token_count:,}' if stats.token_count else unknown}",
+    ]
+
+
+def _rope_words(rope) -> str:
+    words = f"{rope.style} pairs, {rope.rotary_dim} dims turn, attention scaling {rope.attention_scaling:g}"
+    theta = _theta(rope)
+    scaled = "scaled frequencies" if theta is None else f"theta {theta:,.0f}"
+    return f"{words}, {scaled}"
+
+
+def _theta(rope) -> float | None:
+    """The base whose powers the frequencies are, or None if they are not the powers of one base."""
+    frequencies = rope.inv_freq.tolist()
+    if len(frequencies) < 2 or not 0 < frequencies[1] < 1:
+        return None
+    theta = frequencies[1] ** -len(frequencies)
+    expected = (theta ** (-index / len(frequencies)) for index in range(len(frequencies)))
+    fits = all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(frequencies, expected, strict=True))
+    return theta if fits else None
+
+
+def _summary(per_head) -> list[str]:
+    """per_head: [L, H_q] float64."""
+    flat = per_head.flatten()
+    order = flat.argsort()
+    low, high = (flat.quantile(part).item() for part in (0.1, 0.9))
+
+    def named(indices) -> str:
+        heads = per_head.shape[1]
+        return ", ".join(f"layer {i // heads} head {i % heads} ({flat[i]:.3f})" for i in indices.tolist())
+
+    return [
+        f"concentration   mean {flat.mean():.3f}, 10th percentile {low:.3f}, 90th percentile {high:.3f}",
+        f"  lowest        {named(order[:3])}",
+        f"  highest       {named(order[-3:].flip(0))}",
+    ]
+
+
+def _draw(per_head, title: str, picture: Path) -> None:
+    """Writes a heat map of layers by heads. per_head: [L, H_q] float64."""
+    from matplotlib.figure import Figure
+
+    layers, heads = per_head.shape
+    # A Figure of its own draws without a display and leaves pyplot's state alone.
+    figure = Figure(figsize=(min(4 + 0.2 * heads, 16), min(2.5 + 0.2 * layers, 16)), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(per_head.numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    axes.set(xlabel="query head", ylabel="layer", title=title)
+    figure.colorbar(image, label="|mean q| / mean |q|, over frequencies")
+    try:
+        figure.savefig(picture, dpi=120)
+    except OSError as error:
+        raise TriAttentionError(f"Cannot write {picture} ({error.strerror}): choose another --plot.") from error

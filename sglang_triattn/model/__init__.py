@@ -1,0 +1,1 @@
+"""What a model's config.json and modules say: sizes, RoPE, identity, and whether it can be compressed."""

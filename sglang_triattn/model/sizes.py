@@ -1,0 +1,213 @@
+"""What a model's config.json says about sizes: KV per token, context limit, weights.
+
+Models whose KV does not grow by one equal entry a token and layer are refused by name, since compression does not
+cover them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.support import unsupported
+
+WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
+FP8_KV = ("fp8_e4m3", "fp8_e5m2")
+
+# Decoder layers of four attention matrices, a gated MLP of three and two norms. The flag: whether query, key and value
+# always have a bias.
+_LLAMA_LIKE = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False, "phi3": False, "granite": False}
+_GROUP = 128
+_ZERO_POINT_AND_SCALE_BITS = 4 + 16
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Counts of one model, all tensor-parallel ranks together.
+
+    Attributes:
+        context: longest logical length in tokens.
+        kv_dtype: what SGLang's `--kv-cache-dtype auto` takes.
+        matrices: parameters of the decoder layers' matrices, which quantisation shrinks; None where not known.
+        others: parameters of embeddings, output head, norms and biases, which it leaves at 16 bits.
+    """
+
+    model_type: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    kv_dtype: str
+    matrices: int | None
+    others: int | None
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.matrices is None else self.matrices + self.others
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises TriAttentionError unless the heads split evenly over `ranks` GPUs."""
+        if self.q_heads % ranks or (self.kv_heads % ranks and ranks % self.kv_heads):
+            raise TriAttentionError(
+                f"The {self.q_heads} query heads and {self.kv_heads} KV heads of this {self.model_type} model do not "
+                f"split evenly over --tp {ranks}: use a number that divides them."
+            )
+
+    def bytes_per_token(self, kv_dtype: str, ranks: int = 1) -> int:
+        """KV bytes of one token on one of `ranks` GPUs. Where there are more ranks than KV heads, each holds one."""
+        heads = max(self.kv_heads // ranks, 1)
+        return 2 * self.layers * heads * self.head_dim * (1 if kv_dtype in FP8_KV else 2)
+
+
+def load_config(model: str) -> dict[str, Any]:
+    """Content of a config.json, given as the file or its folder. Raises TriAttentionError if it cannot be read."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TriAttentionError(
+            f"--model {model} cannot be read ({error.strerror}): give a config.json or a folder that holds one."
+        ) from error
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise TriAttentionError(f"{file} is not a JSON object: give the config.json of a Hugging Face model.")
+    return config
+
+
+def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
+    """The sizes in a config.json. Raises TriAttentionError for a model that compression does not cover."""
+    merged = {**config, **(config.get("text_config") or {})}
+    name = str(config.get("model_type") or "unknown")
+    reason = unsupported(config)
+    if reason is not None:
+        raise TriAttentionError(
+            f"The model type {name} cannot be planned, because {reason}: use a decoder-only model with ordinary "
+            "multi-head or grouped-query attention."
+        )
+    q_heads = _count(merged, name, "num_attention_heads")
+    hidden = _count(merged, name, "hidden_size")
+    sizes = {
+        "layers": _count(merged, name, "num_hidden_layers"),
+        "q_heads": q_heads,
+        "kv_heads": _kv_heads(merged, name, q_heads),
+        "head_dim": hidden // q_heads if merged.get("head_dim") is None else _count(merged, name, "head_dim"),
+    }
+    matrices, others = _parameters(merged, name, hidden, **sizes)
+    return ModelSizes(
+        model_type=name,
+        context=_context(merged, name),
+        kv_dtype=_kv_dtype(merged),
+        matrices=matrices,
+        others=others,
+        **sizes,
+    )
+
+
+def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None) -> tuple[int, str]:
+    """(bytes of all weights, their dtype in words), estimated.
+
+    Args:
+        dtype: one of WEIGHT_DTYPES; None takes what the config's quantization_config says, else 16 bits.
+
+    Raises TriAttentionError where that or the layers' shapes are not known.
+    """
+    if sizes.matrices is None:
+        raise TriAttentionError(
+            f"The weights of the model type {sizes.model_type} cannot be estimated: give their size, such as "
+            "--weights 18.5G."
+        )
+    quantized = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if dtype is None and quantized:
+        bits, words = _quantized_bits(quantized)
+    else:
+        words = dtype or "bfloat16"
+        bits = {"bfloat16": 16, "fp8": 8, "int8": 8, "int4": _with_groups(4, _GROUP)}[words]
+    return int(sizes.matrices * bits / 8) + sizes.others * 2, words
+
+
+def _count(config: Mapping[str, Any], name: str, field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TriAttentionError(
+            f"The config.json of this {name} model has {field} {value!r}, but a whole number of at least 1 was "
+            "expected: give the file of a decoder-only language model."
+        )
+    return value
+
+
+def _kv_heads(config: Mapping[str, Any], name: str, q_heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    for field in ("num_kv_heads", "num_key_value_heads", "multi_query_group_num"):
+        if config.get(field) is not None:
+            return _count(config, name, field)
+    return q_heads
+
+
+def _context(config: Mapping[str, Any], name: str) -> int:
+    """Context limit as SGLang derives it: a RoPE factor counts unless the config has the stretched length already."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    return int(_count(config, name, "max_position_embeddings") * (1 if stretched else scaling.get("factor") or 1))
+
+
+def _kv_dtype(config: Mapping[str, Any]) -> str:
+    quantized = config.get("quantization_config") or {}
+    scheme = quantized.get("kv_cache_scheme") or {}
+    if quantized.get("kv_cache_quant_algo") == "FP8" or (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        return "fp8_e4m3"
+    # SGLang serves float32 checkpoints in 16 bits too.
+    return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
+
+
+def _parameters(
+    config: Mapping[str, Any], name: str, hidden: int, *, layers: int, q_heads: int, kv_heads: int, head_dim: int
+) -> tuple[int | None, int | None]:
+    """`matrices` and `others` of ModelSizes."""
+    model_type = config.get("model_type")
+    if model_type not in _LLAMA_LIKE:
+        return None, None
+    inner, vocabulary = _count(config, name, "intermediate_size"), _count(config, name, "vocab_size")
+    projected = (q_heads + 2 * kv_heads) * head_dim
+    matrices = hidden * (projected + q_heads * head_dim + 3 * inner)
+    vectors = 2 * hidden
+    if model_type == "qwen3":
+        vectors += 2 * head_dim
+    if _LLAMA_LIKE[model_type]:
+        vectors += projected
+    elif config.get("attention_bias"):
+        vectors += projected + hidden
+    if config.get("mlp_bias"):
+        vectors += 2 * inner + hidden
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return layers * matrices, layers * vectors + embeddings + hidden
+
+
+def _quantized_bits(quantized: Mapping[str, Any]) -> tuple[float, str]:
+    """(bits per parameter of a matrix, words for it) of a quantization_config."""
+    method = str(quantized.get("quant_method"))
+    if method == "fp8":
+        return 8, method
+    if method in ("awq", "gptq"):
+        groups = [{"num_bits": quantized.get("bits"), "group_size": quantized.get("group_size")}]
+    else:
+        groups = [group.get("weights") or {} for group in (quantized.get("config_groups") or {}).values()]
+    bits = {(group.get("num_bits"), group.get("group_size")) for group in groups}
+    if len(bits) != 1 or not isinstance(next(iter(bits))[0], int):
+        raise TriAttentionError(
+            f"The size of weights quantised by {method} cannot be estimated: give it, such as --weights 18.5G."
+        )
+    count, group = bits.pop()
+    return _with_groups(count, group), f"{method}, {count} bits"
+
+
+def _with_groups(bits: int, group: int | None) -> float:
+    """Bits per parameter, with a scale and a zero point for each group of that many parameters."""
+    return bits + (_ZERO_POINT_AND_SCALE_BITS / group if group and group > 0 else 0)

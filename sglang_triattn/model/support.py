@@ -1,0 +1,145 @@
+"""What a model's config.json says against compression, before any weight is read.
+
+Only what shows in the file: what only the loaded model tells is checked in `patches/model/inspect.py`. How SGLang
+serves an architecture is taken from SGLang 0.5.23, sglang/srt/models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+
+_STATE_SPACE = (
+    *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
+    *("hybrid_override_pattern", "layers_block_type", "attn_type_list", "mamba2_"),
+)
+_FULL = ("full_attention", "attention")
+
+# SGLang lets every layer of these attend to everything, whatever window the file names.
+_WINDOW_NOT_SERVED = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "PhiMoEForCausalLM"),
+    "Ministral3ForCausalLM",
+    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM"),
+)
+
+_LOOPS = "it runs its layers several times, with KV of its own each time"
+_DIFFUSION = "it is a diffusion model, which rewrites its tokens"
+_NO_ROPE = "its attention has no rotary embedding"
+_OTHER_DIMS = "it rotates other dims of a head than the leading ones"
+
+
+def _always(_: Config) -> bool:
+    return True
+
+
+# What no general field tells. The condition gets the file's content.
+_ARCHITECTURES: dict[str, tuple[Callable[[Config], Any], str]] = {
+    **dict.fromkeys(
+        ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
+        (lambda config: config.get("use_qk_norm"), "it normalises queries and keys after their rotation"),
+    ),
+    **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "OPTForCausalLM"), (_always, _NO_ROPE)),
+    # The model of 7B rotates, the larger ones do not.
+    "BaichuanForCausalLM": (lambda config: config.get("hidden_size") != 4096, "it has ALiBi in place of rotation"),
+    **dict.fromkeys(("HrmTextForCausalLM", "NanbeigeForCausalLM", "IQuestLoopCoderForCausalLM"), (_always, _LOOPS)),
+    **dict.fromkeys(("LLaDA2MoeModelLM", "SDARForCausalLM", "SDARMoeForCausalLM"), (_always, _DIFFUSION)),
+    **dict.fromkeys(
+        ("XllmForCausalLM", "K2HorizonForCausalLM"),
+        (lambda config: config.get("rope_head_dim") not in (None, config.get("head_dim")), _OTHER_DIMS),
+    ),
+    "MiniMaxM3SparseForCausalLM": (_always, "its layers attend to selected blocks of tokens"),
+    "ZayaForCausalLM": (_always, "its attention keeps a state beside the KV cache"),
+    "JetNemotronForCausalLM": (_always, "it has linear-attention layers"),
+}
+
+
+def unsupported(config: Config) -> str | None:
+    """Why a model is not covered, to complete "because ...", or None if nothing in its config.json says so.
+
+    Args:
+        config: content of the file; what `text_config` holds counts before what stands beside it.
+    """
+    merged = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
+    return _by_architecture(merged) or _by_attention(merged) or _by_position(merged)
+
+
+def _architecture(config: Config) -> str | None:
+    return (config.get("architectures") or [None])[0]
+
+
+def _by_architecture(config: Config) -> str | None:
+    applies, reason = _ARCHITECTURES.get(_architecture(config), (None, None))
+    return reason if applies is not None and applies(config) else None
+
+
+def _by_attention(config: Config) -> str | None:
+    kinds = {kind for kind in config.get("layer_types") or () if kind not in _FULL}
+    window = None
+    # Qwen configs hold a width that nothing uses unless a switch says so.
+    switch = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
+    if _architecture(config) in _WINDOW_NOT_SERVED:
+        kinds.discard("sliding_attention")
+    elif switch and not config.get("layer_types"):
+        window = config.get("sliding_window")
+    state_space = any(key.startswith(_STATE_SPACE) and value for key, value in config.items())
+    state_space &= bool(kinds) or not config.get("layer_types")
+    state_space |= any(word in str(config.get("model_type")) for word in ("mamba", "rwkv"))
+    state_space |= "lightning-attn" in (config.get("mixer_types") or ())
+    reasons = (
+        (config.get("is_encoder_decoder"), "it is an encoder-decoder model"),
+        (any(config.get(f"{kind}_config") for kind in ("vision", "audio")), "it takes images or sound"),
+        (config.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
+        (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
+        ("sliding_attention" in kinds, "some of its layers attend to a sliding window"),
+        (kinds, f"some of its layers are of the type {min(kinds, default='')}"),
+        (window, f"it attends to a sliding window of {window} tokens"),
+        (config.get("attention_chunk_size"), "its attention is local to chunks"),
+        (config.get("dual_chunk_attention_config"), "its attention is local to chunks"),
+        (
+            config.get("sparse_config") and "minicpm4" in (config.get("mixer_types") or ()),
+            "its layers attend to selected blocks of tokens",
+        ),
+        (config.get("block_configs"), "its layers differ from one another"),
+        (config.get("use_cla"), "its layers share KV with one another"),
+        ((config.get("attn_temperature_len") or 0) > 0, "it scales its attention by length"),
+        (
+            config.get("use_ngram_embedding") or config.get("ngram_vocab_size_ratio"),
+            "its embeddings look up the tokens before by the length of the row, which a round changes",
+        ),
+        (
+            config.get("v_head_dim") not in (None, 0, config.get("head_dim")),
+            "its keys and values have different widths",
+        ),
+    )
+    return _first(reasons)
+
+
+def _by_position(config: Config) -> str | None:
+    embedding = config.get("position_embedding_type")
+    # A 1 stands for a layer that rotates.
+    rotating = config.get("no_rope_layers")
+    without = 0 in rotating if rotating else config.get("no_rope_layer_interval")
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    unlike = any(isinstance(value, Mapping) for value in rope.values())
+    unlike |= len(set(config.get("layer_rope_theta") or ())) > 1
+    reasons = (
+        (config.get("alibi") or config.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
+        (embedding in ("absolute", "learned_absolute", "nope", "none"), _NO_ROPE),
+        (without, "some of its layers have no rotary embedding"),
+        (config.get("attn_use_rope") is False, _NO_ROPE),
+        (unlike, "its layers rotate in different ways"),
+        ("mrope_section" in rope or kind == "mrope", "its rotary embedding has several position axes"),
+        (
+            kind not in ("default", "linear", "llama3", "yarn") or rope.get("use_fope"),
+            f"its rotary embedding is of the kind {'fope' if rope.get('use_fope') else kind}, which cannot be scored "
+            "yet",
+        ),
+    )
+    return _first(reasons)
+
+
+def _first(reasons: tuple[tuple[Any, str], ...]) -> str | None:
+    return next((reason for applies, reason in reasons if applies), None)

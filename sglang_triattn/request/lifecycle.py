@@ -1,0 +1,290 @@
+"""The life of a compressed request: who owns which part of its row, and what the radix tree may have of it.
+
+                 +------------------------- retract -------------------------+
+                 v                                                           |
+    arrive -> ARRIVED ------------------ admit -----------------------> ADMITTED -- publish -> PUBLISHED
+                 |  ^                                                     ^   ^ |
+              acquire  rollback                                        admit  | +-- park ----> PARKED
+                 v  |                                                     |  round
+              ACQUIRED ---------------------------------------------------+
+
+The row of a request that holds one, in KV entries:
+
+    0          protected         frozen           first evicted                    physical
+    |-- tree ----|--- request -----|--- private, exact --|--- private, holes before it ---|
+     shared, locked  a withheld prompt  at its logical place   rotated at its own logical position
+
+- [0, protected) belongs to the radix tree; the request holds a lock on it.
+- [protected, physical) belongs to the request; rounds touch nothing before `frozen` (`plan.frozen_length`).
+- What a round evicts belongs to nobody: its slots go back to the allocator in the same step.
+
+Only K/V that its token ids alone determine may enter the tree. That is the whole row if nothing was evicted, else the
+entries before the first evicted position: what was computed after an eviction attended to a row with holes.
+
+Nothing here knows SGLang, tensors or devices. `patches/scheduler/request.py` writes what follows from a transition to
+SGLang's request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from sglang_triattn.config import Config
+from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.rounds.plan import Plan, Report
+
+FirstEvicted = Callable[[], int]
+"""Reads the first position of a row at which a round kept another token than was there."""
+
+NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
+"""How a conversation's turn started."""
+
+
+class LifecycleError(RuntimeError):
+    """A transition that cannot follow the one before; a fault of this package."""
+
+
+class Stage(Enum):
+    """Where a request is in its life."""
+
+    ARRIVED = "waits without a row"
+    ACQUIRED = "waits behind its conversation's row, for one attempt at admission"
+    ADMITTED = "holds a row"
+    PARKED = "left its row to its conversation"
+    PUBLISHED = "gave its row back"
+
+
+@dataclass
+class RowRecord:
+    """What rounds did to one row. It stays with the row when that goes from a conversation's turn to the next.
+
+    Attributes:
+        evicted_tokens: tokens that the row has lost.
+        unordered_len: entries at the front of the row that rounds have brought out of order.
+        prompt_len: where the prompt ends behind which the private part began, that of the first turn.
+        first_evicted_pos: the first position evicted by all rounds but those of `unread`; None before any.
+        unread: the first evicted positions of the last two rounds, whose copies from the device may still be on
+            their way.
+    """
+
+    prompt_len: int
+    evicted_tokens: int = 0
+    unordered_len: int = 0
+    first_evicted_pos: int | None = None
+    unread: tuple[FirstEvicted, ...] = ()
+
+    def add_round(self, evicted_tokens: int, first_evicted: FirstEvicted, unordered_len: int) -> None:
+        """Books a round, and reads the position of the round before the last: its copy has long been made."""
+        self.evicted_tokens += evicted_tokens
+        self.unordered_len = unordered_len
+        if len(self.unread) == 2:
+            oldest = self.unread[0]()
+            self.first_evicted_pos = oldest if self.first_evicted_pos is None else min(oldest, self.first_evicted_pos)
+        self.unread = (*self.unread[-1:], first_evicted)
+
+    def exact_prefix_len(self) -> int | None:
+        """Entries before the first evicted position of any head or layer; None where nothing was evicted.
+
+        They lie at their logical positions.
+        """
+        if not self.evicted_tokens:
+            return None
+        read = [position() for position in self.unread]
+        return min(read if self.first_evicted_pos is None else [*read, self.first_evicted_pos])
+
+
+class CompressedRequest:
+    """One request from its arrival to its end.
+
+    Attributes:
+        options: what it asked for; `options.settings` None where it is not compressed.
+        withheld: whether SGLang itself keeps its row out of the tree.
+        stage: where it is.
+        record: of the row that it holds, None without one.
+        rounds, freed_slots: of this request since it was admitted last.
+        start: how its conversation started; None before its first admission, or where it names none.
+        kept: whether its row waits for the conversation's next turn.
+        arrived_at: when it came, in seconds of the scheduler's clock.
+        report: what compression did to it, once it has given its row back.
+
+    Raises LifecycleError from every transition that cannot follow the one before.
+    """
+
+    def __init__(self, options: CompressionOptions, *, withheld: bool) -> None:
+        """arrive: it owns nothing, and the tree keeps what it has."""
+        self.options = options
+        self.withheld = withheld
+        self.stage = Stage.ARRIVED
+        self.record: RowRecord | None = None
+        self.rounds = self.freed_slots = 0
+        self.start: str | None = None
+        self.kept = False
+        self.arrived_at = 0.0
+        self.report: Report | None = None
+        self._inherited = False
+        self._published: int | None = None
+        self._due_len, self._due_protected = 0, -1
+
+    @property
+    def settings(self) -> Config | None:
+        """None where the request is not compressed."""
+        return self.options.settings
+
+    @property
+    def conversation(self) -> str | None:
+        """The name under which its row is kept."""
+        return self.options.conversation
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens evicted from the row that it holds."""
+        return 0 if self.record is None else self.record.evicted_tokens
+
+    # What may enter the tree
+
+    @property
+    def tree_may_take_all(self) -> bool:
+        """Whether SGLang may give the whole row to the tree by itself, now or when it releases the row.
+
+        The prompt of a request that compacts it stays out while the request runs, because the tree would freeze it.
+        """
+        if self.withheld or self.evicted_tokens:
+            return False
+        if self.stage is Stage.PUBLISHED:
+            return self._published is None
+        return not (self._inherited or self._compacts_prompt)
+
+    @property
+    def _compacts_prompt(self) -> bool:
+        return self.settings is not None and self.settings.prompt == "compact"
+
+    # Transitions
+
+    def compact_prompt(self) -> None:
+        """Before admission: its prompt will be compacted after all, because the pool cannot hold all of it."""
+        self._leave(Stage.ARRIVED)
+        self.options = replace(self.options, settings=replace(self.settings, prompt="compact"))
+
+    def acquire(self, record: RowRecord) -> None:
+        """ARRIVED -> ACQUIRED: it stands behind its conversation's row for one attempt at admission.
+
+            0          protected        physical
+            |-- tree ----|-- conversation --|        locked by the conversation
+
+        `record` stays the conversation's; the request gets a copy.
+        """
+        self._leave(Stage.ARRIVED)
+        self._begin(replace(record), inherited=True)
+        self.stage = Stage.ACQUIRED
+
+    def rollback(self) -> None:
+        """ACQUIRED -> ARRIVED: it was not admitted, and the row is the conversation's again, as it was."""
+        self._leave(Stage.ACQUIRED)
+        self.record, self._inherited = None, False
+        self.stage = Stage.ARRIVED
+
+    def admit(self, prompt_len: int, start: str | None) -> None:
+        """ARRIVED or ACQUIRED -> ADMITTED: it owns a row.
+
+            0          protected        physical
+            |-- tree ----|-- request ------>         locked by the request
+
+        From ACQUIRED the row is the conversation's no longer, and it names none any more until this request parks it.
+
+        Args:
+            prompt_len: where the prompt ends, for a row of its own.
+            start: how its conversation starts with it, None without one; after a retraction its first start stays.
+        """
+        resumes = self.stage is Stage.ACQUIRED
+        self._leave(Stage.ARRIVED, Stage.ACQUIRED)
+        if self.start is None:
+            if resumes != (start == RESUMED):
+                raise LifecycleError(f"a request that {self.stage.value} cannot start as {start}")
+            self.start = start
+        if not resumes:
+            self._begin(RowRecord(prompt_len), inherited=False)
+        self.stage = Stage.ADMITTED
+
+    def round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
+        """ADMITTED -> ADMITTED: a compaction round.
+
+            0            frozen       new physical       old physical
+            |-- as before --|---- kept ----|--- allocator ---|
+
+        Its freed slots belong to the allocator. From here on the tree must never take the row as a whole.
+
+        Args:
+            first_evicted: the first position of the row at which another token is kept than was there.
+            unordered_len: entries at the front of the row that are out of order now.
+        """
+        self._leave(Stage.ADMITTED)
+        if self.settings is None:
+            raise LifecycleError("a request that is not compressed cannot have a round")
+        self.record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
+        self.rounds += 1
+        self.freed_slots += plan.freed_slots
+
+    def park(self, report: Report) -> RowRecord:
+        """ADMITTED -> PARKED: its row, cut to what was computed, is its conversation's, and so is the lock.
+
+            0          protected        physical
+            |-- tree ----|-- conversation --|        locked by the conversation
+
+        Nothing enters the tree. Returns the row's record, for the next turn.
+        """
+        record = self._end(report, Stage.PARKED)
+        self.kept = True
+        return record
+
+    def publish(self, report: Report) -> int | None:
+        """ADMITTED -> PUBLISHED: the row goes back to SGLang, which frees what the tree does not take.
+
+            0          exact           physical
+            |-- tree ----|-- allocator --|
+
+        Returns how many entries the tree may have of a row with evictions; None where SGLang gives it the whole row,
+        unless that `tree_may_take_all` forbids it.
+        """
+        self._published = self._end(report, Stage.PUBLISHED).exact_prefix_len()
+        return self._published
+
+    def retract(self, report: Report) -> None:
+        """ADMITTED -> ARRIVED: it lost its row, all of it but the tree's part to the allocator.
+
+            0          protected        physical
+            |-- tree ----|-- allocator --|
+
+        The next row starts exact, and a frozen prompt may enter the tree again.
+        """
+        self._end(report, Stage.ARRIVED)
+        self.rounds = self.freed_slots = 0
+
+    # When to look for a round
+
+    def wait_until(self, due_len: int, protected: int) -> None:
+        """No round is due before the row has `due_len` entries, as long as the tree owns `protected` of them."""
+        self._due_len, self._due_protected = due_len, protected
+
+    def may_be_due(self, physical: int, protected: int) -> bool:
+        """Whether a round may be due, as far as two comparisons of integers tell."""
+        return physical >= self._due_len or protected != self._due_protected
+
+    def _begin(self, record: RowRecord, *, inherited: bool) -> None:
+        self.record, self._inherited = record, inherited
+        self.rounds = self.freed_slots = 0
+        # Its settings may be others than those of the turn before.
+        self._due_protected = -1
+
+    def _end(self, report: Report, stage: Stage) -> RowRecord:
+        self._leave(Stage.ADMITTED)
+        record, self.record, self._inherited = self.record, None, False
+        self.report, self.stage = report, stage
+        self._due_protected = -1
+        return record
+
+    def _leave(self, *stages: Stage) -> None:
+        if self.stage not in stages:
+            wanted = " or ".join(stage.name for stage in stages)
+            raise LifecycleError(f"a request that {self.stage.value} was taken for one that is {wanted}")

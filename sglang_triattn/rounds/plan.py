@@ -1,0 +1,153 @@
+"""Who is compacted, when, and how far: the host-side plan of a round.
+
+The row of one request:
+
+    0            protected        first slot kept          new physical length        old physical length
+    |-- frozen ---|------------- private, kept -----------------|------ evicted, freed -------|
+    tree-owned     K/V rotated at their own logical positions     back in the allocator
+    never written  positions of new tokens = logical length
+
+A plan is made of token counts and settings alone. No tensor is read, so that every tensor-parallel rank plans the
+same and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from sglang_triattn.config import Config
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round of one request. Lengths are KV entries of its row.
+
+    Attributes:
+        frozen: first private position of the row, a multiple of the page size.
+        old_length: physical length before the round.
+        new_length: physical length after it.
+        next_position: logical length, i.e. the RoPE position of the request's next token.
+        freed_slots: slots that go back to the allocator, whole pages at page sizes above 1.
+    """
+
+    frozen: int
+    old_length: int
+    new_length: int
+    next_position: int
+    freed_slots: int
+
+    @property
+    def private_length(self) -> int:
+        return self.old_length - self.frozen
+
+    @property
+    def budget_for(self) -> int:
+        return self.new_length - self.frozen
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.old_length - self.new_length
+
+
+@dataclass(frozen=True)
+class Report:
+    """`meta_info["triattention"]` of a finished request; lengths in tokens.
+
+    `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length`
+    those still held: the difference is `evicted_tokens`. Of a request that names a conversation, `conversation` says
+    how it started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
+    """
+
+    rounds: int
+    evicted_tokens: int
+    freed_slots: int
+    frozen_length: int
+    physical_length: int
+    logical_length: int
+    conversation: str | None = None
+    conversation_kept: bool | None = None
+
+    def to_dict(self) -> dict[str, int | str | bool]:
+        """Without what does not apply."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def frozen_length(config: Config, protected: int, prompt_length: int, page_size: int) -> int:
+    """First position of a row that a round may touch.
+
+    The tree owns [0, protected), and the first tokens (attention sinks) always stay. A frozen prompt stays too where
+    the tree does not hold it (radix cache off, or a prompt that was withheld from the tree), but for its last, partly
+    filled page, which generated tokens share.
+    """
+    if config.prompt == "compact":
+        return max(protected, config.sinks)
+    return max(protected, config.sinks, prompt_length - prompt_length % page_size)
+
+
+def row_bound(config: Config, *, frozen: int, logical_end: int) -> int:
+    """Most KV entries that a decoding request ever holds.
+
+    A round runs before the step that would take the row past its trigger, so that it never does.
+
+    Args:
+        frozen: from `frozen_length`.
+        logical_end: tokens that the request computes at most, prompt included.
+    """
+    return min(frozen + config.trigger(frozen), logical_end)
+
+
+def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+    """The round that is due for a request, or None.
+
+    Args:
+        frozen: from `frozen_length`.
+        length: physical length now, in KV entries.
+        evicted_before: tokens evicted by earlier rounds of this row.
+        page_size: slots of a page.
+    """
+    if length - frozen < config.trigger(frozen):
+        return None
+    return plan_eviction(config, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size)
+
+
+def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+    """A round down to the budget, due or not; None where nothing is above it. Arguments as for `plan_round`."""
+    new_length = frozen + config.budget_for(frozen)
+    if length <= new_length:
+        return None
+    return Plan(
+        frozen=frozen,
+        old_length=length,
+        new_length=new_length,
+        next_position=length + evicted_before,
+        freed_slots=ceil_align(length, page_size) - ceil_align(new_length, page_size),
+    )
+
+
+def scored_tokens(config: Config, context: int) -> tuple[int, int]:
+    """Private tokens of a request at a round: as a rule, and at most, of a model with this context limit.
+
+    More than the rule comes with output that was prefilled again after a retraction.
+    """
+    due = config.budget + config.interval
+    return due, max(due, context)
+
+
+def ceil_align(length: int, page_size: int) -> int:
+    """Slots of the whole pages that hold `length` tokens."""
+    return -(-length // page_size) * page_size
+
+
+@dataclass
+class Totals:
+    """Sums over all requests since the server started; `pressure_rounds` are those of `rounds` that ran early."""
+
+    rounds: int = 0
+    evicted_tokens: int = 0
+    freed_slots: int = 0
+    pressure_rounds: int = 0
+
+    def add(self, plan: Plan) -> None:
+        self.rounds += 1
+        self.evicted_tokens += plan.evicted_tokens
+        self.freed_slots += plan.freed_slots

@@ -1,0 +1,63 @@
+"""The Scorer that settings and statistics ask for: one way to build it, in the server and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
+from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.rounds.plan import scored_tokens
+from sglang_triattn.stats.file import QueryStats
+
+
+def score_tables(
+    stats: QueryStats, num_kv_heads: int, device: torch.device | str, heads: slice = slice(None)
+) -> ScoreTables:
+    """The constants of a model's scores, of some of its query heads; arguments as for `build_scorer`."""
+    rope = stats.rope
+    means = stats.mean[:, heads], stats.abs_mean[:, heads]
+    return build_tables(*means, rope.inv_freq, rope.attention_scaling, rope.style, num_kv_heads, device)
+
+
+def build_scorer(
+    config: Config,
+    stats: QueryStats,
+    k_buffers: Sequence[torch.Tensor],
+    v_buffers: Sequence[torch.Tensor],
+    *,
+    context: int,
+    heads: slice = slice(None),
+    reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    memory: torch.Tensor | None = None,
+    kernels: bool | None = None,
+) -> Scorer:
+    """The Scorer of a KV pool under these settings.
+
+    Args:
+        stats: of the whole model, checked against it by `check_stats`.
+        k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys.
+        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values; read where `config.value_share` is not 0.
+        context: most tokens of a request.
+        heads: the query heads whose keys the pool holds, all but under tensor parallelism.
+        reduce_ranks, memory, kernels: see `Scorer`.
+
+    Raises ValueError if the statistics do not fit the pool, or its kernels cannot read it.
+    """
+    tables = score_tables(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
+    columns, longest = scored_tokens(config, context)
+    return Scorer(
+        k_buffers,
+        tables,
+        columns=columns,
+        longest=longest,
+        selection=config.selection,
+        aggregation=config.aggregation,
+        v_buffers=v_buffers,
+        value_share=config.value_share,
+        reduce_ranks=reduce_ranks,
+        memory=memory,
+        kernels=kernels,
+    )

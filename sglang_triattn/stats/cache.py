@@ -1,0 +1,91 @@
+"""Statistics kept from one launch to the next: one file per model, named by its fingerprint, in a per-user folder."""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglang_triattn.stats.file import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/sglang-triattn/statistics, by default in ~/.cache; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "sglang-triattn" / "statistics"
+
+
+def cached_path(fingerprint: str) -> Path:
+    """Where the statistics of a model are kept."""
+    return cache_folder() / f"{fingerprint}.safetensors"
+
+
+def load_cached(shape: ModelShape) -> QueryStats | None:
+    """The kept statistics of a served model, checked against it; None where there are none that fit.
+
+    A file that is damaged or belongs to another model is reported and passed over: it can be measured again.
+    """
+    if shape.fingerprint is None:
+        return None
+    path = cached_path(shape.fingerprint)
+    try:
+        if not path.is_file():
+            return None
+        return check_stats(load_stats(path), shape)
+    except OSError as error:
+        logger.warning("TriAttention cannot look into %s (%s)", path.parent, error.strerror)
+    except StatsError as error:
+        logger.warning("TriAttention passes over a kept statistics file: %s", error)
+    return None
+
+
+def keep_stats(stats: QueryStats) -> Path | None:
+    """Keeps the statistics of a model for its next launch; returns the file, or None where that is not possible.
+
+    A folder that is full or read-only, or a model without a fingerprint, costs the next launch time, not this one.
+    """
+    if stats.fingerprint is None:
+        logger.warning("TriAttention keeps no statistics of this model, because it has no config.json to know it by")
+        return None
+    path = cached_path(stats.fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_stats(stats, path)
+    except OSError as error:
+        logger.warning("TriAttention cannot create %s (%s); the next launch will measure again", path.parent, error)
+    except StatsError as error:
+        logger.warning("TriAttention keeps no statistics, the next launch will measure again: %s", error)
+    else:
+        return path
+    return None
+
+
+@contextmanager
+def measuring_alone(fingerprint: str | None) -> Iterator[None]:
+    """Held while a model is looked up, measured and kept, so that servers that start together measure it once.
+
+    Without a folder to lock in everyone measures for itself.
+    """
+    if fingerprint is None:
+        yield
+        return
+    path = cached_path(fingerprint).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("TriAttention waits for another server that measures the same model (lock %s)", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            # A file system without locks.
+            pass
+        yield

@@ -1,0 +1,261 @@
+"""Query statistics: what calibration measures, one file per model, checked against the model that is served.
+
+A file is a `.safetensors` with everything needed to notice that it belongs to another model. The `.pt` files
+published with the paper (docs/method.md) are read too; they store neither frequencies nor KV heads, so less of them
+can be checked.
+"""
+
+import math
+import os
+import pickle
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.files import write_safetensors
+from sglang_triattn.model.rope import Rope
+
+FORMAT = "sglang-triattn-stats"
+FORMAT_VERSION = 1
+INV_FREQ_RTOL = 1e-5
+_PT_KEY = re.compile(r"layer(\d{2,})_head(\d{2,})")
+_RECALIBRATE = "make one with `sglang-triattn calibrate`."
+
+
+class StatsError(TriAttentionError):
+    """A statistics file cannot be used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """What a served or calibrated model has, in the words of a statistics file."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    fingerprint: str | None
+    """`model_fingerprint` of the model, None where it could not be computed: then it is not compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueryStats:
+    """Statistics of pre-RoPE queries per layer and query head; None marks what a file does not say."""
+
+    mean: torch.Tensor
+    """[L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm."""
+    abs_mean: torch.Tensor
+    """[L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|."""
+    num_kv_heads: int | None
+    head_dim: int
+    rope: Rope | None
+    fingerprint: str | None
+    token_count: int | None
+    """Tokens the means were taken over."""
+    source: str
+    """Where the statistics come from, for messages; not stored."""
+
+
+def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
+    """Writes `stats` to `path` (.safetensors). The file appears complete or not at all.
+
+    Raises StatsError if the suffix is another one or the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise StatsError(f"Cannot write statistics to {path}: the name must end in .safetensors.")
+    tensors = {
+        "mean_re": stats.mean.real.float().contiguous().cpu(),
+        "mean_im": stats.mean.imag.float().contiguous().cpu(),
+        "abs_mean": stats.abs_mean.float().contiguous().cpu(),
+    }
+    fields = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "head_dim": stats.head_dim,
+        "num_kv_heads": stats.num_kv_heads,
+        "fingerprint": stats.fingerprint,
+        "token_count": stats.token_count,
+    }
+    if stats.rope is not None:
+        tensors["inv_freq"] = stats.rope.inv_freq.to("cpu", torch.float64).contiguous()
+        fields |= {
+            "attention_scaling": repr(stats.rope.attention_scaling),
+            "rotary_dim": stats.rope.rotary_dim,
+            "style": stats.rope.style,
+        }
+    metadata = {name: str(value) for name, value in fields.items() if value is not None}
+    try:
+        write_safetensors(path, tensors, metadata)
+    except (OSError, SafetensorError) as error:
+        raise StatsError(f"Cannot write statistics to {path}: {_reason(error)}.") from error
+
+
+def load_stats(path: str | os.PathLike) -> QueryStats:
+    """Reads a statistics file: this package's .safetensors or a published .pt (docs/method.md).
+
+    A .pt is unpickled with `weights_only=True` and leaves num_kv_heads, rope, fingerprint and token_count
+    None.
+    Raises StatsError if the file is missing, unreadable, of another kind, or holds impossible numbers.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StatsError(f"Statistics file {path} does not exist: {_RECALIBRATE}")
+    try:
+        if path.suffix == ".safetensors":
+            stats = _read_safetensors(path)
+        elif path.suffix in (".pt", ".pth"):
+            stats = _read_pt(path)
+        else:
+            raise StatsError(f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt.")
+    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise StatsError(f"Statistics file {path} cannot be read ({_reason(error)}): {_RECALIBRATE}") from error
+    _check_numbers(stats)
+    return stats
+
+
+def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
+    """Compares every field the file stores with the served model; what the file lacks is filled from the
+    model.
+
+    Raises StatsError naming the first field that differs and both values.
+    """
+    layers, q_heads, frequencies = stats.mean.shape
+    _same(stats, "layers", layers, shape.num_layers)
+    _same(stats, "query heads", q_heads, shape.num_q_heads)
+    _same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
+    _same(stats, "head_dim", stats.head_dim, shape.head_dim)
+    # A file without its own RoPE is a published one: all dims turn, in half style.
+    rope, served = stats.rope, shape.rope
+    _same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
+    _same(stats, "RoPE style", rope.style if rope else "half", served.style)
+    if rope is not None:
+        scaling = (rope.attention_scaling, served.attention_scaling)
+        if not math.isclose(*scaling, rel_tol=INV_FREQ_RTOL):
+            _same(stats, "RoPE attention scaling", *scaling)
+        ours, theirs = rope.inv_freq, served.inv_freq.to("cpu", torch.float64)
+        far = ((ours - theirs).abs() > INV_FREQ_RTOL * theirs.abs()).nonzero().flatten().tolist()
+        if far:
+            name = f"RoPE frequency {far[0]} of {frequencies} (rope_theta or rope scaling)"
+            _same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
+    if shape.fingerprint is not None:
+        _same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
+    return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
+
+
+def _same(stats: QueryStats, name: str, stored, served) -> None:
+    if stored is not None and stored != served:
+        raise StatsError(
+            f"Statistics {stats.source} do not fit the served model: {name} is {stored} there and {served} "
+            "in the model; measure the served model with `sglang-triattn calibrate`."
+        )
+
+
+def _read_safetensors(path: Path) -> QueryStats:
+    with safe_open(path, framework="pt") as file:
+        fields = file.metadata() or {}
+        if fields.get("format") != FORMAT:
+            raise StatsError(f"{path} is not a TriAttention statistics file: {_RECALIBRATE}")
+        if fields.get("format_version") != str(FORMAT_VERSION):
+            version = fields.get("format_version")
+            raise StatsError(
+                f"Statistics file {path} has format version {version}, but this sglang-triattn reads version "
+                f"{FORMAT_VERSION}: {_RECALIBRATE}"
+            )
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    try:
+        rope = None
+        if "inv_freq" in tensors:
+            rope = Rope(
+                inv_freq=tensors["inv_freq"].double(),
+                attention_scaling=float(fields["attention_scaling"]),
+                rotary_dim=int(fields["rotary_dim"]),
+                style=fields["style"],
+            )
+        return QueryStats(
+            mean=torch.complex(tensors["mean_re"], tensors["mean_im"]),
+            abs_mean=tensors["abs_mean"],
+            num_kv_heads=_optional_int(fields.get("num_kv_heads")),
+            head_dim=int(fields["head_dim"]),
+            rope=rope,
+            fingerprint=fields.get("fingerprint"),
+            token_count=_optional_int(fields.get("token_count")),
+            source=str(path),
+        )
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise StatsError(f"Statistics file {path} is incomplete ({_reason(error)}): {_RECALIBRATE}") from error
+
+
+def _read_pt(path: Path) -> QueryStats:
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        metadata, entries = content["metadata"], content["stats"]
+        style = metadata.get("rope_style", "half")
+        where = {tuple(map(int, _PT_KEY.fullmatch(key).groups())): entry for key, entry in entries.items()}
+        layers, heads = (1 + max(column) for column in zip(*where, strict=True))
+        if len(where) != layers * heads:
+            raise StatsError(
+                f"Statistics file {path} has {len(where)} of {layers * heads} query heads, but needs all: "
+                f"{_RECALIBRATE}"
+            )
+
+        def stacked(name: str) -> torch.Tensor:
+            rows = [where[layer, head][name].float() for layer in range(layers) for head in range(heads)]
+            return torch.stack(rows).view(layers, heads, -1)
+
+        stats = QueryStats(
+            mean=torch.complex(stacked("q_mean_real"), stacked("q_mean_imag")),
+            abs_mean=stacked("q_abs_mean"),
+            num_kv_heads=None,
+            head_dim=int(metadata["head_dim"]),
+            rope=None,
+            fingerprint=None,
+            token_count=None,
+            source=str(path),
+        )
+    except StatsError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise StatsError(f"{path} is not a TriAttention statistics file: {_RECALIBRATE}") from error
+    if style != "half":
+        raise StatsError(
+            f"Statistics file {path} has RoPE style {style!r}, but .pt files must be 'half': {_RECALIBRATE}"
+        )
+    return stats
+
+
+def _check_numbers(stats: QueryStats) -> None:
+    """Raises StatsError unless the numbers can be statistics of some model."""
+    mean, abs_mean, rope = stats.mean, stats.abs_mean, stats.rope
+
+    def require(fits: bool, what: str) -> None:
+        if not fits:
+            raise StatsError(f"Statistics file {stats.source} is damaged, {what}: {_RECALIBRATE}")
+
+    require(mean.ndim == 3 and mean.numel() > 0 and mean.shape == abs_mean.shape, "shapes disagree")
+    require(0 < 2 * mean.shape[-1] <= stats.head_dim, "it has more frequencies than a head has pairs of dims")
+    finite = bool(torch.isfinite(torch.view_as_real(mean)).all() and torch.isfinite(abs_mean).all())
+    require(finite, "it holds NaN or infinite values")
+    # The mean of absolute values bounds the absolute value of the mean, up to float32 rounding.
+    bounded = bool((mean.abs() <= abs_mean * (1 + 1e-4) + 1e-6).all())
+    require(bounded, "a mean absolute value is below the absolute mean")
+    if rope is not None:
+        require(rope.rotary_dim == 2 * mean.shape[-1] == 2 * rope.inv_freq.numel(), "rotary_dim disagrees")
+        require(rope.style in ("half", "interleaved"), f"unknown RoPE style {rope.style!r}")
+        positive = bool((torch.isfinite(rope.inv_freq) & (rope.inv_freq > 0)).all())
+        require(positive and 0 < rope.attention_scaling < math.inf, "a RoPE value is not positive and finite")
+
+
+def _optional_int(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error, short enough for one sentence."""
+    text = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+    return text[:200].rstrip(". ")

@@ -1,0 +1,20 @@
+"""The server's compaction for `transformers` models: a `Cache` whose rows are compacted as requests are, see `cache`.
+
+Public: what is imported here.
+"""
+
+from sglang_triattn.transformers_cache.cache import CompactedCache
+from sglang_triattn.transformers_cache.feed import compute_dense, feed, forward, replay
+from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
+
+__all__ = [
+    "CacheError",
+    "CompactedCache",
+    "Policy",
+    "Pools",
+    "Setting",
+    "compute_dense",
+    "feed",
+    "forward",
+    "replay",
+]

@@ -1,0 +1,17 @@
+"""The kernels under Triton's interpreter; those that select are in test_interpreted_selection.py."""
+
+import pytest
+
+from interpreter import SELECTION, assert_pass_interpreted
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+
+def test_kernels():
+    """Prevents kernels from drifting from their references where no GPU is at hand."""
+    assert_pass_interpreted("tests/gpu", *(f"--ignore={path}" for path in SELECTION))
+
+
+def test_kernels_in_rounds():
+    """Prevents kernels from drifting from the rounds that use them, and SGLang's own from what rounds leave behind."""
+    assert_pass_interpreted("tests/support/property/rounds_by_kernels.py", "tests/support/property/backend_metadata.py")

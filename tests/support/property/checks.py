@@ -1,0 +1,181 @@
+"""What must hold after every step of the simulation."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+
+from content import contents
+from memory import ROWS
+from running import Running
+from sglang_triattn.patches.scheduler.admission import bound_of
+from simulation import Simulation
+from whole_server import take_census
+
+
+def check_books(sim: Simulation) -> None:
+    """Every slot is owned once: free, in the tree, or private to one request."""
+    page = sim.page_size
+    idle = sim.conversations.records()
+    private = sum(kv_private_tokens(kv, page) for kv in (*(running.req.kv for running in sim.running), *idle.values()))
+    tree = sim.tree.evictable_size() + sim.tree.protected_size()
+    counted = sim.allocator.available_size() + tree + private
+    assert counted == sim.pool_size, f"free, tree and private slots are {counted} of {sim.pool_size}"
+    free = sim.allocator.get_all_free_pages().tolist()
+    owned = dict.fromkeys(free, "free")
+    assert len(owned) == len(free), "a page is free twice"
+    if sim.radix:
+        claim(owned, pages(sim.tree.all_values_flatten(), page), "the tree")
+        check_locks(sim)
+    for running in sim.running:
+        protected = running.req.kv.cache_protected_len
+        claim(owned, pages(sim.row(running)[protected:], page), running.req.rid)
+    for name, kv in idle.items():
+        slots = sim.rows.req_to_token[kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len]
+        claim(owned, pages(slots, page), name)
+    assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
+    assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
+    # Last, so that it is these checks that notice a planted fault.
+    take_census(sim)
+
+
+def check_locks(sim: Simulation) -> None:
+    """The tree can give up all but the prefixes of rows that somebody holds."""
+    holders = [*(running.req.kv for running in sim.running), *sim.conversations.records().values()]
+    held = [sim.rows.req_to_token[kv.req_pool_idx, : kv.cache_protected_len].tolist() for kv in holders]
+    locked = sim.tree.protected_size()
+    assert locked == len(set().union(*held)), f"{locked} slots of the tree are locked, but rows hold another number"
+
+
+def pages(slots: torch.Tensor, page_size: int) -> set[int]:
+    return {slot // page_size for slot in slots.tolist()}
+
+
+def claim(owned: dict[int, str], claimed: set[int], owner: str) -> None:
+    for page in claimed:
+        assert page not in owned, f"page {page} belongs to {owned[page]} and to {owner}"
+        owned[page] = owner
+
+
+def check_row(sim: Simulation, running: Running) -> None:
+    """The row reads back exactly the positions that the account says, with the right tokens, exact where exact."""
+    held = sim.content(sim.row(running))
+    tokens, positions = running.tokens, running.positions
+    assert len(held) == positions.shape[-1], f"{running.req.rid} holds {len(held)} entries"
+    tainted = positions >= (running.first_tainted if running.first_tainted is not None else len(tokens))
+    expected = contents(tokens, positions, torch.where(tainted, running.req.serial, 0))
+    wrong = (held != expected).flatten(1).any(1).nonzero().flatten().tolist()
+    assert not wrong, f"{running.req.rid}: entries {wrong} hold other content"
+    kv = running.req.kv
+    assert kv.kv_committed_len == kv.kv_allocated_len == positions.shape[-1], "the request's lengths differ"
+    assert kv.kv_allocated_len + running.evicted == len(tokens) - 1, "held and evicted tokens are not all"
+
+
+def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
+    """Runs the rounds of a step and holds each against the plan: who was due, what stayed, what came back.
+
+    chunked: a request between two chunks of its prefill.
+    """
+    requests = [*sim.running, *([] if chunked is None else [chunked])]
+    before = {running: (running.positions, running.evicted) for running in requests}
+    last_slots = {running: int(sim.row(running)[-1]) for running in requests}
+    tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
+    tree_bytes = sim.content(tree_slots)
+    free = sim.allocator.available_size()
+    missing = slots_of_next_step(sim) - free - sim.tree.evictable_size()
+    idle, room = idle_slots(sim), room_for_others(sim)
+    batch = sim.compress(chunked)
+    assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
+    freed, early = {True: 0, False: 0}, 0
+    for running in requests:
+        old, evicted = before[running]
+        settings = running.settings
+        if settings is None:
+            assert not running.evicted, "a request that declined was compacted"
+            continue
+        first = frozen_length(sim, running)
+        length = old.shape[-1]
+        due = length - first >= budget_for(settings, first) + settings.interval
+        if running.evicted == evicted:
+            assert not due, "a due round did not run"
+            continue
+        keep = budget_for(settings if due else settings.under_pressure(), first)
+        running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
+        if running.first_tainted is None:
+            running.first_tainted = length
+        check_kept(sim, running, old, first, keep)
+        freed[due] += (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
+        early += not due
+        sim.prefill_rounds += running is chunked
+        sim.cut_rounds += sim.compressor.strategies != ("remap",) and int(sim.row(running)[-1]) == last_slots[running]
+    assert not early or missing > freed[True], "a round ran early although memory was there"
+    for index, running in enumerate(sim.running):
+        lengths = batch.seq_lens_cpu[index], batch.seq_lens[index], running.req.kv.kv_allocated_len
+        assert len(set(map(int, lengths))) == 1, "the batch has other lengths than the rows"
+        assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted, "positions would be wrong"
+    sim.early_rounds += early
+    came_back = sim.allocator.available_size() - free - (idle - idle_slots(sim))
+    # The tree, given a chunk, frees what it held already.
+    promised = sum(freed.values())
+    assert came_back == promised or (chunked and came_back > promised), f"{came_back} slots came back, not {promised}"
+    if chunked is None and idle == idle_slots(sim):
+        more = room_for_others(sim) - room
+        assert more >= 0, "a round took room"
+        assert batch.batch_is_full == (more == 0), "admission must open where there is more room, and nowhere else"
+
+
+def room_for_others(sim: Simulation) -> int:
+    """Slots that no request holds, nor a compressed one may still take."""
+    page = sim.page_size
+    room = sim.allocator.available_size() + sim.tree.evictable_size()
+    for running in (running for running in sim.running if running.settings is not None):
+        held = -(-running.req.kv.kv_allocated_len // page) * page
+        room -= max(-(-bound_of(running.req, page) // page) * page - held, 0)
+    return room
+
+
+def idle_slots(sim: Simulation) -> int:
+    return sum(kv_private_tokens(kv, sim.page_size) for kv in sim.conversations.records().values())
+
+
+def slots_of_next_step(sim: Simulation) -> int:
+    return sim.page_size * sum(running.req.kv.kv_allocated_len % sim.page_size == 0 for running in sim.running)
+
+
+def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:
+    """What a round left of each head's entries: the frozen ones, the newest, and others that were there."""
+    config, new = running.settings, running.positions
+    assert new.shape[-1] == first + keep, "a round kept another number of tokens"
+    assert torch.equal(new[..., :first], old[..., :first]), "a frozen token was evicted"
+    for layer in range(len(new)):
+        for head in range(new.shape[1]):
+            kept, was = new[layer, head, first:].tolist(), old[layer, head, first:].tolist()
+            assert len(set(kept)) == keep, "a token is held twice"
+            assert set(kept) <= set(was), "a token came from elsewhere"
+            newest = sorted(was)[-config.recent :]
+            assert set(newest) <= set(kept), "a recent token was evicted"
+            if config.recent > config.interval or sim.page_size == 1:
+                assert kept[-config.recent :] == newest, "the newest tokens are not in order"
+            if sim.compressor.strategies == ("remap",):
+                assert kept == sorted(kept), "a row was permuted for nothing"
+    if config.selection in ("union", "shared-mean"):
+        assert (new == new[:1, :1]).all(), "heads hold different tokens"
+
+
+def budget_for(config, frozen: int) -> int:
+    """Private tokens that the settings promise to a request with `frozen` frozen ones."""
+    return config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
+
+
+def frozen_length(sim: Simulation, running: Running) -> int:
+    """What rounds must leave alone: the tree's, the first tokens, and a frozen prompt's whole pages."""
+    prompt = running.prompt_length if running.settings.prompt == "frozen" else 0
+    return max(running.req.kv.cache_protected_len, running.settings.sinks, prompt - prompt % sim.page_size)
+
+
+def decode_together(sim: Simulation, running: list[Running], steps: int) -> None:
+    """So many tokens of each request, with every due round held against its plan."""
+    for _ in range(steps):
+        check_rounds(sim)
+        for request in running:
+            assert sim.decode(request)

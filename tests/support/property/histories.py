@@ -1,0 +1,252 @@
+"""Random histories of requests, under settings that are given or drawn, with everything checked after every step."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import ClassVar
+
+from hypothesis import HealthCheck, Phase, seed
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from checks import check_books, check_rounds, check_row
+from memory import ROWS
+from memory_saver import flush, release_memory
+from running import Running
+from sglang_triattn.request.options import CompressionOptions
+from simulation import Simulation
+
+STEPS = 40
+"""Of one history, at most."""
+
+# Few tokens and common stems, so that prefixes are shared often.
+STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
+TOKENS = st.integers(1, 4)
+CHUNKS = st.integers(5, 60)
+RARELY = st.sampled_from([False] * 7 + [True])
+ABORTS = st.sampled_from([None] * 9 + [0, 1, 2])
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([1, 4, 16, 32]),
+        "pool": st.sampled_from([96, 192]),
+        "radix": st.sampled_from([True, True, True, False]),
+        "strip_thinking": st.booleans(),
+        "force_miss": st.sampled_from([False, False, False, True]),
+        "eviction": st.sampled_from(["lru", "lfu", "slru", "priority", "tlru"]),
+        "selection": st.sampled_from(["shared-mean", "union", "per-head", "per-layer-head"]),
+        "budget_scope": st.sampled_from(["private", "total"]),
+        "prompt": st.sampled_from(["frozen", "compact"]),
+        "sinks": st.sampled_from([0, 2, 4, 12]),
+        "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
+    }
+)
+# With more recent tokens than come between rounds their order matters: rows are cut before them, or K/V slides where
+# that would cut a page. Pages can be cut where an interval is a number of them.
+LENGTHS = st.sampled_from(
+    [
+        {"budget": 13, "interval": 7, "recent": 3},
+        {"budget": 13, "interval": 7, "recent": 3, "pressure_budget": 6},
+        {"budget": 13, "interval": 12, "recent": 3, "pressure_budget": 6},
+        {"budget": 13, "interval": 7, "recent": 10},
+        {"budget": 12, "interval": 5, "recent": 9, "pressure_budget": 10},
+        {"budget": 13, "interval": 8, "recent": 3, "pressure_budget": 6},
+        {"budget": 17, "interval": 8, "recent": 11},
+        {"budget": 29, "interval": 16, "recent": 18, "pressure_budget": 21},
+    ]
+)
+ASKED = st.sampled_from(["nothing", "nothing", "nothing", "declined", "less", "the other prompt"])
+
+
+class Histories(RuleBasedStateMachine):
+    """Admit, decode, compress, retract, finish, abort, go on from an answer, flush, unmap."""
+
+    options: ClassVar[dict] = {}
+    varied: ClassVar[bool] = False
+    counts: ClassVar[Counter] = Counter()
+
+    @initialize(settings=SETTINGS, lengths=LENGTHS)
+    def start(self, settings, lengths):
+        drawn = {**settings, **lengths} if self.varied else {}
+        chosen = {**drawn, **self.options}
+        if chosen.get("selection") != "per-layer-head":
+            # It has no meaning there.
+            chosen.pop("value_share", None)
+        self.sim = Simulation(**chosen)
+        self.counts["histories"] += 1
+
+    def _admit(self, running, chunk, abort_at=None):
+        # Chunks end on pages, as SGLang's do.
+        chunk = max(chunk - chunk % self.sim.page_size, self.sim.page_size)
+        return self.sim.admit(running, chunk, lambda chunked: check_rounds(self.sim, chunked), abort_at)
+
+    def _asked(self, asked: str, conversation: str | None = None) -> CompressionOptions:
+        config = self.sim.config
+        if not self.varied or asked == "nothing":
+            return CompressionOptions(config, conversation)
+        if asked == "declined" and conversation is None:
+            return CompressionOptions(None)
+        if asked == "the other prompt":
+            other = {"frozen": "compact", "compact": "frozen"}[config.prompt]
+            return CompressionOptions(replace(config, prompt=other), conversation)
+        pressure = None if config.pressure_budget is None else 5
+        return CompressionOptions(
+            replace(config, budget=9, interval=4, recent=2, pressure_budget=pressure), conversation
+        )
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(1, 40),
+        tail=st.lists(TOKENS, max_size=6),
+        chunk=CHUNKS,
+        asked=ASKED,
+        thinks=st.booleans(),
+        barred=RARELY,
+        abort_at=ABORTS,
+    )
+    def admit(self, stem, cut, tail, chunk, asked, thinks, barred, abort_at):
+        request = self.sim.request(
+            [*stem[:cut], *tail, 8], asked=self._asked(asked), thinks=thinks, barred=barred and self.varied
+        )
+        self._admit(request, chunk, abort_at if self.varied else None)
+
+    @precondition(lambda self: self.sim.finished or self.sim.running or self.sim.waiting)
+    @rule(which=st.integers(0, 99), tail=st.lists(TOKENS, min_size=1, max_size=4), thinks=st.booleans())
+    def next_turn(self, which, tail, thinks):
+        """A multi-turn client: what a request said, or has said so far, comes back as a prompt."""
+        unfinished = [running.tokens for running in (*self.sim.running, *self.sim.waiting)]
+        said = [*self.sim.finished, *unfinished]
+        history = said[which % len(said)]
+        self._admit(self.sim.request([*history[:90], *tail], thinks=thinks), 1000)
+
+    @rule(
+        name=st.sampled_from("ab"),
+        tail=st.lists(TOKENS, min_size=1, max_size=4),
+        chunk=CHUNKS,
+        other=st.sampled_from([False, False, False, True]),
+        steps=st.integers(0, 30),
+        thinks=st.booleans(),
+        barred=RARELY,
+        abort_at=ABORTS,
+    )
+    def talk(self, name, tail, chunk, other, steps, thinks, barred, abort_at):
+        """A turn of a conversation: it goes on from what was said, or says something else under the same name."""
+        said = self.sim.spoken.get(name, [])
+        if other or len(said) > 110:
+            said = [7] * 3
+        asked = self._asked("nothing" if name == "a" else "less", name)
+        turn = self.sim.request([*said, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
+        if self._admit(turn, chunk, abort_at if self.varied else None):
+            self.decode(steps)
+            if steps % 2 and turn in self.sim.running:
+                self.sim.release(turn, finish=True)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(steps=st.integers(1, 25))
+    def decode(self, steps):
+        for _ in range(steps):
+            check_rounds(self.sim)
+            for running in list(self.sim.running):
+                if not self.sim.decode(running):
+                    self.sim.release(running, finish=True)
+
+    def _one(self, which: int) -> Running:
+        return self.sim.running[which % len(self.sim.running)]
+
+    @precondition(lambda self: self.sim.running)
+    @rule(which=st.integers(0, 99), abort=RARELY, overrun=st.booleans())
+    def finish(self, which, abort, overrun):
+        self.sim.release(self._one(which), finish=True, abort=abort, overrun=overrun)
+
+    @precondition(lambda self: self.sim.running)
+    @rule(which=st.integers(0, 99))
+    def retract(self, which):
+        self.sim.retract(self._one(which))
+        self.counts["retractions"] += 1
+
+    @precondition(lambda self: self.sim.waiting)
+    @rule(chunk=CHUNKS)
+    def resume(self, chunk):
+        running = self.sim.waiting.pop(0)
+        if not self._admit(running, chunk):
+            self.sim.waiting.append(running)
+
+    @precondition(lambda self: self.sim.running or self.sim.conversations.records())
+    @rule(busy=RARELY, unmap=st.booleans())
+    def flush(self, busy, unmap):
+        """A flush, or the release of the KV memory; SGLang refuses while a request runs, or for other work."""
+        sim, granted = self.sim, not (busy or self.sim.running)
+        idle = list(sim.conversations.records())
+        assert (release_memory if unmap else flush)(sim, granted=granted) == granted
+        if granted:
+            assert not sim.conversations.records(), "a flushed row is still kept"
+            assert (sim.allocator.available_size(), sim.rows.available_size()) == (sim.pool_size, ROWS)
+            self.counts["rows lost by flushes"] += len(idle)
+        else:
+            assert list(sim.conversations.records()) == idle, "a refused flush took a conversation's row"
+            self.counts["rows that outlived a refused flush"] += len(idle)
+        self.counts["flushes granted" if granted else "flushes refused"] += 1
+        self.counts["unmaps"] += unmap
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "sim"):
+            check_books(self.sim)
+
+    @invariant()
+    def rows_hold_their_own(self):
+        if hasattr(self, "sim"):
+            self.counts["steps"] += 1
+            for running in self.sim.running:
+                check_row(self.sim, running)
+
+    def teardown(self):
+        if not hasattr(self, "sim") or sys.exc_info()[0] is not None:
+            # A violation is reported as it was found, not by what it does to the end.
+            return
+        for running in list(self.sim.running):
+            self.sim.release(running, finish=True)
+        check_books(self.sim)
+        while self.sim.conversations.drop_one():
+            check_books(self.sim)
+        self.counts.update(self.sim.counts())
+
+
+def run_histories(examples: int, *, start: int | None = None, varied: bool = False, **options) -> Counter:
+    """Random histories; how often what happened in them.
+
+    Args:
+        examples: histories.
+        start: of the random numbers; None for the same ones in every run.
+        varied: whether each history draws its settings, and its requests ask for settings of their own.
+        options: of every Simulation.
+    """
+    counts = Counter()
+    machine = type("Machine", (Histories,), {"options": options, "varied": varied, "counts": counts})
+    if start is not None:
+        seed(start)(machine)
+    run_state_machine_as_test(
+        machine,
+        settings=hypothesis_settings(
+            max_examples=examples,
+            stateful_step_count=STEPS,
+            derandomize=start is None,
+            database=None,
+            report_multiple_bugs=False,
+            deadline=None,
+            # A failure is found again by its seed; making it smaller takes minutes.
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return counts

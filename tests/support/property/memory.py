@@ -1,0 +1,142 @@
+"""SGLang's real tree, allocator, row table and KV pool, small, with this package's compressor on them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_serving
+
+from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
+from sglang_triattn.config import Config
+from sglang_triattn.kernels.score.reference import build_tables
+from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.patches.scheduler.compressor import Compressor, make_mover
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.release import Rows
+
+POOL, ROWS, CONTEXT = 192, 6, 160
+BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
+
+
+class Memory:
+    """A server's memory.
+
+    Args:
+        pool: slots.
+        strip_thinking: SGLang's --strip-thinking-cache.
+        force_miss: SGLang's SGLANG_RADIX_FORCE_MISS: every prompt is computed anew, and the tree takes it as a copy of
+            what it has, as it does of prompts that are admitted together.
+        eviction: SGLang's --radix-eviction-policy.
+        settings: fields of the server's Config.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        radix: bool = True,
+        kernels: bool = False,
+        pool: int = POOL,
+        strip_thinking: bool = False,
+        force_miss: bool = False,
+        eviction: str = "lru",
+        **settings,
+    ) -> None:
+        self.page_size, self.pool_size = page_size, pool
+        self.strip_thinking, self.force_miss = strip_thinking, force_miss
+        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
+        self.radix = radix
+        self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
+        self.pool = MHATokenToKVPool(
+            pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
+        )
+        plain = {"dtype": torch.float32, "device": "cpu", "kvcache": self.pool, "need_sort": False}
+        if page_size == 1:
+            self.allocator = TokenToKVPoolAllocator(pool, **plain)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(pool, page_size, **plain)
+        self.tree = UnifiedRadixCache(
+            CacheInitParams(
+                disable=not radix,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=page_size,
+                tree_components=(ComponentType.FULL,),
+                eviction_policy=eviction,
+            )
+        )
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
+        inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
+        scheduler = SimpleNamespace(
+            enable_overlap=False,
+            tp_group=SimpleNamespace(world_size=1),
+            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.rows,
+            tree_cache=self.tree,
+            stash_chunked_request=self.stash,
+        )
+        self.conversations = Conversations(ttl=600)
+        self.conversations.attach(scheduler)
+        self.ends = Rows(self.conversations)
+        self.compressor = Compressor(
+            scheduler,
+            self.config,
+            Scorer(
+                self.pool.k_buffer,
+                build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
+                columns=CONTEXT,
+                longest=CONTEXT,
+                selection=self.config.selection,
+                v_buffers=self.pool.v_buffer,
+                value_share=self.config.value_share,
+                kernels=kernels,
+            ),
+            make_mover(self.config, page_size, self.pool, kernels=kernels),
+            self.conversations,
+        )
+
+    def stash(self, req: Req) -> None:
+        self.ends.checkpoint(checkpoint_kv_cache, req, self.tree)
+
+    @contextmanager
+    def flags(self):
+        """SGLang's settings that say what a row gives to the tree."""
+        with get_serving().override(strip_thinking_cache=self.strip_thinking):
+            yield
+
+    def content(self, slots: torch.Tensor) -> torch.Tensor:
+        """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V of `slots`, as they are in the pool."""
+        buffers = [
+            buffer[slots.long()] for pair in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True) for buffer in pair
+        ]
+        return torch.stack(buffers, 1).unflatten(1, (LAYERS, 2))
+
+    def allocate(self, row: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        if self.page_size == 1:
+            return self.allocator.alloc(end - start)
+        before, after = torch.tensor([start]), torch.tensor([end])
+        last = row[start - 1 : start].long() if start else torch.tensor([-1])
+        return self.allocator.alloc_extend(before, before, after, after, last, end - start)
+
+    def make_room(self, tokens: int) -> bool:
+        if self.allocator.available_size() < tokens and self.radix:
+            evict_from_tree_cache(self.tree, tokens)
+        while self.allocator.available_size() < tokens and self.conversations.drop_one():
+            if self.radix:
+                evict_from_tree_cache(self.tree, tokens)
+        return self.allocator.available_size() >= tokens
+
+    def make_row(self) -> bool:
+        while not self.rows.available_size() and self.conversations.drop_one():
+            pass
+        return bool(self.rows.available_size())

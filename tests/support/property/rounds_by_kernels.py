@@ -1,0 +1,126 @@
+"""Rounds of the real compressor with the Triton kernels instead of their references.
+
+Not collected by itself: tests/slow/test_interpreted.py runs it in a process with Triton's interpreter.
+"""
+
+import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checks import check_books, check_row, decode_together
+from sglang_triattn.kernels.compact import move_kernel
+from sglang_triattn.kernels.score import score_kernel, value_size_kernel
+from sglang_triattn.kernels.select import importance_kernel, keep_kernel
+from sglang_triattn.patches.model import warm_up
+from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.request.options import CompressionOptions
+from simulation import CONTEXT, Simulation
+
+
+def history(**options) -> list[torch.Tensor]:
+    """Positions that three requests of unequal length hold in the end, after a few rounds each."""
+    sim = Simulation(**options)
+    requests = [sim.request([5] * 8 + [tail] * (1 + tail)) for tail in range(3)]
+    for request in requests:
+        assert sim.admit(request, 1000)
+    decode_together(sim, requests, 36)
+    assert sim.rounds >= 9
+    check_books(sim)
+    for request in requests:
+        check_row(sim, request)
+    return [request.positions for request in requests]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selection": "shared-mean"},
+        {"selection": "union", "budget_scope": "total"},
+        {"selection": "per-head"},
+        {"selection": "per-layer-head", "recent": 10},
+        {"selection": "per-layer-head", "value_share": 0.75},
+        {"selection": "per-layer-head", "value_share": 1.0},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_kernels_keep_what_their_twins_keep(page_size, settings):
+    """Prevents arguments that reach a kernel in another dtype, order or unit than its reference understands."""
+    with_kernels, without = (history(page_size=page_size, kernels=kernels, **settings) for kernels in (True, False))
+    for one, other in zip(with_kernels, without, strict=True):
+        assert torch.equal(one, other)
+
+
+KERNELS = (
+    (score_kernel, "score_kernel"),
+    (importance_kernel, "scale_kernel"),
+    (importance_kernel, "importance_kernel"),
+    (keep_kernel, "keep_kernel"),
+    (move_kernel, "move_kernel"),
+    (value_size_kernel, "value_size_kernel"),
+)
+
+
+class Recorded:
+    """A kernel that writes down with which compile-time settings it is launched."""
+
+    def __init__(self, kernel, name: str, seen: set) -> None:
+        self._kernel, self._name, self._seen = kernel, name, seen
+
+    def __getitem__(self, grid):
+        def launch(*args, **settings):
+            self._seen.add((self._name, tuple(sorted((key, str(value)) for key, value in settings.items()))))
+            return self._kernel[grid](*args, **settings)
+
+        return launch
+
+
+def rehearse(sim: Simulation) -> None:
+    """The warm-up of a launch, as if the simulation's scheduler had a CUDA device."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    module = SimpleNamespace(current_stream=lambda: None, stream=lambda stream: nullcontext(), synchronize=lambda: None)
+    scheduler = SimpleNamespace(device="cuda", device_module=module, enable_overlap=True, forward_stream=stream)
+    warm_up.rehearse(scheduler, sim.compressor)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("selection", "share"),
+    [("union", 0), ("shared-mean", 0), ("per-head", 0), *(("per-layer-head", share) for share in (0, 0.75, 1))],
+)
+def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_size, selection, share, monkeypatch):
+    """Prevents a compilation while requests wait, and a warm-up that touches a slot, a row or the books."""
+    rehearsed, served = set(), set()
+    # So that rows of these lengths are long ones too, for one program and for the memory of all layers.
+    monkeypatch.setattr(keep_kernel, "BLOCK", 16)
+    sim = Simulation(page_size, kernels=True, selection=selection, value_share=share)
+    sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, columns=20, limit=0)
+    assert sim.compressor.workspace_plan.launch(CONTEXT) == (1, 1)
+    generator = torch.Generator().manual_seed(1)
+    buffers = [*sim.pool.k_buffer, *sim.pool.v_buffer]
+    for buffer in buffers:
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    before = [buffer.clone() for buffer in (*buffers, sim.rows.req_to_token, sim.allocator.get_all_free_pages())]
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name), name, rehearsed))
+    rehearse(sim)
+    after = (*buffers, sim.rows.req_to_token, sim.allocator.get_all_free_pages())
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+    check_books(sim)
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, Recorded(getattr(module, name), name, served))
+    for settings in ({}, {"recent": 9, "interval": 5}, {"budget": 6, "interval": 4}):
+        request = sim.request([5] * 4)
+        requests_patch.attach_options(request.req, CompressionOptions(dataclasses.replace(sim.config, **settings)))
+        assert sim.admit(request, 1000)
+        for _ in range(26):
+            sim.compress()
+            assert sim.decode(request)
+    assert sim.rounds > 3
+    assert served
+    assert served <= rehearsed
+    assert {name for name, _ in served} == {name for name, _ in rehearsed}

@@ -1,0 +1,290 @@
+"""A scheduler in miniature over SGLang's real tree, allocator, row table, KV pool and requests.
+
+Every K/V row that a request computes is a content oracle: it says which layer and head it is of, which token it is, at
+which logical position, and whether it was computed before its request's first eviction (exact) or by which request
+after it (tainted). Whatever moves, whoever reads a row back finds out whose content it holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from content import contents, exact_length, same_for_all
+from memory import CONTEXT, Memory
+from running import Running
+from sglang_triattn.patches.scheduler import chunked_prefill
+from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.request.lifecycle import CompressedRequest
+from sglang_triattn.request.options import CompressionOptions
+
+THINK_END = 4
+
+
+class Simulation(Memory):
+    """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
+
+    def __init__(self, *args, **options) -> None:
+        """Arguments as for Memory."""
+        super().__init__(*args, **options)
+        self.running: list[Running] = []
+        self.waiting: list[Running] = []
+        self.finished: list[list[int]] = []
+        self.talks: dict[str, tuple] = {}
+        self.spoken: dict[str, list[int]] = {}
+        self.kept_once: set[str] = set()
+        self.resumed = self.shared_starts = self.barred = self.stripped = self.aborted_prefills = 0
+        self.early_rounds = self.prefill_rounds = self.cut_rounds = 0
+        self._serial = 0
+
+    def counts(self) -> dict[str, int]:
+        """How often what happened."""
+        return {
+            "rounds": self.rounds,
+            "early rounds": self.early_rounds,
+            "prefill rounds": self.prefill_rounds,
+            "rows cut before their newest tokens": self.cut_rounds,
+            "resumed turns": self.resumed,
+            "shared starts of compacted rows": self.shared_starts,
+            "rows barred by SGLang": self.barred,
+            "stripped answers": self.stripped,
+            "aborted prefills": self.aborted_prefills,
+        }
+
+    @property
+    def rounds(self) -> int:
+        return self.compressor.totals.rounds
+
+    def request(
+        self,
+        prompt: list[int],
+        conversation: str | None = None,
+        *,
+        asked: CompressionOptions | None = None,
+        **fields,
+    ) -> Running:
+        """A request that asks for the server's settings, or for `asked`; the other `fields` are those of Running."""
+        self._serial += 1
+        req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
+        req.serial = self._serial
+        req.skip_radix_cache_insert = fields.get("barred", False)
+        requests_patch.attach_options(req, asked or CompressionOptions(self.config, conversation))
+        return Running(req, **fields)
+
+    def admit(
+        self,
+        running: Running,
+        chunk: int,
+        between_chunks: Callable[[Running], None] = lambda _: None,
+        abort_at: int | None = None,
+    ) -> bool:
+        """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room.
+
+        Args:
+            between_chunks: runs the rounds between two chunks, and brings the account up to date.
+            abort_at: where the client goes away: 2n before the rounds behind chunk n, 2n + 1 after them.
+        """
+        req, owner = running.req, requests_patch.owner_of(running.req)
+        with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
+            self._next_input(req, self.tree)
+        idle, start = set(self.conversations.records()), owner.start
+        acquired = self.conversations.acquire(req)
+        req.lock = self.tree.lock(req.last_node)
+        needed = len(req.full_untruncated_fill_ids) - req.prefix_len + self.page_size
+        if not self.make_room(needed) or not (acquired or self.make_row()):
+            self.tree.unlock(req.lock)
+            req.lock = None
+            if acquired:
+                self.conversations.rollback(req)
+            return False
+        self.rows.alloc([req])
+        row = self.rows.req_to_token[req.kv.req_pool_idx]
+        req.is_retracted = False
+        if acquired:
+            talk = self.talks[owner.conversation]
+            running.positions, running.first_tainted, running.prompt_length, req.serial = talk
+            self.resumed += 1
+        else:
+            if req.prefix_len:
+                row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
+            running.positions = same_for_all(range(req.prefix_len))
+            running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
+        if owner.settings is not None:
+            self.conversations.commit(req)
+        if start is None and owner.conversation is not None:
+            self._check_start(owner, acquired, f"triattention {owner.conversation}" in idle)
+        done = 0
+        while not self._prefill(running, row, chunk):
+            for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
+                if done == abort_at:
+                    self._abort_prefill(running)
+                    return True
+                work()
+                done += 1
+            self._next_input(req)
+        self.stash(req)
+        self._say(running)
+        self.running.append(running)
+        return True
+
+    def _check_start(self, owner: CompressedRequest, acquired: bool, was_idle: bool) -> None:
+        """What the client is told of its conversation, against the account of what was kept."""
+        if acquired:
+            expected = {"resumed"}
+        elif was_idle:
+            # It may have made room for this very request.
+            expected = {"diverged", "lost"}
+        else:
+            expected = {"lost" if owner.conversation in self.kept_once else "new"}
+        assert owner.start in expected, f"the conversation is {owner.start}, not {expected}"
+        if acquired:
+            self.kept_once.discard(owner.conversation)
+
+    def _abort_prefill(self, running: Running) -> None:
+        running.req.finished_reason = FINISH_ABORT()
+        with self.flags():
+            self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=False)
+        self.aborted_prefills += 1
+
+    def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
+        """One chunk; True after the last."""
+        req = running.req
+        start, end = req.prefix_len, min(len(req.full_untruncated_fill_ids), req.prefix_len + chunk)
+        req.extend_end = end
+        positions = range(start + running.evicted, end + running.evicted)
+        asked = running.tokens[positions.start : positions.stop]
+        assert list(req.get_fill_ids()[start:]) == asked, "a prefill computes other tokens than come next"
+        row[start:end] = self.allocate(row, start, end).to(row.dtype)
+        self._write(running, row[start:end], positions)
+        running.positions = torch.cat([running.positions, same_for_all(positions)], -1)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        return end == len(req.full_untruncated_fill_ids)
+
+    def _stash_new(self, req: Req) -> None:
+        # A round between two chunks has given the tree its part already.
+        if req.extend_end > req.prefix_len:
+            self.stash(req)
+
+    def _next_input(self, req: Req, *tree) -> None:
+        chunked_prefill._show_ids_behind_row(Req.init_next_round_input, req, *tree)
+
+    def decode(self, running: Running) -> bool:
+        """One more token; False where neither context nor pool has room for it."""
+        if not self._compute_last(running):
+            return False
+        self._say(running)
+        return True
+
+    def _compute_last(self, running: Running) -> bool:
+        """K/V of the newest token."""
+        kv = running.req.kv
+        length = kv.kv_allocated_len
+        position = length + running.evicted
+        if position + 1 >= CONTEXT or not self.make_room(self.page_size):
+            return False
+        row = self.rows.req_to_token[kv.req_pool_idx]
+        row[length : length + 1] = self.allocate(row, length, length + 1).to(row.dtype)
+        self._write(running, row[length : length + 1], [position])
+        running.positions = torch.cat([running.positions, same_for_all([position])], -1)
+        kv.kv_allocated_len = kv.kv_committed_len = length + 1
+        return True
+
+    def _say(self, running: Running) -> None:
+        req, token = running.req, self._next_token(running)
+        req.output_ids.append(token)
+        if running.thinks:
+            req.update_reasoning_tokens(token, [THINK_END])
+
+    def compress(self, chunked: Running | None = None) -> SimpleNamespace:
+        """Due rounds of the running batch and of a prefill between two chunks; returns the batch as they left it."""
+        lengths = torch.tensor([r.req.kv.kv_allocated_len for r in self.running])
+        logical = torch.tensor([r.req.kv.kv_allocated_len + r.evicted for r in self.running], dtype=torch.int32)
+        batch = SimpleNamespace(
+            reqs=[r.req for r in self.running],
+            seq_lens=lengths.clone(),
+            seq_lens_cpu=lengths,
+            orig_seq_lens=logical,
+            seq_lens_sum=int(lengths.sum()),
+            batch_is_full=True,
+        )
+        self.compressor.run_due_rounds(batch, chunked=None if chunked is None else chunked.req)
+        return batch
+
+    def release(self, running: Running, *, finish: bool, abort: bool = False, overrun: bool = False) -> None:
+        """The end of a request, or of its row.
+
+        Args:
+            finish: its answer is complete; else it is retracted.
+            abort: it finishes because its client went away.
+            overrun: with overlap, its newest token's K/V was computed before anyone knew that it was the last.
+        """
+        self.running.remove(running)
+        req, owner = running.req, requests_patch.owner_of(running.req)
+        held = running.positions[..., : len(running.tokens) - 1 - running.evicted]
+        if overrun:
+            self._compute_last(running)
+        if finish:
+            req.finished_reason = FINISH_ABORT() if abort else FINISH_LENGTH(length=len(req.output_ids))
+            self.finished.append(running.tokens[:-1])
+        before, (least, most) = self.matched(running.tokens), self._for_the_tree(running)
+        protected = req.kv.cache_protected_len
+        with self.flags():
+            self.ends.release(release_kv_cache, req, self.tree, checkpoint=finish)
+        found = self.matched(running.tokens)
+        most = max(before, most if finish else 0)
+        assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
+        if owner.kept:
+            assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
+            self.kept_once.add(owner.conversation)
+            # Of a name that several requests have at once, the row of the last that left one waits.
+            self.talks[owner.conversation] = held, running.first_tainted, running.prompt_length, req.serial
+        elif finish:
+            assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
+            self.shared_starts += running.first_tainted is not None and least > protected
+        if finish and owner.conversation is not None:
+            self.spoken[owner.conversation] = running.tokens
+
+    def _for_the_tree(self, running: Running) -> tuple[int, int]:
+        """Entries that the tree must have of a finished request's row, and that it may have at most."""
+        req = running.req
+        exact = exact_length(running.positions)
+        if running.barred or not self.radix:
+            self.barred += self.radix
+            return 0, 0
+        if self.strip_thinking and req.reasoning_tokens:
+            self.stripped += exact > len(req.origin_input_ids)
+            exact = min(exact, len(req.origin_input_ids))
+        exact -= exact % self.page_size
+        return exact, exact
+
+    def matched(self, tokens: list[int]) -> int:
+        """Of how many of the first `tokens` the tree has K/V."""
+        probe = Req("probe", "", array("q", [*tokens, 0]), SamplingParams(max_new_tokens=1))
+        probe.init_next_round_input(self.tree)
+        return probe.prefix_len
+
+    def retract(self, running: Running) -> None:
+        self.release(running, finish=False)
+        running.req.reset_for_retract()
+        self.waiting.append(running)
+
+    def row(self, running: Running) -> torch.Tensor:
+        kv = running.req.kv
+        return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+
+    def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
+        content = contents(running.tokens, same_for_all(positions), running.req.serial if running.evicted else 0)
+        for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
+            k[slots.long()] = content[:, layer, 0]
+            v[slots.long()] = content[:, layer, 1]
+
+    def _next_token(self, running: Running) -> int:
+        # A function of what came before, so that retracted and repeated requests go on alike.
+        return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5

@@ -1,0 +1,140 @@
+"""Servers that start in seconds: the packages that SGLang stands on are imported once, and processes forked from there.
+
+A server is three processes, each of which imports torch, transformers, FlashInfer and more for ten seconds. A
+forkserver, one for each test process, has done that once. It has imported neither SGLang nor this package: each process
+of a server does that itself, in its usual order, so that plugins and hooks come as they do in `python -m sglang.launch_server`.
+The processes are related as there, too: the server leads a session, and what it spawns are its children.
+
+What is not started here starts in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import server
+from harness import python_path
+from launches import Ended
+
+LARGEST_ANSWER = 64
+LONGEST_RUN_S = 300
+
+
+class Forkserver:
+    """The forkserver of this process. Ends with it."""
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        """env: for packages that read it while they are imported; that of a process comes later."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", str(Path(__file__).with_name("forkserver.py")), str(theirs.fileno())]
+        self._process = subprocess.Popen(command, env=server.environment(env), pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
+        """A process that leads a session and runs `command`, words behind `python -m`, from `folder` into `log`."""
+        return Process(self, self.ask({"command": list(command), "env": env, "folder": folder}, log))
+
+    def ask(self, request: dict, *files: int) -> int | None:
+        socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+        answer = self._socket.recv(LARGEST_ANSWER)
+        if not answer:
+            raise RuntimeError(f"the forkserver ended with {self._process.wait()}, see its error above")
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+class Process:
+    """A child of the forkserver, as far as `subprocess.Popen` is used of it here."""
+
+    def __init__(self, forkserver: Forkserver, pid: int) -> None:
+        self._forkserver, self.pid, self.returncode = forkserver, pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forkserver.ask({"pid": self.pid})
+        return self.returncode
+
+    def wait(self) -> int:
+        """To be called once the process has been killed."""
+        while self.poll() is None:
+            time.sleep(0.01)
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+@contextmanager
+def running_process(forkserver: Forkserver, command: Sequence[str], env: dict[str, str], log_path: Path):
+    """The Process of `command`, see `Forkserver.start`. Its session is killed at the end: it has nothing to finish."""
+    with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder:
+        with log_path.open("w") as log:
+            process = forkserver.start(command, server.environment(env), folder, log.fileno())
+        try:
+            yield process
+        finally:
+            server.stop_process(process, grace_s=0)
+
+
+@contextmanager
+def running_server(forkserver: Forkserver, model: Path, args: Sequence[str], env: dict[str, str], log_path: Path):
+    """As `server.running_server`."""
+    port = server.free_port()
+    command = server.launch_command(model, port, args)
+    with running_launch(forkserver, command[command.index("-m") + 1 :], port, env, log_path) as running:
+        yield running
+
+
+@contextmanager
+def running_launch(forkserver: Forkserver, command: Sequence[str], port: int, env: dict[str, str], log_path: Path):
+    """A healthy server, started by `command`, which lets it listen at `port`."""
+    with running_process(forkserver, command, env, log_path) as process:
+        running = server.Server(process, port, log_path)
+        server.wait_until_healthy(running)
+        yield running
+
+
+def run_script(forkserver: Forkserver, script: Path, arguments: Sequence[str], env: dict[str, str]) -> Ended:
+    """Runs a Python file until it ends by itself."""
+    env = {**env, "PYTHONPATH": python_path(script.parent)}
+    return run_module(forkserver, [script.stem, *arguments], env, script.with_suffix(".log"))
+
+
+# What the installed command runs.
+COMMAND = """
+import sys
+from sglang_triattn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def run_command(forkserver: Forkserver, folder: Path, arguments: Sequence[object], env: dict[str, str]) -> Ended:
+    """Runs `sglang-triattn` with these arguments until it ends by itself; `folder` is for its script and log."""
+    script = folder / "command.py"
+    script.write_text(COMMAND)
+    return run_script(forkserver, script, [str(word) for word in arguments], env)
+
+
+def run_module(forkserver: Forkserver, command: Sequence[object], env: dict[str, str], log_path: Path) -> Ended:
+    """Runs `command`, see `Forkserver.start`, until it ends by itself."""
+    with running_process(forkserver, [str(word) for word in command], env, log_path) as process:
+        deadline = time.monotonic() + LONGEST_RUN_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"{command[0]} does not end:\n{log_path.read_text()[-3000:]}"
+            time.sleep(0.05)
+    return Ended(process.returncode, log_path.read_text())

@@ -1,0 +1,61 @@
+"""What the tests of the quality benchmark share: its modules, a random model, and streams of random tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from checkout import ROOT
+from sglang_triattn.stats.file import QueryStats
+from sglang_triattn.transformers_cache.cache import shape_of
+
+FOLDER = ROOT / "benchmarks"
+INTERVAL = 32
+
+
+def modules() -> SimpleNamespace:
+    """Modules of the benchmark by the ends of their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        names = ("ask", "cells", "choices", "policies", "queries", "run", "table", "tokens")
+        return SimpleNamespace(**{name: importlib.import_module(f"quality_{name}") for name in names})
+
+
+def random_stats(model) -> QueryStats:
+    shape = shape_of(model)
+    generator = torch.Generator().manual_seed(0)
+    size = (shape.num_layers, shape.num_q_heads, shape.rope.inv_freq.numel(), 2)
+    mean = torch.view_as_complex(torch.randn(*size, generator=generator))
+    return QueryStats(
+        mean, 1.5 * mean.abs(), shape.num_kv_heads, shape.head_dim, shape.rope, shape.fingerprint, 1, "random"
+    )
+
+
+def words(seed: int, count: int) -> list[int]:
+    return torch.randint(2, 102, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def stream_of(bench, model, *, prompt: int = 20, private: int = 200, questions: int = 40):
+    """Random tokens; every other answer is what the model itself goes on with."""
+    stream = bench.tokens.Tokens("random", words(1, prompt), words(2, private))
+    asked = []
+    for number in range(questions):
+        text, answer = words(100 + number, 3 + number % 4), words(200 + number, 1 + number % 3)
+        if number % 2:
+            ids = torch.tensor([stream.prompt + stream.private + text])
+            answer = model.generate(ids, max_new_tokens=len(answer), do_sample=False)[0, ids.shape[1] :].tolist()
+        asked.append(bench.tokens.Asked("odd" if number % 2 else "even", text, answer))
+    return dataclasses.replace(stream, questions=tuple(asked))
+
+
+def cells_of(bench, names, *shares):
+    return [bench.cells.Cell(share, bench.choices.read_choice(name)) for share in shares for name in names]
+
+
+def runner_of(bench, model, **changes):
+    options = {"interval": INTERVAL, "progress": lambda line: None, **changes}
+    return bench.run.Runner(model, random_stats(model), **options)

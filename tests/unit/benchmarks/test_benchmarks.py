@@ -1,0 +1,159 @@
+"""The benchmarks of the scorer run, check what they time, and the traffic stays within its bound."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkout import ROOT
+
+FOLDER = ROOT / "benchmarks"
+
+
+def run(script: str, out: Path, *options: str) -> dict:
+    # Not -P: a benchmark imports what stands beside it.
+    command = [sys.executable, str(FOLDER / script), "--quick", "--json", str(out), *options]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert set(content) == {"command", "date", "quick", "machine", "versions", "rows"}
+    assert all(str(row["shape"]) in done.stdout for row in content["rows"])
+    return content
+
+
+def test_traffic_is_near_the_minimum(tmp_path):
+    """Prevents a launch that reads keys, slots or columns more often than it must."""
+    rows = run("score_traffic.py", tmp_path / "traffic.json")["rows"]
+    shapes = {row["shape"] for row in rows}
+    for model in ("Qwen3-8B", "Llama-3-8B", "SmolLM2-135M"):
+        for tokens in (2176, 16384):
+            assert f"{model} 8x{tokens} bf16" in shapes
+    assert {row["selection"] for row in rows} == {"scores only", "union", "shared-mean", "per-head", "default"}
+    assert all(1 < row["ratio_to_minimum"] <= 1.10 for row in rows if row["selection"] != "default")
+    # Moves of K/V included, against reading every key once.
+    (default,) = (row for row in rows if (row["shape"], row["selection"]) == ("Qwen3-8B 8x2176 bf16", "default"))
+    assert default["ratio_to_keys"] <= 2.2
+
+
+def test_speed_is_measured_on_equal_answers(tmp_path):
+    """Prevents a speed-up over a rival that computes something else; how large it is belongs to the machine."""
+    content = run("score_speed.py", tmp_path / "speed.json", "--device", "cpu")
+    assert len(content["rows"]) == 6
+    for row in content["rows"]:
+        assert row["relative_error"] < 2e-3
+        assert row["speedup_over_rival"] > 0
+        assert min(row["milliseconds"], row["keep_milliseconds"]) > 0
+        assert row["share_of_copy_bandwidth"] > 0
+
+
+def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
+    """Prevents copies beyond those that a strategy needs, and counting evicted tokens as memory."""
+    rows = run("compact.py", tmp_path / "compact.json")["rows"]
+    moves = {(row["strategy"], row["selection"], row["recent"]): row for row in rows if "bytes_moved" in row}
+    assert moves["remap", "shared-mean", 512]["bytes_moved"] == 0
+    for (strategy, _, recent), row in moves.items():
+        assert recent in (128, 512)
+        assert strategy != "fill" or row["ratio_to_keys"] < 0.25
+        assert row["ratio_to_own_minimum"] <= 1.05
+        assert strategy != "fill" or row["ratio_to_minimum"] <= 1.05
+        assert strategy != "slide" or row["ratio_to_minimum"] > 5
+    freed = {(row["page_size"], row["strategy"]): row["freed_share"] for row in rows if "freed_share" in row}
+    assert freed[1, "none"] == freed[1, "remap"] == 1
+    assert freed[128, "none"] < 0.05 < 0.98 < freed[128, "fill"]
+
+
+def test_the_census_is_timed(monkeypatch, tmp_path):
+    """Prevents a benchmark that no longer runs over SGLang's own tree and allocators."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    # In this process, which needs SGLang for the test below anyway: importing it takes longer than all the rest.
+    out = tmp_path / "census.json"
+    importlib.import_module("census").main(["--quick", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert {(row["requests"], row["page_size"]) for row in rows} == {(1, 1), (1, 16), (8, 1), (8, 16)}
+    assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
+    """Prevents figures of a check that has become quick because it checks nothing."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    census = importlib.import_module("census")
+    census.publish_settings()
+    case = 2, 256, 4096, 1, "cpu"
+    assert census.milliseconds(census.scheduler_with(*case), 1) > 0
+    monkeypatch.setattr("sglang_triattn.patches.observability.census.find_fault", lambda *_: None)
+    with pytest.raises(SystemExit, match="does not notice a slot that is free and held"):
+        census.milliseconds(census.scheduler_with(*case), 1)
+
+
+def test_no_figure_for_unequal_answers(monkeypatch):
+    """Prevents a speed-up from being reported that comes from computing something else."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    speed = importlib.import_module("score_speed")
+    plain = speed.rival
+    shape = (speed.MODELS[2], 1, 1, 64, "cpu", 1)
+    assert speed.measure(*shape)["relative_error"] < 2e-3
+    monkeypatch.setattr(speed, "rival", lambda *given: [1.01 * answer for answer in plain(*given)])
+    with pytest.raises(SystemExit, match="differ"):
+        speed.measure(*shape)
+
+
+def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
+    """Prevents figures of copies that leave a kept token behind."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    compact = importlib.import_module("compact")
+    plain = compact.list_moves
+    for selection, strategy in (("shared-mean", "remap"), ("shared-mean", "fill"), ("per-layer-head", "slide")):
+        shape = (compact.MODELS[2], selection, strategy, 2, 300, 200, 128, "cpu", 2, 1)
+        assert compact.milliseconds(*shape) > 0
+        with monkeypatch.context() as broken:
+            mover = importlib.import_module("sglang_triattn.kernels.mover")
+            broken.setattr(mover, "list_moves", lambda *given, **cut: [x[..., 1:] for x in plain(*given, **cut)])
+            broken.setattr(compact, "remap", lambda slots, kept: slots)
+            with pytest.raises(SystemExit, match="loses kept tokens"):
+                compact.milliseconds(*shape)
+
+
+def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
+    """Prevents figures of a CPU under a GPU's name, figures that go nowhere, and a quick run over a whole one's."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="There is no CUDA device here"):
+        gpu.main(["--json", str(tmp_path)])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="is not a folder"):
+        gpu.main(["--json", str(tmp_path / "none")])
+    given = []
+    monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "NVIDIA H200 (80 GB)"})
+    names = ("score_speed", "compact", "gpu_decode")
+    for name in names:
+        monkeypatch.setattr(gpu.BENCHMARKS[name], "main", given.append)
+    gpu.main(["--json", str(tmp_path), "--layers", "3", "--repeats", "2"])
+    gpu.main(["--json", str(tmp_path), "--quick"])
+    gpu.main(["--json", str(tmp_path), "--only", "gpu_decode"])
+    files = [Path(arguments[-1]) for arguments in given]
+    assert [file.parent for file in files] == [tmp_path] * 7
+    assert [file.stem for file in files] == [
+        *(f"{name}-nvidia-h200-80-gb{end}" for end in ("", "-quick") for name in names),
+        "gpu_decode-nvidia-h200-80-gb",
+    ]
+    assert given[0][:-2] == ["--device", "cuda", "--repeats", "2", "--layers", "3"]
+    assert given[3][:-2] == ["--device", "cuda", "--quick"]
+
+
+def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
+    """Prevents figures and the script that draws them from drifting apart."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    plot = importlib.import_module("plot")
+    for path in plot.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    plot.main()
+    # Figures of gpu_decode are a GPU's, and none are committed; tests/unit/benchmarks/test_gpu_decode.py draws a toy's.
+    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,155 @@
+"""What of gpu_decode.py only a GPU has, on a pretended one: graphs, streams and FlashInfer's wrapper."""
+
+import inspect
+import io
+import itertools
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+
+import captured
+from decode_runs import Parts
+
+
+@pytest.fixture
+def part(monkeypatch) -> Parts:
+    return Parts(monkeypatch)
+
+
+def test_graphs_on_a_pretended_device(part, monkeypatch, tmp_path):
+    """Prevents calls of torch.cuda that do not exist, and a captured step that reads what the host had at capture.
+
+    A recorded graph replays the operations of its capture on the very tensors that they had.
+    """
+    step, attention = part("decode_step"), part("decode_attention")
+    log = captured.pretend_cuda(monkeypatch)
+    monkeypatch.setattr(part("decode_bench"), "Eager", step.CudaGraphs)
+
+    class Whole(attention.TorchAttention):
+        """Lengths are read on the device alone."""
+
+        name = "whole"
+
+        def plan(self, lengths):
+            self._longest = self._rows.slots.shape[1]
+
+    monkeypatch.setattr(part("gpu_decode"), "choose", lambda *given: Whole)
+    content = part.run(tmp_path / "graphs.json", "--memories", "2")
+    assert content["rows"][0]["compressed_tokens_s"] > 0
+    assert content["rows"][0]["round_us"] > 0
+    # One graph for the grid's batch size, and one for each batch size at a fixed memory.
+    assert len(log.graphs) == 3
+    assert all(graph.replays > 10 for graph in log.graphs)
+
+    monkeypatch.setattr(part("gpu_decode"), "choose", lambda *given: attention.TorchAttention)
+    with pytest.raises(SystemExit, match=r"launched one by one differ|exactly the kept tokens"):
+        part.run(tmp_path / "stale.json")
+
+
+def test_flashinfer_is_planned_as_its_signatures_are(part, monkeypatch):
+    """Prevents arguments that the pinned FlashInfer does not take, and tables of other slots than the rows hold."""
+    flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer has no wheel for this platform")
+    real = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    fast = flashinfer.decode.fast_decode_plan
+    step_bench, attention = part("decode_bench"), part("decode_attention")
+    plans = []
+
+    class Wrapper:
+        def __init__(self, *given, **options):
+            bound = inspect.signature(real.__init__).bind(self, *given, **options).arguments
+            assert bound["use_cuda_graph"]
+            assert bound["use_tensor_cores"]
+            assert bound["kv_layout"] == "NHD"
+            self.tables = [bound[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")]
+            assert {table.dtype for table in self.tables} == {torch.int32}
+
+        def plan(self, *given, **options):
+            self.check(inspect.signature(real._plan_impl).bind(self, *given, **options).arguments, "indptr")
+
+        def check(self, bound: dict, host: str):
+            plans.append(host)
+            assert bound[host].device.type == "cpu"
+            assert bound[host].tolist() == self.tables[0].tolist()
+            assert bound["indices"].data_ptr() == self.tables[1].data_ptr()
+            assert len(bound["last_page_len"]) == len(bound[host]) - 1
+            sizes = [bound[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim", "page_size")]
+            assert sizes == [8, 2, 16, 1]
+            assert bound["sm_scale"] == 0.25
+            assert bound["q_data_type"] == bound["kv_data_type"] == torch.bfloat16
+
+        def run(self, *given):
+            bound = inspect.signature(real.run).bind(self, *given).arguments
+            queries, (k, v) = bound["q"], bound["paged_kv_cache"]
+            starts, indices, _ = self.tables
+            parts = [indices[a:b].long() for a, b in itertools.pairwise(starts)]
+            answers = []
+            for query, slots in zip(queries, parts, strict=True):
+                keys, values = (x[slots, 0].float().repeat_interleave(4, 1) for x in (k, v))
+                weights = torch.einsum("hd,nhd->hn", query.float(), keys).mul(0.25).softmax(-1)
+                answers.append(torch.einsum("hn,nhd->hd", weights, values))
+            return torch.stack(answers).to(queries.dtype)
+
+    def fast_plan(*given, **options):
+        bound = inspect.signature(fast).bind(*given, **options).arguments
+        bound["self"].check(bound, "global_override_indptr_cpu")
+
+    monkeypatch.setattr(flashinfer, "BatchDecodeWithPagedKVCacheWrapper", Wrapper)
+    monkeypatch.setattr(flashinfer.decode, "fast_decode_plan", fast_plan)
+    shape = part.toy()
+    kind = attention.choose("flashinfer", shape, "cpu")
+    setting = step_bench.Setting(shape, 2, [3], [256], [64], 8, [], 1, "cpu", scale=16)
+    bench, errors = step_bench.Bench(setting, kind), part("decode_cells").Errors()
+    plans.clear()
+    rows = part("decode_cells").grid(bench, errors, 3)
+    assert rows[0]["compressed_tokens_s"] > 0
+    assert plans[0] == "indptr"
+    assert set(plans[1:]) == {"global_override_indptr_cpu"}
+
+
+def test_flashinfer_that_fails(part, monkeypatch, capsys):
+    """Prevents figures of another attention than was asked for, and a traceback where FlashInfer cannot compile."""
+    attention, shape = part("decode_attention"), part("decode_model").SHAPES["Qwen3-8B"]
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
+    failing = lambda *given: (_ for _ in ()).throw(RuntimeError("no nvcc\nand more"))  # noqa: E731
+    monkeypatch.setattr(attention, "_try_out", failing)
+    assert attention.choose("auto", shape, "cuda") is attention.TritonAttention
+    assert "FlashInfer does not work here (no nvcc)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="take --attention triton"):
+        attention.choose("flashinfer", shape, "cuda")
+    with pytest.raises(SystemExit, match="take triton"):
+        attention.choose("torch", shape, "cuda")
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: None)
+    assert attention.choose("auto", shape, "cuda") is attention.TritonAttention
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, architecture):
+    """Prevents a dense rival that is slow because its kernel spills, or copies keys in small pieces."""
+    triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    import compile_kernels
+
+    kernel = part("decode_attention_triton").attend_kernel
+    pointers = {"queries": "*bf16", "k_pool": "*bf16", "v_pool": "*bf16", "rows": "*i32", "lengths": "*i32"}
+    pointers |= {"partial": "*fp32", "sizes": "*fp32"}
+    constants = {"GROUP": 4, "PADDED": 16, "DIM": 128, "HEADS": 8, "PARTS": 4, "BLOCK": 64}
+    signature = pointers | dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
+    signature = {name: signature.get(name, "i32") for name in kernel.arg_names}
+    # What the launch finds of its arguments: addresses and strides are multiples of 16.
+    known = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name.startswith("stride")]
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in known})
+    log = io.StringIO()
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
+    with redirect_stdout(log):
+        options = {"num_warps": 4, "num_stages": 3}
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    found = compile_kernels.figures(log.getvalue(), made.asm["ptx"], made.metadata.shared)
+    assert found["spilled"] == 0
+    assert found["widest_copy"] == 16
+    # At least four programs find room on a multiprocessor, so that enough reads are under way.
+    assert found["shared"] <= 40 << 10
+    assert found["registers"] <= 128

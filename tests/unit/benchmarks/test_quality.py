@@ -1,0 +1,138 @@
+"""The quality benchmark measures what it says: answers, agreement, and how sure it is."""
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quality_cases import FOLDER, cells_of, random_stats, runner_of, stream_of
+from recalling import FILLER, QUESTION, recalling_model
+from sglang_triattn.stats.file import save_stats
+
+
+def test_a_quick_run(folder, model, tmp_path, monkeypatch):
+    """Prevents a benchmark that does not run as users run it, leaves a policy out, or cannot be drawn."""
+    save_stats(random_stats(model), tmp_path / "stats.safetensors")
+    out = tmp_path / "quality.json"
+    command = [sys.executable, str(FOLDER / "quality.py"), "--quick", "--model", str(folder), "--json", str(out)]
+    command += ["--stats", str(tmp_path / "stats.safetensors")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert set(content) == {"command", "date", "quick", "machine", "versions", "setting", "rows"}
+    assert len(content["setting"]["streams"]) == 3
+    rows = content["rows"]
+    assert set(rows[0]) == {"task", "share", "policy", "questions", "right", "logprob", "low", "high"}
+    policies = {row["policy"] for row in rows}
+    assert {"dense", "default", "union", "shared-mean", "per-head", "per-layer-head", "snapkv", "random"} < policies
+    tasks = {row["task"] for row in rows}
+    assert {"facts", "early", "words", "state", "text"} == tasks
+    assert len(rows) == len(policies) * len(tasks) * 2
+    for row in rows:
+        assert row["low"] == row["high"] == 0 or row["policy"] != "default"
+        assert row["right"] == 1 or (row["policy"], row["task"]) != ("dense", "text")
+        assert row["policy"] in done.stdout
+    monkeypatch.syspath_prepend(str(FOLDER))
+    plot = importlib.import_module("plot")
+    plot.draw_quality(content, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_dense_answers_are_the_models_own(bench, model, fed):
+    """Prevents questions that see one another, wrong positions, and answers compared one token too early or late."""
+    stream = stream_of(bench, model)
+    cells = cells_of(bench, ["dense"], 0.5)
+    found = runner_of(bench, model, fed=fed).run(stream, cells)[cells[0]]
+    right = {"odd": [], "even": []}
+    for number, one in enumerate(stream.questions):
+        ids = torch.tensor([stream.prompt + stream.private + one.text + one.answer])
+        with torch.no_grad():
+            told = model(ids).logits[0, -1 - len(one.answer) : -1].log_softmax(-1)
+        expected = bool((told.argmax(-1) == torch.tensor(one.answer)).all())
+        unit = found[one.task][number // 2]
+        assert unit.right == expected
+        assert unit.logprob == pytest.approx(float(told[range(len(one.answer)), one.answer].mean()), abs=1e-3)
+        right[one.task].append(expected)
+    assert all(right["odd"])
+    assert not all(right["even"])
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_whole_budget_changes_nothing(bench, model, fed):
+    """Prevents a policy that acts outside of rounds, and rows that see other tokens than they hold."""
+    names = (*bench.choices.ALL, "settings:selection=per-head,recent=0.25", "value-norm:recent=0")
+    cells = cells_of(bench, names, 1.0)
+    questions = stream_of(bench, model)
+    text = dataclasses.replace(questions, questions=(), score_last=150)
+    for stream in (questions, text) if fed else (questions,):
+        found = runner_of(bench, model, fed=fed, rows=5).run(stream, cells)
+        assert set(found) == set(cells)
+        for cell in cells:
+            for task, units in found[cells[0]].items():
+                for mine, dense in zip(found[cell][task], units, strict=True):
+                    assert (mine.right, mine.count) == (dense.right, dense.count)
+                    assert mine.logprob == pytest.approx(dense.logprob, abs=1e-2)
+
+
+def test_scored_text_is_teacher_forced(bench, model):
+    """Prevents scores of shifted targets, and blocks that lose tokens."""
+    stream = dataclasses.replace(stream_of(bench, model, questions=0), score_last=200)
+    cells = cells_of(bench, ["dense", "newest"], 0.25)
+    found = runner_of(bench, model).run(stream, cells)
+    ids = torch.tensor([stream.prompt + stream.private])
+    with torch.no_grad():
+        told = model(ids).logits[0, 19:-1].log_softmax(-1)
+    expected = told.gather(1, ids[0, 20:, None])[:, 0]
+    units = found[cells[0]]["text"]
+    assert [unit.count for unit in units] == [64, 64, 64, 8] == [unit.right for unit in units]
+    for unit, block in zip(units, expected.split(64), strict=True):
+        assert unit.logprob == pytest.approx(float(block.sum()), abs=1e-2)
+    assert sum(unit.right for unit in found[cells[1]]["text"]) < 190
+
+
+def test_what_is_evicted_cannot_be_recalled(bench):
+    """Prevents figures that do not depend on what a policy keeps."""
+    model = recalling_model()
+    names = ("dense", "newest", "value-norm", "value-range", "key-norm", "random:recent=0")
+    cells = cells_of(bench, names, 0.25)
+    right = dict.fromkeys(names, 0)
+    for value in range(1, 8):
+        private = [FILLER] * 200
+        private[10 * value] = value
+        asked = bench.tokens.Asked("facts", [FILLER, QUESTION], [value])
+        stream = bench.tokens.Tokens(f"fact {value}", [FILLER] * 10, private, (asked,))
+        found = runner_of(bench, model).run(stream, cells)
+        for cell in cells:
+            right[cell.choice.name] += found[cell]["facts"][0].right
+    # One head: a random sample of a quarter holds the fact or not.
+    assert right.pop("random:recent=0") < 7
+    assert right == {"dense": 7, "newest": 0, "value-norm": 7, "value-range": 7, "key-norm": 0}
+
+
+def test_intervals(bench):
+    """Prevents certainty about differences that a few answers, or one stream, decide."""
+    unit, difference = bench.cells.Unit, bench.table.difference
+
+    def streams(*rows):
+        return [[unit(float(right), -1.0) for right in row] for row in rows]
+
+    base = streams([1, 0, 1, 0] * 3, [0, 0, 1, 1] * 3, [1] * 12)
+    assert difference(base, base) == (0, 0)
+    assert difference(streams([1] * 12, [1] * 12), streams([0] * 12, [0] * 12)) == (1, 1)
+    # One answer in 36 more is no proof, half of them are.
+    low, high = difference(streams([1, 0, 1, 1] + [1, 0, 1, 0] * 2, [0, 0, 1, 1] * 3, [1] * 12), base)
+    assert low == 0 < 1 / 36 < high < 0.2
+    half = streams(*[[1, 0, 0, 1] * 3] * 3)
+    low, high = difference(streams([1] * 12, [1] * 12, [1] * 12), half)
+    assert 0.3 < low < 0.5 < high < 0.7
+    # The same gain in one of three streams alone is less sure.
+    assert difference(streams([1] * 12, *[[1, 0, 0, 1] * 3] * 2), half)[0] == 0
+    # Blocks of text count by their tokens.
+    wide = [[unit(64.0, 0.0, 64), unit(0.0, 0.0, 8)]]
+    assert difference(wide, [[unit(0.0, 0.0, 64), unit(0.0, 0.0, 8)]])[1] == 1

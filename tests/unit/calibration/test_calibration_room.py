@@ -1,0 +1,55 @@
+"""What a scheduler has room for while it calibrates."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.patches.calibration.measure import _check_room, _traces_at_once
+
+
+def scheduler(**changes) -> SimpleNamespace:
+    fields = {"max_total_num_tokens": 1000, "page_size": 16, "chunked_prefill_size": 500, "max_prefill_tokens": 16384}
+    fields |= {"max_running_requests": 4, "model_config": SimpleNamespace(context_len=800)}
+    return SimpleNamespace(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "message"),
+    [
+        (
+            {"windows": ((1,) * 501,)},
+            {},
+            "Windows of 501 tokens exceed a prefill chunk of 500 .*: use --window 500.",
+        ),
+        ({"windows": ((1,) * 801,)}, {"chunked_prefill_size": None}, "exceed the context length of 800"),
+        ({"windows": ((1,) * 500,)}, {"max_total_num_tokens": 500}, "exceed the KV pool of 484"),
+        ({"prompts": ((1,) * 9,), "trace_tokens": 792}, {}, "use --self-tokens 791."),
+    ],
+)
+def test_what_does_not_fit_is_refused(job, changes, message):
+    """Prevents a crash of the engine where a smaller number would do."""
+    with pytest.raises(CalibrationError, match=message):
+        _check_room(scheduler(**changes), CalibrationJob(**job))
+
+
+def test_what_fits_exactly_is_taken():
+    """Prevents a refusal whose own advice is refused too."""
+    _check_room(scheduler(), CalibrationJob(windows=((1,) * 500,), prompts=((1,) * 9,), trace_tokens=791))
+
+
+@pytest.mark.parametrize(
+    ("changes", "trace_tokens", "count"),
+    [
+        ({}, 10, 4),
+        ({"max_running_requests": 100}, 10, 8),
+        ({}, 400, 2),
+        ({"chunked_prefill_size": 25}, 10, 2),
+        ({}, 900, 1),
+    ],
+)
+def test_traces_run_together_as_far_as_there_is_room(changes, trace_tokens, count):
+    """Prevents a pool that runs out while traces grow, and traces that run one by one."""
+    job = CalibrationJob(prompts=((1,) * 10,) * 9, trace_tokens=trace_tokens)
+    assert _traces_at_once(scheduler(**changes), job, 0) == count
+    assert _traces_at_once(scheduler(**changes), job, 8) == 1

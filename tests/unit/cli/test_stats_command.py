@@ -1,0 +1,98 @@
+"""`sglang-triattn stats`: what users see of a statistics file."""
+
+import pytest
+import torch
+
+from sglang_triattn.cli import main as cli
+from sglang_triattn.model.rope import Rope
+from sglang_triattn.stats.concentration import concentration, outlook
+from sglang_triattn.stats.file import QueryStats, save_stats
+
+
+def make(rope: Rope | None = None) -> QueryStats:
+    """Two layers of three heads; concentration is 0.5 but for layer 1 head 2, whose queries are all alike."""
+    abs_mean = torch.ones(2, 3, 4)
+    mean = torch.full((2, 3, 4), 0.5, dtype=torch.complex64)
+    mean[1, 2] = 1j
+    inv_freq = 5000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    return QueryStats(mean, abs_mean, 1, 10, rope or Rope(inv_freq, 1.0, 8, "interleaved"), "abc", 1234, "here")
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_stats(make(), "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def test_concentration_weighs_frequencies_by_their_size():
+    """Prevents a frequency of tiny queries from counting as much as the one that decides scores."""
+    stats = make()
+    stats.abs_mean[0, 0, 0] = 9
+    assert concentration(stats)[0].tolist() == pytest.approx([2 / 12, 0.5, 0.5])
+    assert float(concentration(stats)[1, 2]) == 1
+
+
+def test_report_and_picture(file, capsys):
+    """Prevents a file that cannot be told apart from another model's."""
+    assert cli.main(["stats", "m.safetensors"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "layers          2\n",
+        "query heads     3\n",
+        "KV heads        1\n",
+        "head_dim        10\n",
+        "RoPE            interleaved pairs, 8 dims turn, attention scaling 1, theta 5,000\n",
+        "fingerprint     abc\n",
+        "tokens          1,234\n",
+        "highest       layer 1 head 2 (1.000)",
+        "concentration   mean 0.583, 10th percentile 0.500",
+        "  layers 0-1    0.50 0.67\n",
+        "  it predicts   the queries of this model are spread (mean concentration 0.58, below 0.6), and",
+        "picture         m.png\n",
+    ):
+        assert line in out
+    assert (file.parent / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("mean", "part"), [(0.61, 0.63), (0.75, 0.73), (0.85, 0.86), (0.99, 0.87)])
+def test_what_is_predicted_was_measured(mean, part):
+    """Prevents a prediction for another concentration than the file's."""
+    stats = make()
+    stats.mean[:] = mean
+    assert outlook(stats).startswith(f"at a mean concentration of {mean:.2f} scores found at least {part} of")
+
+
+def test_scaled_frequencies_have_no_theta(file, capsys):
+    """Prevents a base that would be wrong for models with scaled RoPE."""
+    inv_freq = 5000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    inv_freq[3] /= 8
+    save_stats(make(Rope(inv_freq, 1.0, 8, "half")), "scaled.safetensors")
+    assert cli.main(["stats", "scaled.safetensors", "--no-plot"]) == 0
+    assert "scaled frequencies" in capsys.readouterr().out
+    assert not (file.parent / "scaled.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.safetensors"], "Statistics file none.safetensors does not exist"),
+        (["m.safetensors", "--plot", "x.jpg"], "--plot is x.jpg, but its name must end in .png."),
+        (["m.safetensors", "--plot", "none/x.png"], "but its folder does not exist"),
+        (["m.safetensors", "--plot", "folder.png"], "Cannot write folder.png"),
+    ],
+)
+def test_mistakes_give_one_sentence(file, capsys, arguments, message):
+    """Prevents a traceback for a user's mistake."""
+    (file.parent / "folder.png").mkdir()
+    assert cli.main(["stats", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_arguments_after_dashes_are_for_calibrate_alone(file, capsys):
+    """Prevents server arguments that are silently dropped."""
+    with pytest.raises(SystemExit) as error:
+        cli.main(["stats", "m.safetensors", "--", "--tp", "2"])
+    assert error.value.code == 2

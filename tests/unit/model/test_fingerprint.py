@@ -1,0 +1,181 @@
+"""The fingerprint tells models apart and copies of one model together."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_triattn.model.fingerprint import canonical_config, model_fingerprint
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors in bfloat16, in the names of Qwen."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    return {
+        "model.embed_tokens.weight": randn(100, 64),
+        "model.layers.0.input_layernorm.weight": randn(64),
+        "model.layers.0.self_attn.q_norm.weight": randn(8),
+        "model.layers.0.self_attn.k_norm.weight": randn(8),
+        "model.layers.0.self_attn.q_proj.weight": randn(64, 64),
+        "model.layers.0.self_attn.q_proj.bias": randn(64),
+        "model.layers.1.self_attn.q_norm.weight": randn(8),
+        "model.norm.weight": randn(64),
+    }
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes model folders; the first argument names the folder."""
+
+    def write(name, *, config=CONFIG, tensors=None, shards=1):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = weights() if tensors is None else tensors
+        if shards == 1:
+            save_file(tensors, folder / "model.safetensors")
+            return str(folder)
+        places = {}
+        for shard in range(shards):
+            file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+            part = dict(list(tensors.items())[shard::shards])
+            save_file(part, folder / file)
+            places |= dict.fromkeys(part, file)
+        index = {"metadata": {}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return str(folder)
+
+    return write
+
+
+def test_shape_of_a_fingerprint(model):
+    """Prevents a fingerprint that changes from run to run or cannot be stored as text."""
+    path = model("a")
+    first = model_fingerprint(path)
+    assert first == model_fingerprint(path)
+    assert len(first) == 32
+    int(first, 16)
+
+
+def quantised(tensors):
+    """What AWQ leaves: packed projections, scales folded into the layer norm, zero biases, all in float16."""
+    tensors = {name: tensor.half() for name, tensor in tensors.items() if not name.endswith("q_proj.weight")}
+    tensors["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
+    tensors["model.layers.0.self_attn.q_proj.g_idx"] = torch.zeros(64, dtype=torch.int32)
+    tensors["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(16, dtype=torch.float16)
+    tensors["model.layers.0.input_layernorm.weight"] = tensors["model.layers.0.input_layernorm.weight"] * 3
+    return tensors
+
+
+def test_copies_agree(model):
+    """Prevents a quantised, re-sharded or re-saved copy from being refused."""
+    original = model_fingerprint(model("original"))
+    assert model_fingerprint(model("sharded", shards=3)) == original
+    assert model_fingerprint(model("awq", tensors=quantised(weights()))) == original
+    single = {name: tensor.float() for name, tensor in weights().items()}
+    assert model_fingerprint(model("float32", tensors=single)) == original
+    config = {
+        **CONFIG,
+        "torch_dtype": "float32",
+        "quantization_config": {"bits": 4},
+        "transformers_version": "9",
+    }
+    assert model_fingerprint(model("config", config=config)) == original
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+    ],
+)
+def test_fine_tunes_differ(model, name):
+    """Prevents statistics of a base model from being used for a fine-tune of it."""
+    tensors = weights()
+    tensors[name][3] *= 1.02
+    assert model_fingerprint(model("tuned", tensors=tensors)) != model_fingerprint(model("original"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_attention_heads": 4},
+        {"num_key_value_heads": 4},
+        {"head_dim": 16},
+        {"vocab_size": 101},
+        {"rope_theta": 10000},
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        {"partial_rotary_factor": 0.5},
+    ],
+    ids=str,
+)
+def test_architectures_differ(model, change):
+    """Prevents models of another shape or other frequencies from sharing a fingerprint."""
+    assert model_fingerprint(model("b", config=CONFIG | change)) != model_fingerprint(model("a"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}}),
+        ({}, {"rope_theta": 10000.0, "rope_scaling": None}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4}},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}},
+        ),
+        (
+            {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 0.5}},
+        ),
+        ({"num_key_value_heads": None, "head_dim": None}, {"num_key_value_heads": 8, "head_dim": 8}),
+        ({}, {"text_config": {"hidden_size": 64}}),
+    ],
+    ids=["theta", "default-theta", "linear", "partial", "default-heads", "nested"],
+)
+def test_old_and_new_spellings_agree(old, new):
+    """Prevents a model saved again by another transformers version from looking like another model."""
+    base = {name: value for name, value in CONFIG.items() if not name.startswith("rope")}
+    assert canonical_config(base | old) == canonical_config(base | new)
+
+
+def test_without_weights_the_configuration_counts(model, tmp_path):
+    """Prevents a crash where weights are in another format, or damaged."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps(CONFIG))
+    damaged = model("damaged", tensors={})
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"damaged")
+    assert model_fingerprint(str(bare)) == model_fingerprint(damaged)
+    assert model_fingerprint(str(bare)) != model_fingerprint(model("whole"))
+
+
+@pytest.mark.parametrize("name", ["", "none", "no/such-model", "not a name/at all", "model.gguf"])
+def test_models_without_configuration_have_none(tmp_path, monkeypatch, name):
+    """Prevents a crash, or a download, for models whose files are not here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "none").mkdir()
+    path = str(tmp_path / name) if name in ("none", "model.gguf") else name
+    assert model_fingerprint(path) is None
+    (tmp_path / "none" / "config.json").write_text("{")
+    assert model_fingerprint(path) is None

@@ -1,0 +1,144 @@
+"""Models are refused, or not, by what their config.json says."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from sglang.srt.models.registry import ModelRegistry
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.support import unsupported
+from sglang_triattn.patches.launch.model_config import check_model_file, native_architectures
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# (architecture, its fields, words of the reason)
+REFUSED = [
+    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
+    ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
+    ("HunYuanMoEV1ForCausalLM", {"use_cla": True}, "share KV"),
+    ("Gemma2ForCausalLM", {"sliding_window": 4096}, "sliding window"),
+    ("Gemma3ForCausalLM", {"sliding_window": 512, "sliding_window_pattern": 6}, "sliding window"),
+    ("Gemma3nForCausalLM", {"text_config": {"layer_types": [SLIDING] * 4 + [FULL]}}, "sliding window"),
+    ("Gemma4ForCausalLM", {"layer_types": [SLIDING, FULL]}, "sliding window"),
+    ("Olmo3ForCausalLM", {"layer_types": [SLIDING, FULL]}, "sliding window"),
+    ("GptOssForCausalLM", {"layer_types": [SLIDING, FULL], "sliding_window": 128}, "sliding window"),
+    ("MiMoV2FlashForCausalLM", {"sliding_window": 128, "head_dim": 192, "v_head_dim": 128}, "sliding window"),
+    ("Step3p5ForCausalLM", {"layer_types": [FULL, SLIDING]}, "sliding window"),
+    ("Cohere2ForCausalLM", {"sliding_window": 4096}, "sliding window"),
+    ("Exaone4ForCausalLM", {"sliding_window": 4096, "layer_types": [SLIDING, FULL]}, "sliding window"),
+    ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "local to chunks"),
+    ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}, "no rotary embedding"),
+    ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}, "no rotary embedding"),
+    ("SmolLM3ForCausalLM", {}, "no implementation of its own"),
+    ("SeedOssForCausalLM", {}, "no implementation of its own"),
+    ("Dots1ForCausalLM", {}, "no implementation of its own"),
+    ("DeciLMForCausalLM", {"block_configs": [{}]}, "differ from one another"),
+    ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "MLA"),
+    ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"x": 1}}, "MLA"),
+    ("Qwen3NextForCausalLM", {"linear_num_key_heads": 16}, "linear-attention"),
+    ("GraniteMoeHybridForCausalLM", {"mamba_d_state": 16, "layer_types": ["mamba", "attention"]}, "state-space"),
+    ("FalconH1ForCausalLM", {"mamba_d_state": 16}, "state-space"),
+    ("Lfm2ForCausalLM", {"conv_L_cache": 3, "layer_types": ["conv", FULL]}, "state-space"),
+    ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*"}, "state-space"),
+    ("MiniCPMSALAForCausalLM", {"mixer_types": ["minicpm4", "lightning-attn"]}, "linear-attention"),
+    ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"], "sparse_config": {"topk": 64}}, "selected blocks"),
+    ("LongcatFlashForCausalLM", {"ngram_vocab_size_ratio": 4}, "the length of the row"),
+    ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("GPT2LMHeadModel", {}, "no rotary embedding"),
+    ("GraniteMoeForCausalLM", {"position_embedding_type": "nope"}, "no rotary embedding"),
+    ("BaichuanForCausalLM", {"hidden_size": 5120}, "ALiBi"),
+    ("XllmForCausalLM", {"rope_head_dim": 16}, "other dims of a head"),
+    ("GraniteForCausalLM", {"layer_rope_theta": [1e4, 1e4, 5e5, 5e5]}, "in different ways"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "in different ways"),
+    ("NanbeigeForCausalLM", {}, "several times"),
+    ("SDARForCausalLM", {}, "diffusion"),
+    ("Grok1ForCausalLM", {"attn_temperature_len": 1024}, "by length"),
+    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind dynamic"),
+    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "of the kind longrope"),
+    ("Qwen3ForCausalLM", {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, "position axes"),
+    ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 8192}}, "local to chunks"),
+]
+
+# Served and compressed: as transformers writes their files by default, and as their makers do.
+ACCEPTED = [
+    *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Granite", "GraniteMoe", "Olmo2"),
+    *("Olmoe", "Phi3", "Starcoder2", "StableLm", "Gemma", "Cohere", "Glm4", "Glm4Moe", "Apertus", "Arcee", "Phi"),
+]  # fmt: skip
+ACCEPTED_FIELDS = [
+    ("MistralForCausalLM", {"sliding_window": 4096}),
+    ("Qwen2ForCausalLM", {"sliding_window": 32768, "use_sliding_window": True, "layer_types": [FULL, SLIDING]}),
+    ("Exaone4ForCausalLM", {"sliding_window": None, "layer_types": [FULL] * 4}),
+    ("GraniteMoeHybridForCausalLM", {"mamba_d_state": 16, "layer_types": ["attention"] * 4}),
+    ("MiniMaxM2ForCausalLM", {"rotary_dim": 16}),
+    ("XllmForCausalLM", {"rope_head_dim": 32}),
+    ("BaichuanForCausalLM", {"hidden_size": 4096}),
+    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
+    ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}),
+    ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 1], "no_rope_layer_interval": 4}),
+]
+
+
+def check(folder, config, **overrides):
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"model_path": str(folder), "revision": None, "json_model_override_args": json.dumps(overrides)}
+    check_model_file(SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize(("architecture", "fields", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused_families(tmp_path, architecture, fields, words):
+    """Prevents the load of weights for a model that cannot be compressed, or worse, that is compressed wrongly."""
+    with pytest.raises(TriAttentionError, match=architecture) as caught:
+        check(tmp_path, BASE | {"architectures": [architecture], "model_type": architecture.lower()} | fields)
+    assert words in str(caught.value)
+    assert str(caught.value).count(": ") == 1
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_families(tmp_path, name):
+    """Prevents the refusal of a model that works, for a field that transformers writes into every file of its kind."""
+    config = getattr(transformers, f"{name}Config")().to_dict()
+    check(tmp_path, config | {"architectures": [f"{name}ForCausalLM"]})
+
+
+@pytest.mark.parametrize(("architecture", "fields"), ACCEPTED_FIELDS, ids=str)
+def test_harmless_fields(tmp_path, architecture, fields):
+    """Prevents the refusal of a model for a field that is off, or that SGLang does not follow."""
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    check(tmp_path, BASE | {"architectures": [architecture], "model_type": model_type} | fields)
+
+
+def test_overrides_count(tmp_path):
+    """Prevents a check of other settings than those that are served."""
+    with pytest.raises(TriAttentionError, match="local to chunks"):
+        check(tmp_path, BASE, attention_chunk_size=8192)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"architectures": null}'])
+def test_other_files_are_left_to_sglang(tmp_path, content):
+    """Prevents a traceback, or a refusal for the wrong reason, where there is no file or one that nobody can read."""
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    settings = {"model_path": str(tmp_path), "revision": None, "json_model_override_args": "{}"}
+    check_model_file(SimpleNamespace(**settings))
+
+
+def test_architectures_are_those_of_the_registry():
+    """Prevents the refusal of a model that SGLang implements, because of how its file names it."""
+    assert ModelRegistry.get_supported_archs() <= native_architectures()
+
+
+def test_a_plain_model_has_no_reason():
+    """Prevents a check that refuses everything."""
+    assert unsupported(BASE) is None

@@ -1,0 +1,159 @@
+"""RoPE read from transformers models, and its arithmetic."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from sglang_triattn.model.rope import Rope, RopeError, from_complex, rope_of_transformers, rotate, to_complex, unrotate
+from tiny_models import COMMON
+
+THETA = 5e5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def model_of(config):
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model
+
+
+def llama(**rope_parameters):
+    rope_parameters = {"rope_type": "default", "rope_theta": THETA, **rope_parameters}
+    return transformers.LlamaConfig(**COMMON, rope_parameters=rope_parameters)
+
+
+def plain(dim: int, theta: float = THETA) -> torch.Tensor:
+    return theta ** (-2 * torch.arange(dim // 2, dtype=torch.float64) / dim)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [8, 6])
+def test_rotation_inverts_and_scales(style, rotary_dim):
+    """Prevents undoing another rotation than the model's, and touching dims that do not turn."""
+    rope = Rope(plain(rotary_dim), 1.25, rotary_dim, style)
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 1, 9, 4000, 100_000])
+    turned = rotate(x, positions, rope)
+    torch.testing.assert_close(turned[..., rotary_dim:], x[..., rotary_dim:])
+    torch.testing.assert_close(unrotate(turned, positions, rope), x)
+    angles = positions.double()[:, None] * rope.inv_freq
+    torch.testing.assert_close(to_complex(turned, rope), to_complex(x, rope) * torch.exp(1j * angles) * 1.25)
+    torch.testing.assert_close(from_complex(to_complex(x, rope), rope), x[..., :rotary_dim])
+
+
+@pytest.mark.parametrize("rope_parameters", [{}, LLAMA3, YARN, LINEAR], ids=["default", "llama3", "yarn", "linear"])
+def test_agrees_with_transformers(rope_parameters):
+    """Prevents frequencies or scaling that differ from the ones the model itself applies."""
+    config = llama(**rope_parameters)
+    rotary = modeling_llama.LlamaRotaryEmbedding(config)
+    rope = rope_of_transformers(model_of(config), config)
+    assert rope.style == "half"
+    assert rope.rotary_dim == 8
+    assert rope.inv_freq.dtype == torch.float64
+    q = torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(40)
+    expected, _ = modeling_llama.apply_rotary_pos_emb(q, q, *rotary(q, positions[None]))
+    torch.testing.assert_close(rotate(q, positions, rope), expected, rtol=1e-5, atol=1e-5)
+    alone = rope_of_transformers(rotary, config)
+    assert torch.equal(alone.inv_freq, rope.inv_freq)
+    assert alone.attention_scaling == rope.attention_scaling
+
+
+def test_scaled_values():
+    """Prevents scaling being dropped in both this code and the comparison with transformers."""
+    config = llama()
+    torch.testing.assert_close(rope_of_transformers(model_of(config), config).inv_freq, plain(8), rtol=1e-6, atol=0)
+    config = llama(**LINEAR)
+    rope = rope_of_transformers(model_of(config), config)
+    torch.testing.assert_close(rope.inv_freq, plain(8) / 4, rtol=1e-6, atol=0)
+    assert rope.attention_scaling == 1.0
+    config = llama(**YARN)
+    assert math.isclose(rope_of_transformers(model_of(config), config).attention_scaling, 0.1 * math.log(4) + 1)
+
+
+def test_interleaved_partial_model():
+    """Prevents GLM's pairing of neighbouring dims, over part of a head, being read as halves."""
+    config = transformers.GlmConfig(**COMMON, head_dim=16, partial_rotary_factor=0.5)
+    rope = rope_of_transformers(model_of(config), config)
+    assert rope.style == "interleaved"
+    assert rope.rotary_dim == 8
+
+
+def dynamic():
+    return llama(rope_type="dynamic", factor=2.0)
+
+
+def longrope():
+    return llama(
+        rope_type="longrope", factor=2.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
+        original_max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def gpt2():
+    return transformers.GPT2Config(n_embd=48, n_head=6, n_layer=1, vocab_size=50)
+
+
+def gemma3():
+    layer_types = ["sliding_attention", "full_attention"]
+    return transformers.Gemma3TextConfig(**COMMON, head_dim=8, layer_types=layer_types)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dynamic, "'dynamic' changes its frequencies"),
+        (longrope, "'longrope' changes its frequencies"),
+        (gpt2, "GPT2Model has no rotary"),
+        (gemma3, "Gemma3TextModel has no rotary position embedding .* common to its layers"),
+    ],
+)
+def test_unsupported_embeddings_are_refused(config, message):
+    """Prevents scores from frequencies that are not, or not always, the model's."""
+    config = config()
+    with pytest.raises(RopeError, match=message) as error:
+        rope_of_transformers(model_of(config), config)
+    assert "\n" not in str(error.value)
+
+
+def test_two_different_embeddings_are_refused():
+    """Prevents one of two embeddings being picked by chance."""
+    config = llama()
+    model = model_of(config)
+    model.second = copy.deepcopy(model.rotary_emb)
+    rope_of_transformers(model, config)
+    model.second.inv_freq.mul_(2)
+    with pytest.raises(RopeError, match="several different"):
+        rope_of_transformers(model, config)
+
+
+def test_rounded_frequencies_are_refused():
+    """Prevents a converted model's rounded frequencies, off by radians after a few thousand tokens."""
+    config = llama()
+    with pytest.raises(RopeError, match=r"rounded to torch\.bfloat16"):
+        rope_of_transformers(model_of(config).bfloat16(), config)
+
+
+def test_unknown_rotation_is_refused(monkeypatch):
+    """Prevents guessing how a model turns its queries."""
+    config = llama()
+    model = model_of(config)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos, k * cos))
+    with pytest.raises(RopeError, match="not supported"):
+        rope_of_transformers(model, config)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, table: (q, k))
+    with pytest.raises(RopeError, match="not supported"):
+        rope_of_transformers(model, config)
+    monkeypatch.delattr(modeling_llama, "apply_rotary_pos_emb")
+    with pytest.raises(RopeError, match="not supported"):
+        rope_of_transformers(model, config)

@@ -1,0 +1,148 @@
+"""Hooks hold or stop the launch: SGLang itself would only log."""
+
+import sys
+import types
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches import hooks, plugin, request_validation
+from sglang_triattn.patches.calibration import engine as calibration_launch
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.launch import handshake
+from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.observability import reporting
+from sglang_triattn.patches.scheduler.plugin import Compression
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """A module of its own to hook, and a registry that forgets afterwards."""
+    module = types.ModuleType("hook_target")
+    module.double = lambda value: 2 * value
+    monkeypatch.setitem(sys.modules, "hook_target", module)
+    monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    return module
+
+
+def add_one(result, value):
+    return result + 1
+
+
+def test_install_applies(target):
+    """Prevents a hook that is registered but never runs."""
+    hook = Hook("hook_target.double", "after", add_one, "value")
+    hooks.install([hook])
+    assert target.double(3) == 7
+    hooks.install([hook])
+    assert target.double(3) == 7
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        (Hook("hook_target.triple", "after", add_one, "value"), "no usable hook_target.triple"),
+        (Hook("hook_target.double", "after", add_one, "value other"), "takes (value)"),
+    ],
+)
+def test_changed_targets_are_refused(target, hook, words):
+    """Prevents hooking a function that is not the one the hook was written for."""
+    with pytest.raises(TriAttentionError) as caught:
+        hooks.install([hook])
+    assert words in str(caught.value)
+
+
+def test_a_hook_that_cannot_be_applied_is_noticed(target, monkeypatch):
+    """Prevents going on dense after the registry logged a failure."""
+    monkeypatch.setattr(HookRegistry, "_apply_target", classmethod(lambda *_: 1 / 0))
+    with pytest.raises(TriAttentionError, match="did not apply"):
+        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+
+
+def test_a_target_taken_by_another_plugin_is_noticed(target):
+    """Prevents a hook that the registry skips because it patched the target before."""
+    HookRegistry.register("hook_target.double", lambda result, value: None)
+    HookRegistry.apply_hooks()
+    with pytest.raises(TriAttentionError, match="Another plugin"):
+        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+
+
+def test_other_versions_are_refused(monkeypatch):
+    """Prevents running on an SGLang that nobody tested."""
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    with pytest.raises(TriAttentionError, match=r"0\.5\.24 is installed"):
+        hooks.check_version()
+
+
+def test_every_hook_fits_the_installed_sglang():
+    """Prevents a release whose hooks only fail when a server starts."""
+    every = [
+        *args_patch.hooks(lambda _: None),
+        *handshake.main_hooks(),
+        *handshake.controller_hooks(),
+        *reporting.main_hooks(),
+        *request_validation.main_hooks(),
+        *calibration_launch.main_hooks(),
+        *calibration_launch.scheduler_hooks(None),
+        *Compression(Config()).hooks(),
+    ]
+    for hook in every:
+        hooks.check_target(hook)
+    assert len({hook.target for hook in every}) >= 27
+
+
+def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
+    """Prevents the installed package from changing servers that did not ask for it."""
+
+    def run_scheduler_process(server_args):
+        plugin.activate()
+        return set(HookRegistry._hooks)
+
+    def run_detokenizer_process(server_args):
+        plugin.activate()
+        return set(HookRegistry._hooks)
+
+    plain = types.SimpleNamespace()
+    asked = types.SimpleNamespace(_triattention=Config("s"))
+    assert run_scheduler_process(plain) == set()
+    assert run_detokenizer_process(asked) == set()
+    assert "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run" in run_scheduler_process(asked)
+
+
+def test_main_hooks_only_the_command_line(target):
+    """Prevents the same in the main process: there, only the flags are defined and read."""
+    plugin.activate()
+    assert {name.rsplit(".", 1)[1] for name in HookRegistry._hooks} == {"add_cli_args", "from_cli_args"}
+
+
+def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
+    """Prevents 'unrecognized arguments' as the answer to an SGLang of another version."""
+    import sglang
+
+    monkeypatch.setattr(sglang, "__version__", "0.5.24")
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--enable-triattention"])
+    with pytest.raises(SystemExit) as ended:
+        plugin.activate()
+    assert ended.value.code == 2
+    assert "0.5.24 is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("infos", "words"),
+    [
+        ([{"status": "ready"}], "did not confirm"),
+        ([{"triattention": handshake.answer(None)}, {"status": "ready"}], "did not confirm"),
+        ([{"triattention": {"version": "0.0.0", "refusal": None}}], "did not confirm"),
+        ([{"triattention": handshake.answer("the reason.")}], "the reason."),
+    ],
+)
+def test_silent_or_refusing_schedulers_are_noticed(infos, words):
+    """Prevents a launch in which one rank compresses and another does not."""
+    handshake.check_answers([{"triattention": handshake.answer(None)}])
+    with pytest.raises(TriAttentionError, match=words):
+        handshake.check_answers(infos)

@@ -1,0 +1,88 @@
+"""What a user should know is said once, where it applies."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_triattn.config import Config
+from sglang_triattn.model.rope import Rope
+from sglang_triattn.patches.launch.notices import WeightUpdates, at_launch, of_stats
+from sglang_triattn.rounds.plan import Totals
+from sglang_triattn.stats.file import ModelShape, QueryStats
+
+
+def shape(rotary_dim: int = 128) -> ModelShape:
+    rope = Rope(torch.ones(rotary_dim // 2, dtype=torch.float64), 1.0, rotary_dim, "half")
+    return ModelShape(num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=128, rope=rope, fingerprint=None)
+
+
+def scheduler(graphs=(), slots: int = 100_000, most: int = 4096, page_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(size=slots, page_size=page_size),
+        max_running_requests=most,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(decode_cuda_graph_capture_bs=list(graphs))),
+    )
+
+
+CONFIG = Config("s", budget=192, interval=64, recent=64)
+"""A request without a prompt holds 256 slots at most."""
+
+
+def test_partial_rotation_is_said():
+    """Prevents a model of which half the dims are scored from looking like any other."""
+    (line,) = at_launch(scheduler(), CONFIG, shape(64))
+    assert "only 64 of the 128 dims" in line
+    assert list(at_launch(scheduler(), CONFIG, shape(128))) == []
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [
+        (scheduler([1, 2, 256], slots=257 * 256), 257),
+        (scheduler([1, 2, 256], slots=256 * 256), None),
+        (scheduler([1, 2, 256], slots=1 << 20, most=300), 300),
+        (scheduler([1, 2, 256], slots=1 << 20, most=256), None),
+        (scheduler([], slots=1 << 20), None),
+        (scheduler([8], slots=10 * 384, page_size=384), 10),
+    ],
+)
+def test_batches_beyond_the_graphs_are_said(server, expected):
+    """Prevents concurrency that compression makes possible from decoding without graphs unnoticed."""
+    lines = list(at_launch(server, CONFIG, shape()))
+    assert len(lines) == (expected is not None)
+    for line in lines:
+        assert f"up to {expected} requests" in line
+        assert f"--cuda-graph-max-bs-decode {expected}" in line
+
+
+@pytest.mark.parametrize(
+    ("mean", "value_share", "said"), [(0.59, None, True), (0.61, None, False), (0.59, 1.0, False), (0.1, 0.0, True)]
+)
+def test_spread_queries_are_said(mean, value_share, said):
+    """Prevents a model whose queries foretell little from looking like any other, and a warning that means nothing."""
+    stats = QueryStats(torch.full((2, 8, 4), mean, dtype=torch.complex64), torch.ones(2, 8, 4), 2, 8, None, None, 1, "")
+    lines = list(of_stats(Config("s", value_share=value_share), stats))
+    assert len(lines) == said
+    for line in lines:
+        assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line
+        assert "\n" not in line
+
+
+def test_weight_updates_are_said_once_for_each_update(caplog):
+    """Prevents silence about statistics of other weights, and a line for each of an update's many parts."""
+    totals = Totals()
+    (hook,) = WeightUpdates(lambda: (CONFIG, totals)).hooks()
+    with caplog.at_level(logging.WARNING):
+        for rounds in (0, 0, 0, 3, 3):
+            totals.rounds = rounds
+            hook.function(None, object(), "v2")
+    assert [record.message.count("weights before, from s") for record in caplog.records] == [1, 1]
+
+
+def test_nothing_is_said_before_there_is_a_compressor(caplog):
+    """Prevents a crash of an update that comes while nothing is compressed."""
+    (hook,) = WeightUpdates(lambda: None).hooks()
+    hook.function(None, object(), None)
+    assert caplog.records == []

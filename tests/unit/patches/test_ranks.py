@@ -1,0 +1,48 @@
+"""Heads and importance of tensor-parallel ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_triattn.patches.scheduler.tensor_parallel import merge_over_ranks, own_heads
+
+
+def scheduler(rank: int, parts: torch.Tensor | None = None, ranks: int = 2) -> SimpleNamespace:
+    """What is read of a scheduler; its group gathers `parts`, whatever a rank gives."""
+    group = SimpleNamespace(rank_in_group=rank, world_size=ranks, all_gather=lambda _, dim: parts)
+    return SimpleNamespace(tp_group=group)
+
+
+def test_ranks_share_the_heads_out():
+    """Prevents a rank from scoring its keys with another rank's queries."""
+    heads = [list(range(6))[own_heads(scheduler(rank), 6)] for rank in range(2)]
+    assert heads == [[0, 1, 2], [3, 4, 5]]
+    assert list(range(6))[own_heads(scheduler(0, ranks=1), 6)] == list(range(6))
+
+
+@pytest.mark.parametrize(("selection", "expected"), [("union", [4.0, 2.0]), ("shared-mean", [2.5, 1.5])])
+def test_importance_of_all_heads(selection, expected):
+    """Prevents a kept set by the heads of one rank alone."""
+    parts = torch.tensor([[[[1.0, 2.0]]], [[[4.0, 1.0]]]])
+    merged = merge_over_ranks(scheduler(0, parts), selection)(parts[0])
+    assert merged.tolist() == [[expected]]
+
+
+def test_one_rank_needs_nobody():
+    """Prevents a collective, or a copy, where there is nobody to ask."""
+    assert merge_over_ranks(scheduler(0, ranks=1), "union") is None
+
+
+def test_heads_with_sets_of_their_own_need_nobody():
+    """Prevents a launch that rehearses a gather which no round makes."""
+    assert merge_over_ranks(scheduler(0), "per-head") is None
+
+
+def test_a_rank_can_work_apart():
+    """Prevents ranks that wait for one that failed: what each does for itself gathers nothing."""
+    merge = merge_over_ranks(scheduler(0, torch.tensor([[[[1.0]]], [[[4.0]]]])), "union")
+    own = torch.tensor([[[1.0]]])
+    with merge.apart():
+        assert torch.equal(merge(own), own)
+    assert merge(own).tolist() == [[[4.0]]]

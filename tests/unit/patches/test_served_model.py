@@ -1,0 +1,153 @@
+"""What the scorer is told about the served model, and which models it is not told about but refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.model.inspect import check_pool, read_rope, read_shape
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def rotary(scaling=None, neox=True, base=10000, dtype=torch.float32, turning=32):
+    return get_rope(32, turning, 4096, base, is_neox_style=neox, rope_scaling=scaling, dtype=dtype)
+
+
+def served(rotaries, **attention):
+    """A model of one attention layer for each rotary embedding, behind the little of a model runner that is read."""
+    settings = {"num_heads": 4, "head_dim": 32, "scaling": 1.0, "num_kv_heads": 2, **attention}
+    layers = torch.nn.ModuleList()
+    for number, embedding in enumerate(rotaries):
+        layer = torch.nn.Module()
+        layer.attn = RadixAttention(layer_id=number, **settings)
+        if embedding is not None:
+            layer.rotary_emb = embedding
+        layers.append(layer)
+    return SimpleNamespace(
+        model=layers,
+        token_to_kv_pool=SimpleNamespace(layer_num=len(layers)),
+        model_config=SimpleNamespace(
+            model_path="nowhere",
+            hf_config=SimpleNamespace(),
+            get_total_num_attention_heads=lambda: settings["num_heads"],
+            get_total_num_kv_heads=lambda: settings["num_kv_heads"],
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}], ids=str)
+def test_frequencies_reproduce_the_table(scaling, neox, dtype):
+    """Prevents scoring with unscaled or rounded frequencies, which are wrong only at long contexts."""
+    embedding = rotary(scaling, neox, dtype=dtype)
+    rope = read_rope(embedding)
+    assert rope.style == ("half" if neox else "interleaved")
+    assert rope.inv_freq.dtype == torch.float64
+    exact = rotary(scaling, neox).cos_sin_cache[2000].double()
+    phases = rope.inv_freq * 2000
+    found = torch.cat((phases.cos(), phases.sin())) * rope.attention_scaling
+    assert torch.allclose(found, exact, atol=2e-3)
+    if scaling is YARN:
+        assert rope.attention_scaling > 1.1
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_partial_rotary(neox):
+    """Prevents scoring dims that carry no position as if they turned."""
+    shape = read_shape(served([rotary(neox=neox, turning=12)]), 1)
+    assert (shape.head_dim, shape.rope.rotary_dim, shape.rope.inv_freq.numel()) == (32, 12, 6)
+    expected = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
+    assert torch.allclose(shape.rope.inv_freq, expected, rtol=1e-6)
+
+
+def test_unknown_rotary_embeddings_are_refused():
+    """Prevents wrong frequencies for kinds whose formula is not known here."""
+    dynamic = rotary({"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(TriAttentionError, match="DynamicNTKScalingRotaryEmbedding"):
+        read_rope(dynamic)
+
+
+def test_a_table_that_contradicts_its_frequencies_is_refused():
+    """Prevents trusting a formula that a model overrides by writing its table."""
+    embedding = rotary(base=20000)
+    changed = embedding.cos_sin_cache.clone()
+    changed[1:] = -changed[1:]
+    broken = SimpleNamespace(cos_sin_cache=changed)
+    fake = type(embedding).__new__(type(embedding))
+    fake.__dict__.update({**embedding.__dict__, "_buffers": {"cos_sin_cache": broken.cos_sin_cache}})
+    with pytest.raises(TriAttentionError, match="does not follow"):
+        read_rope(fake)
+
+
+def test_shape_of_a_plain_model():
+    """Prevents wrong head counts, which would pair queries with other heads' keys."""
+    shape = read_shape(served([rotary()] * 3), 1)
+    assert (shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (3, 4, 2, 32)
+    assert shape.fingerprint is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "words"),
+    [
+        (lambda: served([rotary()], sliding_window_size=128), "sliding window of 128"),
+        (lambda: served([rotary()], is_cross_attention=True), "cross attention"),
+        (lambda: served([rotary()], use_irope=True), "local to chunks"),
+        (lambda: served([rotary()], pos_encoding_mode="ALIBI"), "bias by position"),
+        (lambda: served([rotary(), None]), "no rotary embedding"),
+        (lambda: served([rotary(), rotary(base=500)]), "layer 1 has another rotary embedding"),
+        (lambda: served([]), "no attention layers"),
+    ],
+)
+def test_other_attention_is_refused(runner, words):
+    """Prevents serving a model whose attention does not only depend on the kept keys."""
+    with pytest.raises(TriAttentionError, match=words) as caught:
+        read_shape(runner(), 1)
+    assert str(caught.value).endswith(".")
+
+
+def test_heads_that_do_not_split_are_refused():
+    """Prevents scoring the empty heads that SGLang adds, or another rank's."""
+    runner = served([rotary()])
+    with pytest.raises(TriAttentionError, match="4 query heads do not split evenly over 3 ranks"):
+        read_shape(runner, 3)
+
+
+def test_missing_kv_layers_are_refused():
+    """Prevents a model with other attention beside the scored one from being half scored."""
+    runner = served([rotary()] * 2)
+    runner.token_to_kv_pool.layer_num = 3
+    with pytest.raises(TriAttentionError, match=r"2 attention layers .* for 3 KV layers"):
+        read_shape(runner, 1)
+
+
+def test_a_cache_beside_the_rows_is_refused(monkeypatch):
+    """Prevents rounds on rows that something else is kept in step with."""
+    monkeypatch.setattr(MHATokenToKVPool, "get_key_buffer", lambda *_: torch.zeros(1))
+    pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
+    pool.kv_cache_layout = "nhd"
+    rows = ReqToTokenPool.__new__(ReqToTokenPool)
+    rows._aux_cache = None
+    runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=rows)
+    check_pool(runner)
+    rows._aux_cache = object()
+    with pytest.raises(TriAttentionError, match="a object beside its rows"):
+        check_pool(runner)
+
+
+def test_other_pools_are_refused():
+    """Prevents reading a pool of another layout as if it were slots by heads."""
+    with pytest.raises(TriAttentionError, match="KV pool"):
+        check_pool(SimpleNamespace(token_to_kv_pool=SimpleNamespace(kv_cache_layout="hnd")))

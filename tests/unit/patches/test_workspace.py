@@ -1,0 +1,53 @@
+"""Device memory for scoring is there before SGLang sizes its KV pool, and is as large as the plan says."""
+
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+
+from sglang_triattn.config import Config
+from sglang_triattn.patches.model.workspace import Workspace
+
+
+def configurator(device: str, rotary: bool = True) -> SimpleNamespace:
+    """The little of a KVCacheConfigurator that is read; the meta device has sizes and no memory."""
+    model = torch.nn.ModuleList()
+    for number in range(3):
+        layer = torch.nn.Module()
+        layer.attn = RadixAttention(num_heads=8, head_dim=32, scaling=1.0, num_kv_heads=2, layer_id=number)
+        if rotary:
+            layer.rotary_emb = get_rope(32, 32, 4096, 10000)
+        model.append(layer)
+    return SimpleNamespace(device=device, model=model, model_config=SimpleNamespace(context_len=4096))
+
+
+def test_reserved_once_and_as_planned():
+    """Prevents workspace that comes on top of the pool's share, or grows when SGLang measures again."""
+    workspace = Workspace(Config("s", budget=500, interval=12))
+    (hook,) = workspace.hooks()
+    hook.function(configurator("meta"), 1.0)
+    memory, plan = workspace.memory, workspace.plan
+    assert (plan.layers, plan.q_heads, plan.kv_heads, plan.columns, plan.longest) == (3, 8, 2, 512, 4096)
+    assert memory.numel() * memory.element_size() == plan.bytes()
+    hook.function(configurator("meta"), 1.0)
+    assert workspace.memory is memory
+
+
+def test_what_decides_has_room():
+    """Prevents a pool that is sized without the memory for values, or with that for scores that nobody makes."""
+    needs = []
+    for share in (0.0, 0.5, 1.0):
+        workspace = Workspace(Config("s", selection="per-layer-head", value_share=share))
+        workspace.hooks()[0].function(configurator("meta"), 1.0)
+        needs.append(workspace.plan.needs(1, 2176, 3))
+    assert needs[1] == needs[0] + needs[2]
+    assert needs[2] == 3 * 2 * 2176 * 4
+
+
+def test_nothing_where_no_kernel_runs():
+    """Prevents memory held for nothing on a CPU, and a crash in place of the refusal of an unsupported model."""
+    for other in (configurator("cpu"), configurator("meta", rotary=False)):
+        workspace = Workspace(Config("s"))
+        workspace.hooks()[0].function(other, 1.0)
+        assert workspace.memory is None

@@ -1,0 +1,200 @@
+"""A compressed request's life: what each transition changes, what may follow it, and what the tree may have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from request_cases import COMPACT, CONFIG, LEGAL, PROMPT, REPORT, request
+from sglang_triattn.patches.scheduler.request import attach_options, long_enough, owner_of, recent_of, wait_until_due
+from sglang_triattn.request.lifecycle import RESUMED, CompressedRequest, LifecycleError, RowRecord, Stage
+from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.rounds.plan import Plan
+
+
+def admitted(**options) -> CompressedRequest:
+    owner = request(**options)
+    owner.admit(PROMPT, None)
+    return owner
+
+
+def round_of(evicted: int = 30) -> Plan:
+    return Plan(frozen=PROMPT, old_length=150, new_length=150 - evicted, next_position=150, freed_slots=evicted)
+
+
+TRANSITIONS = {
+    "compact_prompt": lambda owner: owner.compact_prompt(),
+    "acquire": lambda owner: owner.acquire(RowRecord(PROMPT, evicted_tokens=30)),
+    "rollback": lambda owner: owner.rollback(),
+    "admit": lambda owner: owner.admit(PROMPT, RESUMED if owner.stage is Stage.ACQUIRED else None),
+    "round": lambda owner: owner.round(round_of(), lambda: PROMPT, 0),
+    "park": lambda owner: owner.park(REPORT),
+    "publish": lambda owner: owner.publish(REPORT),
+    "retract": lambda owner: owner.retract(REPORT),
+}
+WAYS = {
+    Stage.ARRIVED: [],
+    Stage.ACQUIRED: ["acquire"],
+    Stage.ADMITTED: ["admit"],
+    Stage.PARKED: ["admit", "park"],
+    Stage.PUBLISHED: ["admit", "publish"],
+}
+
+
+@pytest.mark.parametrize("name", TRANSITIONS)
+@pytest.mark.parametrize("stage", Stage)
+def test_every_transition_from_every_stage(stage, name):
+    """Prevents a row that is released twice, parked by one that lost it, or compacted while nobody owns it."""
+    owner = request()
+    for step in WAYS[stage]:
+        TRANSITIONS[step](owner)
+    assert owner.stage is stage
+    before = dict(vars(owner))
+    if name in LEGAL[stage]:
+        TRANSITIONS[name](owner)
+        assert owner.stage is LEGAL[stage][name]
+        assert (owner.record is None) == (owner.stage not in (Stage.ACQUIRED, Stage.ADMITTED))
+        return
+    with pytest.raises(LifecycleError, match=r"^a request that .* was taken for one that is "):
+        TRANSITIONS[name](owner)
+    assert vars(owner) == before
+
+
+@pytest.mark.parametrize("config", [CONFIG, COMPACT], ids=["frozen", "compact"])
+@pytest.mark.parametrize("withheld", [False, True])
+def test_a_row_without_evictions_enters_the_tree_as_a_whole(config, withheld):
+    """Prevents an exact row that nobody can share, and a prompt to be compacted that the tree freezes meanwhile."""
+    owner = request(config, withheld=withheld)
+    early = not withheld and config is CONFIG
+    assert owner.tree_may_take_all == early
+    owner.admit(PROMPT, None)
+    assert owner.tree_may_take_all == early
+    assert owner.publish(REPORT) is None
+    assert owner.tree_may_take_all == (not withheld)
+
+
+def test_a_row_with_evictions_enters_up_to_the_first():
+    """Prevents K/V that attended to a row with holes from being served to others."""
+    owner = admitted()
+    owner.round(round_of(), lambda: 44, 0)
+    owner.round(round_of(), lambda: 31, 0)
+    assert not owner.tree_may_take_all
+    assert owner.publish(REPORT) == 31
+    assert not owner.tree_may_take_all
+
+
+def test_a_retracted_request_starts_exact():
+    """Prevents a row that is taken for a compacted one, or one that is barred from the tree for good."""
+    owner = admitted()
+    owner.round(round_of(), lambda: 44, 7)
+    owner.retract(REPORT)
+    assert (owner.evicted_tokens, owner.rounds, owner.tree_may_take_all) == (0, 0, True)
+    owner.admit(PROMPT, None)
+    assert owner.record == RowRecord(PROMPT)
+
+
+def test_a_resumed_row_goes_on_where_it_was():
+    """Prevents a turn that forgets what the row lost, and a failed admission that changes the waiting row."""
+    first = admitted(conversation="c")
+    first.round(round_of(), lambda: 44, 7)
+    record = first.park(REPORT)
+    assert first.kept
+    turn = request(conversation="c")
+    turn.acquire(record)
+    turn.rollback()
+    assert turn.evicted_tokens == 0
+    turn.acquire(record)
+    turn.admit(500, RESUMED)
+    assert turn.record == record
+    assert turn.record is not record
+    assert turn.record.prompt_len == PROMPT
+    assert (turn.rounds, turn.freed_slots) == (0, 0)
+    turn.round(round_of(), lambda: 60, 9)
+    assert turn.evicted_tokens == 60
+    assert record.evicted_tokens == 30
+    assert turn.publish(REPORT) == 44
+
+
+def test_a_start_is_told_once_and_must_be_true():
+    """Prevents a client that is told that its conversation went on when it did not."""
+    owner = request(conversation="c")
+    with pytest.raises(LifecycleError, match="cannot start as resumed"):
+        owner.admit(PROMPT, RESUMED)
+    owner.acquire(RowRecord(PROMPT, 30))
+    with pytest.raises(LifecycleError, match="cannot start as lost"):
+        owner.admit(PROMPT, "lost")
+    owner.admit(PROMPT, RESUMED)
+    owner.retract(REPORT)
+    owner.admit(PROMPT, RESUMED)
+    assert owner.start == RESUMED
+    assert owner.record == RowRecord(PROMPT)
+
+
+def test_what_is_not_compressed_has_no_round():
+    """Prevents eviction from a request that declined it."""
+    with pytest.raises(LifecycleError, match="not compressed"):
+        admitted(config=None).round(round_of(), lambda: 0, 0)
+
+
+@pytest.mark.parametrize("first", [[], [9], [9, 7], [5, 7, 9, 8], [9, 8, 5, 7], [9, 8, 7, 0]])
+def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
+    """Prevents K/V behind an eviction in the tree, and a request of ten thousand rounds that keeps all positions."""
+    record, unread = RowRecord(PROMPT), []
+    for number, position in enumerate(first):
+        unread.append(number)
+        record.add_round(1, lambda number=number, position=position: unread.remove(number) or position, 0)
+        assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
+    assert record.exact_prefix_len() == min(first, default=None)
+
+
+def served(length: int, protected: int = 8) -> SimpleNamespace:
+    """SGLang's request of 10 prompt tokens that holds so many entries."""
+    kv = SimpleNamespace(kv_allocated_len=length, cache_protected_len=protected)
+    found = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=kv, origin_input_ids=range(10))
+    attach_options(found, CompressionOptions(CONFIG)).admit(10, None)
+    return found
+
+
+@pytest.mark.parametrize(("unordered", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
+def test_a_row_says_how_many_of_its_newest_tokens_are_known(unordered, recent):
+    """Prevents old tokens from being kept as the newest ones in a row whose order an earlier round has lost."""
+    found = served(200)
+    owner_of(found).record.unordered_len = unordered
+    assert recent_of(found) == recent
+
+
+def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
+    """Prevents a round that comes a token late, and a plan for every request in every step."""
+    found = served(20)
+    due = 10 + CONFIG.trigger(10)
+    assert long_enough([found]) == [0]
+    wait_until_due(found, page_size=1)
+    for length in (21, due - 1):
+        found.kv.kv_allocated_len = length
+        assert long_enough([found, served(5), found]) == [1]
+    found.kv.kv_allocated_len = due
+    assert long_enough([found]) == [0]
+
+
+def test_what_was_known_of_a_row_ends_with_it():
+    """Prevents a late round after the tree took more of a row, after a retraction, or in a turn with less budget."""
+    found = served(20)
+    owner = owner_of(found)
+    wait_until_due(found, page_size=1)
+    found.kv.cache_protected_len = 16
+    assert long_enough([found]) == [0]
+    wait_until_due(found, page_size=1)
+    assert long_enough([found]) == []
+    owner.retract(REPORT)
+    assert long_enough([found]) == [0]
+    owner.acquire(RowRecord(10, evicted_tokens=5))
+    owner.admit(10, RESUMED)
+    assert long_enough([found]) == [0]
+
+
+def test_a_beam_search_is_not_compressed():
+    """Prevents rounds on rows that several beams share."""
+    found = SimpleNamespace(beam_group=object(), skip_radix_cache_insert=True)
+    assert attach_options(found, CompressionOptions(COMPACT)).settings is None
+    assert found.skip_radix_cache_insert

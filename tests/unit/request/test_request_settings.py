@@ -1,0 +1,72 @@
+"""What a request may ask for, and the one sentence for each mistake."""
+
+import dataclasses
+
+import pytest
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.request.options import CompressionOptions, read_request
+
+CONFIG = Config("s", budget=256, interval=64, recent=32)
+
+
+def ask(**fields):
+    return read_request(CONFIG, {"triattention": fields, "thinking_budget": 7}).settings
+
+
+def test_defaults_are_the_servers():
+    """Prevents requests that ask for nothing from being treated in another way than the flags say."""
+    assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == CompressionOptions(CONFIG)
+    assert ask() == CONFIG
+
+
+def test_each_field_is_taken():
+    """Prevents a field that is accepted and ignored."""
+    asked = ask(budget=100, interval=20, recent=9, prompt="compact")
+    assert asked == dataclasses.replace(CONFIG, budget=100, interval=20, recent=9, prompt="compact")
+    assert ask(enabled=False) is None
+    named = read_request(CONFIG, {"triattention": {"conversation": "c", "release": True}})
+    assert named == CompressionOptions(CONFIG, conversation="c", release=True)
+
+
+def test_smaller_budgets_stay_consistent():
+    """Prevents a small budget from being refused for the server's recent tokens or floor, or filled by them."""
+    assert [ask(budget=budget).recent for budget in (128, 20, 1)] == [16, 3, 1]
+    config = dataclasses.replace(CONFIG, pressure_budget=128)
+    assert read_request(config, {"triattention": {"budget": 64}}).settings.pressure_budget == 64
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"budget": 0}, "custom_params.triattention.budget is 0"),
+        ({"budget": 257}, "from 1 to 256"),
+        ({"budget": True}, "budget is True"),
+        ({"budget": 12.5}, "budget is 12.5"),
+        ({"interval": 65}, "from 1 to 64"),
+        ({"interval": "9"}, "interval is '9'"),
+        ({"recent": -1}, "recent is -1"),
+        ({"recent": 60, "budget": 50}, "from 0 to 50"),
+        ({"prompt": "gone"}, "frozen or compact"),
+        ({"prompt": None}, "prompt is None"),
+        ({"enabled": 1}, "true or false"),
+        ({"enabled": False, "budget": 0}, "budget is 0"),
+        ({"conversation": ""}, "1 to 256 characters"),
+        ({"conversation": 7}, "conversation is '7'"),
+        ({"conversation": "c" * 257}, "1 to 256 characters"),
+        ({"conversation": "c", "enabled": False}, "does not work with enabled false"),
+        ({"conversation": "c", "release": "yes"}, "release is 'yes'"),
+        ({"release": True}, "names no conversation"),
+        ({"bugdet": 3}, "triattention.bugdet"),
+        ("compact", "must be an object"),
+    ],
+)
+def test_mistakes_get_one_sentence(asked, words):
+    """Prevents a mistyped field from being ignored, and a client from spending more than the operator allows."""
+    with pytest.raises(TriAttentionError) as caught:
+        read_request(CONFIG, {"triattention": asked})
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message
+    assert message.endswith(".")

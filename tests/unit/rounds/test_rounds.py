@@ -1,0 +1,80 @@
+"""The plan of a round, which no device and no tensor may influence."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from sglang_triattn.config import Config
+from sglang_triattn.rounds.plan import frozen_length, plan_eviction, plan_round, row_bound
+
+CONFIG = Config("s", budget=100, interval=30, recent=10)
+
+
+def plan(**changes):
+    arguments = {"frozen": 64, "length": 64 + 130, "evicted_before": 0, "page_size": 1, **changes}
+    return plan_round(CONFIG, **arguments)
+
+
+def test_due_exactly_at_budget_plus_interval():
+    """Prevents a round one token early, which would break exactness, or late, which would break the bound."""
+    assert plan(length=64 + 129) is None
+    due = plan()
+    assert (due.private_length, due.new_length, due.evicted_tokens, due.freed_slots) == (130, 164, 30, 30)
+
+
+@pytest.mark.parametrize(("frozen", "kept"), [(0, 100), (64, 36), (89, 11), (90, 10), (91, 10), (500, 10)])
+def test_total_scope_counts_the_frozen_prefix(frozen, kept):
+    """Prevents a budget that ignores the prefix, or a long prefix that leaves no recent tokens."""
+    config = dataclasses.replace(CONFIG, budget_scope="total")
+    plan = functools.partial(plan_round, config, frozen=frozen, evicted_before=0, page_size=1)
+    assert plan(length=frozen + kept + 29) is None
+    due = plan(length=frozen + kept + 30)
+    assert (due.budget_for, due.new_length) == (kept, frozen + kept)
+    assert dataclasses.replace(config, recent=0).budget_for(500) == 1
+
+
+def test_next_position_is_the_logical_length():
+    """Prevents scoring at the physical length after the first round."""
+    assert plan(evicted_before=900).next_position == 64 + 130 + 900
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+@pytest.mark.parametrize("length", [194, 195, 700])
+def test_freed_slots_are_whole_pages(page_size, length):
+    """Prevents counting evicted tokens as memory: only whole pages behind the kept tokens come back."""
+    frozen = 128
+    due = plan(frozen=frozen, length=frozen + length, page_size=page_size)
+    held = {position // page_size for position in range(due.old_length)}
+    needed = {position // page_size for position in range(due.new_length)}
+    assert due.freed_slots == len(held - needed) * page_size
+
+
+def test_prompt_is_frozen_with_and_without_a_tree():
+    """Prevents eviction of prompt tokens where no tree protects them (radix cache off, retracted requests)."""
+    assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=1) == 37
+    assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=16) == 32
+    assert frozen_length(CONFIG, protected=48, prompt_length=37, page_size=16) == 48
+
+
+def test_first_tokens_and_shared_prefix_stay_of_a_compacted_prompt():
+    """Prevents eviction of attention sinks, or of what the tree shares, where the prompt may be compacted."""
+    config = dataclasses.replace(CONFIG, prompt="compact", sinks=4)
+    assert frozen_length(config, protected=0, prompt_length=37, page_size=16) == 4
+    assert frozen_length(config, protected=32, prompt_length=37, page_size=16) == 32
+    assert frozen_length(dataclasses.replace(CONFIG, sinks=4), protected=0, prompt_length=3, page_size=16) == 4
+
+
+def test_bound_is_where_a_round_runs_or_the_end():
+    """Prevents reserving less than a request comes to hold, or more than it can."""
+    assert row_bound(CONFIG, frozen=64, logical_end=10_000) == 64 + 130
+    assert row_bound(CONFIG, frozen=64, logical_end=100) == 100
+
+
+def test_rounds_under_pressure_keep_less():
+    """Prevents early rounds below the floor that the user set, and rounds that evict nothing."""
+    config = dataclasses.replace(CONFIG, pressure_budget=40).under_pressure()
+    early = functools.partial(plan_eviction, config, frozen=64, evicted_before=0, page_size=1)
+    assert early(length=64 + 41).budget_for == 40
+    assert early(length=64 + 40) is None
+    assert CONFIG.under_pressure().budget_for(64) == 100

@@ -1,0 +1,91 @@
+"""The per-user folder of measured statistics: found by fingerprint, never trusted blindly, never a reason to fail."""
+
+import logging
+import threading
+
+import pytest
+import torch
+
+from sample_stats import shape, stats
+from sglang_triattn.stats.cache import cached_path, keep_stats, load_cached, measuring_alone
+from sglang_triattn.stats.file import save_stats
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sglang-triattn" / "statistics"
+
+
+def test_kept_statistics_are_found_again(cache):
+    """Prevents measuring at every launch."""
+    assert load_cached(shape()) is None
+    path = keep_stats(stats())
+    assert path == cached_path("f" * 32)
+    assert path.parent == cache
+    assert torch.equal(load_cached(shape()).mean, stats().mean)
+    assert load_cached(shape(fingerprint="e" * 32)) is None
+
+
+def test_files_that_do_not_fit_are_passed_over(caplog):
+    """Prevents serving with a damaged file or another model's, and a launch that such a file stops for good."""
+    path = keep_stats(stats())
+    for damage in (
+        lambda: path.write_bytes(path.read_bytes()[:100]),
+        lambda: save_stats(stats(fingerprint="e" * 32), path),
+        lambda: save_stats(stats(num_kv_heads=3), path),
+    ):
+        damage()
+        caplog.clear()
+        assert load_cached(shape()) is None
+        assert str(path) in caplog.text
+        assert keep_stats(stats()) == path
+        assert load_cached(shape()) is not None
+
+
+def test_models_without_a_fingerprint_are_not_kept(caplog):
+    """Prevents one unnamed model's statistics from serving another."""
+    assert keep_stats(stats(fingerprint=None)) is None
+    assert "config.json" in caplog.text
+    assert load_cached(shape(fingerprint=None)) is None
+
+
+def test_a_folder_that_cannot_be_written_is_survived(cache, caplog):
+    """Prevents a full or read-only home from stopping a launch that needs only memory."""
+    cache.parent.mkdir()
+    cache.write_text("a file where the folder should be")
+    with measuring_alone("f" * 32):
+        assert keep_stats(stats()) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert load_cached(shape()) is None
+
+
+def test_a_full_disk_is_survived(monkeypatch, caplog):
+    """Prevents half a file, or a failed launch, when the disk fills up while the file is written."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sglang_triattn.files.save_file", full)
+    assert keep_stats(stats()) is None
+    assert "No space left" in caplog.text
+    assert list(cached_path("f" * 32).parent.iterdir()) == []
+
+
+def test_only_one_measures_at_a_time():
+    """Prevents servers that start together from measuring the same model each."""
+    entered, order = threading.Event(), []
+
+    def second():
+        entered.wait()
+        with measuring_alone("f" * 32):
+            order.append("second")
+
+    other = threading.Thread(target=second)
+    other.start()
+    with measuring_alone("f" * 32):
+        entered.set()
+        other.join(0.5)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]

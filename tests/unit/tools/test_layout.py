@@ -1,0 +1,123 @@
+"""The packages depend on one another in one direction."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkout import ROOT
+
+# Folder -> prefixes that it must not import.
+FORBIDDEN = {
+    "kernels": ("sglang.", "sglang_triattn"),
+    "sglang_triattn": ("sglang.", "triton", "sglang_triattn.patches"),
+    "patches": ("triton",),
+}
+# The one command that starts the engine, and the one function that it may know of it.
+ALLOWED = {"cli/calibrate.py": "sglang_triattn.patches.calibration.engine.calibrate_with_engine"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_dependencies_point_one_way(folder):
+    """Prevents the product's logic from needing SGLang or a GPU compiler, and kernels from needing the product."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert len({path.parent for path in files}) > 1, "the rooms are looked into"
+    for path in files:
+        own = "sglang_triattn.kernels" if folder == "kernels" else None
+        for name in imports(path):
+            if own and name.startswith(own):
+                continue
+            # `from a.b import c` is found as a.b and as a.b.c.
+            if ALLOWED.get(str(path.relative_to(ROOT / folder)), "").startswith(name):
+                continue
+            assert not (name + ".").startswith(FORBIDDEN[folder]), f"{path.name} imports {name}"
+
+
+def test_files_stay_short():
+    """Prevents files that a newcomer cannot read in one go."""
+    for folder in ("kernels", "sglang_triattn", "patches", "tests", "benchmarks", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_no_two_test_files_share_a_name():
+    """Prevents files that pytest runs alone, but not all together: it imports each by its name without folders."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_tests_read_nothing_beside_the_checkout():
+    """Prevents tests that fail, or are left out, in a clone with nothing beside it."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        depth = len(path.relative_to(ROOT).parts) - 1
+        for number in re.findall(r"parents\[(\d+)\]", path.read_text()):
+            assert int(number) <= depth, f"{path} looks outside the checkout"
+
+
+# What a machine for kernels has, and what no kernel may need.
+BARE_MACHINE = """
+import sys
+import pytest
+for name in ("sglang", "transformers", "safetensors", "hypothesis", "requests", "matplotlib", "tqdm"):
+    sys.modules[name] = None
+sys.exit(pytest.main(["-q", "--collect-only", "tests/gpu"]))
+"""
+
+
+def test_gpu_tests_need_no_sglang():
+    """Prevents kernel tests that run only where all of SGLang is installed."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    allowed = {"checkout", "flashinfer", "numpy", "pytest", "torch", "triton"} | sys.stdlib_module_names
+    files = list((ROOT / "tests" / "gpu").glob("*.py"))
+    own = {path.stem for path in files}
+    for path in files:
+        for name in imports(path):
+            kernels = (name + ".").startswith("sglang_triattn.kernels.")
+            assert kernels or name.partition(".")[0] in allowed | own, f"{path.name} imports {name}"
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-P", "-c", BARE_MACHINE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " tests collected" in done.stdout
+
+
+def test_a_checkout_that_is_not_installed():
+    """Prevents the kernels' tests and benchmarks from needing an installer.
+
+    Without site-packages nothing is installed, not even this package.
+    """
+    code = f"import sys; sys.path.append({str(ROOT / 'tools')!r}); import checkout; checkout.make_importable(); "
+    code += "import sglang_triattn.kernels, sglang_triattn.rounds.plan; print(*sglang_triattn.kernels.__path__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(ROOT / "sglang_triattn" / "kernels"), done.stderr
+
+
+def test_the_checkout_hides_no_package():
+    """Prevents the top-level `kernels` from hiding the PyPI package of that name, which SGLang imports, and patches
+    that cannot be found, where Python starts in the checkout's folder."""
+    code = (
+        "import kernels, sglang_triattn.patches.plugin, sglang_triattn.kernels.score.reference; print(kernels.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT)
