@@ -65,7 +65,7 @@ class Rounds:
         k, v = buffers
         due = config.trigger(config.sinks)
         options = {
-            "columns": due,
+            "num_tokens": due,
             "longest": due,
             "selection": config.selection,
             "v_buffers": v,
@@ -185,7 +185,7 @@ class Batch:
         longest = max(plan.private_length for plan in plans)
         column = torch.arange(longest, device=self._device)
         slots = rows[row[:, None], self._frozen + column.minimum(lengths[:, None] - 1)]
-        keep = plans[0].budget_for
+        keep = plans[0].kept_private
         kept = self.rounds.scorer.keep(slots, lengths, next_positions, keep, min(config.recent, keep))
         self._read_later(self._frozen + unchanged_start(kept))
         if self.rounds.mover is None:

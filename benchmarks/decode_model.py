@@ -166,9 +166,9 @@ class Model:
             down=self._matrix(s.hidden, s.inner),
         )
 
-    def _matrix(self, rows: int, columns: int, deviation: float | None = None) -> torch.Tensor:
-        made = torch.empty(rows, columns, dtype=DTYPE, device=self.device)
-        return made.normal_(0, columns**-0.5 if deviation is None else deviation, generator=self._random)
+    def _matrix(self, rows: int, num_tokens: int, deviation: float | None = None) -> torch.Tensor:
+        made = torch.empty(rows, num_tokens, dtype=DTYPE, device=self.device)
+        return made.normal_(0, num_tokens**-0.5 if deviation is None else deviation, generator=self._random)
 
     def _norm(self, size: int) -> torch.Tensor:
         """Not all ones, so that a norm that forgets its weight is noticed."""

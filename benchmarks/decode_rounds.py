@@ -85,7 +85,7 @@ def scoring_share(bench: Bench) -> dict:
 
 def _scoring(bench: Bench, k, slots, lengths, positions):
     """All scores, as the server makes them, of the newest tokens too: as many requests at once as its memory holds."""
-    scorer = Scorer(k, bench.tables, columns=slots.shape[1], longest=slots.shape[1])
+    scorer = Scorer(k, bench.tables, num_tokens=slots.shape[1], longest=slots.shape[1])
 
     def work() -> None:
         for _ in scorer.pieces(slots, lengths, positions, recent=0):

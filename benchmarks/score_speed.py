@@ -87,7 +87,7 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     lengths = torch.full((requests,), tokens, device=device)
     positions = torch.full((requests,), 20_000, device=device)
 
-    scorer = Scorer(pools, tables, columns=tokens, longest=tokens)
+    scorer = Scorer(pools, tables, num_tokens=tokens, longest=tokens)
     row, recent = (slots, lengths, positions), min(RECENT, tokens // 8)
 
     def ours():

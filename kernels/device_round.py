@@ -24,7 +24,7 @@ def compact_rows(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     next_positions: torch.Tensor,
-    keep: int,
+    num_kept: int,
     recent: int,
     strategy: str,
     cut: int | None = None,
@@ -33,7 +33,7 @@ def compact_rows(
 
     Args:
         mover: needed unless `strategy` is "remap".
-        slots, lengths, next_positions, keep, recent: as for `Scorer.keep`.
+        slots, lengths, next_positions, num_kept, recent: as for `Scorer.keep`.
         strategy: "remap", "slide" or "fill", see `compact`.
         cut: for "fill", as for `list_moves`: the caller takes what is emptied out of the row.
 
@@ -45,8 +45,8 @@ def compact_rows(
     """
     unchanged = torch.empty_like(lengths)
     ordered = torch.empty_like(slots) if strategy == "remap" else None
-    for rows in slices(len(slots), request_bytes(scorer.sets, keep, slots.shape[1], strategy)):
-        kept = scorer.keep(slots[rows], lengths[rows], next_positions[rows], keep, recent)
+    for rows in slices(len(slots), request_bytes(scorer.sets, num_kept, slots.shape[1], strategy)):
+        kept = scorer.keep(slots[rows], lengths[rows], next_positions[rows], num_kept, recent)
         first = unchanged_start(kept)
         # Another token moves up to where the row is cut, whatever was there.
         unchanged[rows] = first if cut is None else first.clamp_max(cut)
@@ -59,22 +59,22 @@ def compact_rows(
     return unchanged, ordered
 
 
-def request_bytes(sets: int, keep: int, columns: int, strategy: str) -> int:
+def request_bytes(sets: int, num_kept: int, num_tokens: int, strategy: str) -> int:
     """Bytes that the kernels' way takes for one request between scores and moves.
 
     Args:
         sets: kept sets of a request.
-        columns: private tokens of the longest request of the launch.
+        num_tokens: private tokens of the longest request of the launch.
 
     Raises ValueError on an unknown strategy.
     """
     # A kept token is an int64 index, compared with its place into a byte.
-    held = sets * keep * 9
+    held = sets * num_kept * 9
     if strategy == "remap":
         # Four int64 and two bytes for each private token: places of kept and evicted ones are counted apart.
-        return held + columns * 42
+        return held + num_tokens * 42
     # A move is two int32 slots.
-    return held + sets * moves_of(strategy, keep, columns) * 8
+    return held + sets * moves_of(strategy, num_kept, num_tokens) * 8
 
 
 def slices(requests: int, each: int) -> Iterator[slice]:

@@ -53,7 +53,7 @@ class Mover:
 
         Args:
             slots: [R, N] int32 or int64, private slots of each request in row order, right-padded with valid slots.
-            kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64, ascending indices into them.
+            kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64, ascending indices into them.
             strategy: "slide" or "fill", see `compact`.
             cut, lengths: as for `list_moves`.
 

@@ -29,7 +29,7 @@ class Piece:
     layers: slice
     scores: torch.Tensor | None = None
     moments: torch.Tensor | None = None
-    units: torch.Tensor | None = None
+    phases: torch.Tensor | None = None
     scales: torch.Tensor | None = None
     importance: torch.Tensor | None = None
     sizes: torch.Tensor | None = None
@@ -41,8 +41,8 @@ class Scorer:
     Args:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys; must stay where they are.
         tables: the model's constants, on the pool's device.
-        columns, longest, limit: see `WorkspacePlan`; they decide how much device memory is held and how much is scored
-            in one launch. The reference holds nothing and takes no notice of them.
+        num_tokens, longest, limit: see `WorkspacePlan`; they decide how much device memory is held and how much is
+            scored in one launch. The reference holds nothing and takes no notice of them.
         selection, aggregation: as for `select_torch` and `score_torch`.
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may be another; needed by
             `value_share`, and must stay where they are.
@@ -66,7 +66,7 @@ class Scorer:
         k_buffers: Sequence[torch.Tensor],
         tables: ScoreTables,
         *,
-        columns: int,
+        num_tokens: int,
         longest: int,
         limit: int = LIMIT_BYTES,
         selection: str = "union",
@@ -96,7 +96,7 @@ class Scorer:
                 check_movable(self._value_pools)
             layers, q_heads, frequencies = tables.spread.shape
             self.plan = WorkspacePlan(
-                layers, q_heads, tables.num_kv_heads, frequencies, columns, longest, limit,
+                layers, q_heads, tables.num_kv_heads, frequencies, num_tokens, longest, limit,
                 selection=selection, aggregation=aggregation, value_share=value_share,
             )  # fmt: skip
             count = self.plan.bytes() // 4
@@ -107,43 +107,44 @@ class Scorer:
             self._memory = memory
 
     def keep(
-        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
     ) -> torch.Tensor:
         """Indices of the private tokens that stay; the host never waits.
 
         Args:
             slots: [R, N] int32 or int64, private slots of each request in row order, right-padded with valid slots.
-            lengths: [R] int64, private tokens of each request, each at least `keep`.
+            lengths: [R] int64, private tokens of each request, each at least `num_kept`.
             next_positions: [R] int64, logical position of each request's next token.
-            keep: tokens that stay, the newest `recent` among them.
+            num_kept: tokens that stay, the newest `recent` among them.
 
         Returns:
-            int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
+            int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
+            [R, L, H_kv, num_kept].
 
         Raises ValueError unless 0 <= recent <= keep <= N, or if a row exceeds the plan.
         """
         options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
-        large = value_count(keep, recent, self._value_share)
+        large = value_count(num_kept, recent, self._value_share)
         # Whether sizes decide alone: scores, which nobody asks for, are not made.
-        alone = self._value_share > 0 and large == keep - recent
+        alone = self._value_share > 0 and large == num_kept - recent
         pieces = self.pieces(slots, lengths, next_positions, recent, scored=not alone, sized=alone or large > 0)
         if self._pools is None:
             (piece,) = pieces
             return select_torch(
-                piece.scores, lengths, keep, recent, reduce_ranks=self._reduce_ranks,
+                piece.scores, lengths, num_kept, recent, reduce_ranks=self._reduce_ranks,
                 sizes=piece.sizes, value_share=self._value_share if piece.sizes is not None else 0.0, **options,
             )  # fmt: skip
         from sglang_triattn.kernels.select.importance_kernel import importance_triton
         from sglang_triattn.kernels.select.keep_kernel import keep_triton
 
         layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
-        kept = lengths.new_empty((len(slots), self.sets, keep), dtype=torch.int64)
+        kept = lengths.new_empty((len(slots), self.sets, num_kept), dtype=torch.int64)
         for piece in pieces:
             rows, group, own = piece.rows, piece.layers, lengths[piece.rows]
             # For sets of their own. Where a piece has not all layers, it is of one row: what it fills lies together.
             target = kept[rows, group.start * kv_heads : group.stop * kv_heads]
             if alone:
-                keep_triton(piece.sizes.flatten(1, 2), own, keep, recent, kept=target)
+                keep_triton(piece.sizes.flatten(1, 2), own, num_kept, recent, kept=target)
                 continue
             importance = importance_triton(
                 piece.scores, piece.moments, own, recent, scales=piece.scales, importance=piece.importance,
@@ -155,10 +156,10 @@ class Scorer:
                     marked = target.view(-1)[: importance[..., 0].numel() * large].view(*importance.shape[:2], large)
                     keep_triton(piece.sizes.flatten(1, 2), own - recent, large, 0, kept=marked)
                     importance.scatter_(2, marked, float("inf"))
-                keep_triton(importance, own, keep, recent, kept=target)
+                keep_triton(importance, own, num_kept, recent, kept=target)
             elif group.stop == layers:
                 merged = importance if self._reduce_ranks is None else self._reduce_ranks(importance)
-                keep_triton(merged, own, keep, recent, kept=kept[rows])
+                keep_triton(merged, own, num_kept, recent, kept=kept[rows])
         if self._selection == "per-layer-head":
             return kept.unflatten(1, (layers, kv_heads))
         return kept if self._selection == "per-head" else kept[:, 0]
@@ -224,14 +225,14 @@ class Scorer:
             if scored:
                 score_triton(
                     self._pools[group], slots[rows], lengths[rows], next_positions[rows], self._tables[group], recent,
-                    aggregation=self._aggregation, scores=piece.scores, moments=piece.moments, units=piece.units,
+                    aggregation=self._aggregation, scores=piece.scores, moments=piece.moments, phases=piece.phases,
                 )  # fmt: skip
             yield piece
 
-    def _workspace(self, requests: int, columns: int, layers: int) -> dict[str, torch.Tensor]:
+    def _workspace(self, requests: int, num_tokens: int, layers: int) -> dict[str, torch.Tensor]:
         """Views into the memory held."""
         views, start = {}, 0
-        for name, shape in self.plan.parts(requests, columns, layers).items():
+        for name, shape in self.plan.parts(requests, num_tokens, layers).items():
             views[name] = self._memory[start : start + torch.Size(shape).numel()].view(shape)
             start += padded_bytes(shape) // 4
         return views

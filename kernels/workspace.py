@@ -21,8 +21,8 @@ class WorkspacePlan:
 
     Args:
         layers, q_heads, kv_heads, frequencies: of the model.
-        columns: private tokens of one request that all layers are scored for in one launch.
-        longest: most private tokens that any request can have. One that has more than `columns` may take several
+        num_tokens: private tokens of one request that all layers are scored for in one launch.
+        longest: most private tokens that any request can have. One that has more than `num_tokens` may take several
             launches, some layers each.
         limit: bytes to hold; more only where one of those two needs more.
         selection, aggregation, value_share: as for `select_torch` and `score_torch`.
@@ -32,44 +32,44 @@ class WorkspacePlan:
     q_heads: int
     kv_heads: int
     frequencies: int
-    columns: int
+    num_tokens: int
     longest: int
     limit: int = LIMIT_BYTES
     selection: str = "union"
     aggregation: str = "mean"
     value_share: float = 0.0
 
-    def parts(self, requests: int, columns: int, layers: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the float32 tensors for `layers` layers of `requests` rows of `columns` tokens each.
+    def parts(self, requests: int, num_tokens: int, layers: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the float32 tensors for `layers` layers of `requests` rows of `num_tokens` tokens each.
 
         Importance comes first: it stays where it is while groups of layers, not all equal in size, add to it. Only what
         decides is there: no scores where `value_share` is 1, no sizes of values where it is 0.
         """
-        sizes = {"sizes": (requests, layers, self.kv_heads, columns)} if self.value_share else {}
+        sizes = {"sizes": (requests, layers, self.kv_heads, num_tokens)} if self.value_share else {}
         if self.value_share == 1:
             return sizes
         sets = kept_sets(self.selection, layers, self.kv_heads)
         rows = (requests, layers, self.q_heads)
         return {
-            "importance": (requests, sets, columns),
-            "units": (requests, len(OFFSETS) if self.aggregation == "max" else 1, 2, self.frequencies),
-            "scores": (*rows, columns),
-            "moments": (*rows, -(-columns // CHUNK), 2),
+            "importance": (requests, sets, num_tokens),
+            "phases": (requests, len(OFFSETS) if self.aggregation == "max" else 1, 2, self.frequencies),
+            "scores": (*rows, num_tokens),
+            "moments": (*rows, -(-num_tokens // CHUNK), 2),
             "scales": (*rows, 2),
             **sizes,
         }
 
-    def needs(self, requests: int, columns: int, layers: int) -> int:
+    def needs(self, requests: int, num_tokens: int, layers: int) -> int:
         """Bytes that `parts` take."""
-        return sum(padded_bytes(shape) for shape in self.parts(requests, columns, layers).values())
+        return sum(padded_bytes(shape) for shape in self.parts(requests, num_tokens, layers).values())
 
     def bytes(self) -> int:
         """Bytes held from start to end, whatever requests come."""
-        least = max(self.needs(1, self.columns, self.layers), self.needs(1, self.longest, 1))
+        least = max(self.needs(1, self.num_tokens, self.layers), self.needs(1, self.longest, 1))
         return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
 
-    def launch(self, columns: int) -> tuple[int, int]:
-        """(requests, layers) to score at once where rows have `columns` tokens.
+    def launch(self, num_tokens: int) -> tuple[int, int]:
+        """(requests, layers) to score at once where rows have `num_tokens` tokens.
 
         Depends on nothing but the row's width, which is the widest request's. That does not matter to a narrower
         one: its result has the same bits however the layers are cut.
@@ -77,15 +77,17 @@ class WorkspacePlan:
         Raises ValueError if one layer of one request does not fit.
         """
         total = self.bytes()
-        layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, columns, n) <= total), 0)
+        layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, num_tokens, n) <= total), 0)
         if not layers:
-            raise ValueError(f"a row of {columns} tokens exceeds the {max(self.columns, self.longest)} planned for")
+            raise ValueError(
+                f"a row of {num_tokens} tokens exceeds the {max(self.num_tokens, self.longest)} planned for"
+            )
         if layers < self.layers:
             # Launches of about equal size.
             return 1, -(-self.layers // -(-self.layers // layers))
-        requests = total // self.needs(1, columns, layers)
+        requests = total // self.needs(1, num_tokens, layers)
         # Parts of several requests lie closer together than those of one do.
-        while self.needs(requests + 1, columns, layers) <= total:
+        while self.needs(requests + 1, num_tokens, layers) <= total:
             requests += 1
         return requests, layers
 

@@ -32,7 +32,7 @@ from env import cache_root
 
 ARCHITECTURES = (80, 90, 100)
 POINTERS = {
-    "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "units": "*fp32",
+    "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "phases": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "scores": "*fp32", "moments": "*fp32", "importance": "*fp32",
     "kept": "*i64", "sources": "*i32", "targets": "*i32",
     "sizes": "*fp32",
@@ -65,8 +65,8 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
     for selection, group in itertools.product(SELECTIONS, groups):
         yield "importance_kernel", importance_settings(selection, group)
-    for columns in (BLOCK, BLOCK + 1):
-        yield "keep_kernel", keep_settings(columns)
+    for num_tokens in (BLOCK, BLOCK + 1):
+        yield "keep_kernel", keep_settings(num_tokens)
     for ordered in (False, True):
         yield "moves_kernel", moves_settings(ordered)
     for words, ordered in itertools.product(range(4, MAX_WORDS + 1, ALIGNMENT // WORD), (False, True)):

@@ -30,7 +30,7 @@ def list_moves_triton(
     Args:
         slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots. int64 is
             narrowed into a copy.
-        kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64, ascending indices into them.
+        kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64, ascending indices into them.
         strategy: "slide" or "fill".
         cut, lengths: as for `list_moves`.
 
@@ -39,15 +39,15 @@ def list_moves_triton(
 
     Raises ValueError on an unknown strategy.
     """
-    requests, columns = slots.shape
-    keep = kept.shape[-1]
-    moves = moves_of(strategy, keep, columns)
+    requests, num_tokens = slots.shape
+    num_kept = kept.shape[-1]
+    moves = moves_of(strategy, num_kept, num_tokens)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
     slots, kept = slots.to(torch.int32).contiguous(), kept.contiguous()
-    lengths = kept.new_full((requests,), columns) if lengths is None else lengths.contiguous()
+    lengths = kept.new_full((requests,), num_tokens) if lengths is None else lengths.contiguous()
     sources, targets = (slots.new_empty((*kept.shape[:-1], moves)) for _ in range(2))
     if moves:
-        sets = kept[0].numel() // keep
+        sets = kept[0].numel() // num_kept
         grid = (triton.cdiv(moves, BLOCK), sets, requests)
         settings = moves_settings(strategy == "slide")
         moves_kernel[grid](
@@ -56,11 +56,11 @@ def list_moves_triton(
             lengths,
             sources,
             targets,
-            columns,
-            keep,
-            keep if cut is None else cut,
+            num_tokens,
+            num_kept,
+            num_kept if cut is None else cut,
             moves,
-            keep.bit_length(),
+            num_kept.bit_length(),
             **settings,
         )
     return sources, targets
@@ -72,10 +72,10 @@ def moves_settings(ordered: bool) -> dict:
 
 
 @triton.jit
-def _count(p_kept, keep, steps, b_most, SLOPE: tl.constexpr):
+def _count(p_kept, num_kept, steps, b_most, SLOPE: tl.constexpr):
     """For each of b_most: how many kept tokens i have kept[i] - SLOPE * i <= it; the first ones, for that rises."""
     b_low = tl.zeros_like(b_most)
-    b_high = b_low + keep
+    b_high = b_low + num_kept
     for _ in range(steps):
         b_mid = (b_low + b_high) // 2
         m_open = b_low < b_high
@@ -90,22 +90,22 @@ def _count(p_kept, keep, steps, b_most, SLOPE: tl.constexpr):
 @triton.jit(do_not_specialize=list(range(10)))
 def moves_kernel(
     slots,  # [R, N]
-    kept,  # [R, S, keep]
+    kept,  # [R, S, num_kept]
     lengths,  # [R]
     sources,  # [R, S, M]
     targets,  # [R, S, M]
-    columns,
-    keep,
+    num_tokens,
+    num_kept,
     cut,
     moves,
     steps,
     ORDERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (ceil(M / BLOCK), S, R); `steps` halvings leave nothing of `keep`."""
+    """Grid (ceil(M / BLOCK), S, R); `steps` halvings leave nothing of `num_kept`."""
     i_r = tl.program_id(2).to(tl.int64)
     i_set = i_r * tl.num_programs(1) + tl.program_id(1)
-    p_kept = kept + i_set * keep
+    p_kept = kept + i_set * num_kept
     o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < moves
     if ORDERED:
@@ -113,16 +113,16 @@ def moves_kernel(
         b_target = o_m
     else:
         # Kept tokens of the emptied columns go to the holes of the others, in order.
-        emptied = tl.load(lengths + i_r).to(tl.int32) - keep
+        emptied = tl.load(lengths + i_r).to(tl.int32) - num_kept
         b_end = tl.zeros_like(o_m) + cut
-        b_first = _count(p_kept, keep, steps, b_end - 1, 0)
-        b_behind = _count(p_kept, keep, steps, b_end + emptied - 1, 0)
+        b_first = _count(p_kept, num_kept, steps, b_end - 1, 0)
+        b_behind = _count(p_kept, num_kept, steps, b_end + emptied - 1, 0)
         b_which = b_first + o_m
         m_move = m_m & (b_which < b_behind)
         b_hole = tl.where(o_m < cut - b_first, o_m, o_m + emptied - (b_behind - b_first))
         b_source = tl.load(p_kept + b_which, mask=m_move, other=0)
-        b_target = tl.where(m_move, b_hole + _count(p_kept, keep, steps, b_hole, 1), 0)
-    p_slot = slots + i_r * columns
+        b_target = tl.where(m_move, b_hole + _count(p_kept, num_kept, steps, b_hole, 1), 0)
+    p_slot = slots + i_r * num_tokens
     p_move = i_set * moves + o_m
     tl.store(sources + p_move, tl.load(p_slot + b_source, mask=m_m, other=0), mask=m_m)
     tl.store(targets + p_move, tl.load(p_slot + b_target, mask=m_m, other=0), mask=m_m)

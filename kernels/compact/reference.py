@@ -22,8 +22,8 @@ Whole pages can be cut out only where the cut begins a page and the request lose
 there are holes on both sides. Else K/V is filled in from the end of the row, where the newest tokens are, and their
 order is lost: see `needs_order`.
 
-Kept sets come as [R, keep] (one set for all heads), [R, H_kv, keep] or [R, L, H_kv, keep], ascending. Symbols: R
-requests, L layers, H_kv KV heads, N private tokens of the longest request, M moves of one kept set.
+Kept sets come as [R, num_kept] (one set for all heads), [R, H_kv, num_kept] or [R, L, H_kv, num_kept], ascending.
+Symbols: R requests, L layers, H_kv KV heads, N private tokens of the longest request, M moves of one kept set.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ import torch
 STRATEGIES = ("slide", "fill")
 
 
-def cut_column(keep: int, recent: int, frozen: int, evicted: int, page_size: int) -> int | None:
+def cut_column(num_kept: int, recent: int, frozen: int, evicted: int, page_size: int) -> int | None:
     """The last private column at which `fill` can cut whole pages out of a row without a copy of its newest tokens.
 
     Args:
-        keep: private tokens that stay, the newest `recent` among them.
+        num_kept: private tokens that stay, the newest `recent` among them.
         frozen: first private position of the row.
         evicted: private tokens that do not stay.
 
     Returns:
         0 to keep - recent; None where there is no such column.
     """
-    column = keep - recent - (frozen + keep - recent) % page_size
+    column = num_kept - recent - (frozen + num_kept - recent) % page_size
     return None if column < 0 or evicted % page_size else column
 
 
@@ -64,7 +64,7 @@ def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
     Args:
         slots: [R, N] int32 or int64, private slots of each request, right-padded with anything.
-        kept: [R, keep] int64, ascending indices into the private tokens.
+        kept: [R, num_kept] int64, ascending indices into the private tokens.
 
     Returns:
         [R, N] as `slots`: columns [0, keep) are the kept slots, [keep, length) the evicted ones, the rest padding.
@@ -78,7 +78,7 @@ def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
     """How many private tokens stay where they are before the first that some set drops.
 
     Args:
-        kept: [R, ..., keep] int64, ascending indices into the private tokens.
+        kept: [R, ..., num_kept] int64, ascending indices into the private tokens.
 
     Returns:
         [R] int64.
@@ -88,14 +88,14 @@ def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
     return same.sum(-1).view(len(kept), -1).amin(1)
 
 
-def moves_of(strategy: str, keep: int, columns: int) -> int:
-    """Most moves of one kept set, of a row with `columns` private tokens.
+def moves_of(strategy: str, num_kept: int, num_tokens: int) -> int:
+    """Most moves of one kept set, of a row with `num_tokens` private tokens.
 
     Raises ValueError on an unknown strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
-    return keep if strategy == "slide" else min(keep, columns - keep)
+    return num_kept if strategy == "slide" else min(num_kept, num_tokens - num_kept)
 
 
 def list_moves(
@@ -110,10 +110,10 @@ def list_moves(
 
     Args:
         slots: [R, N] int32 or int64, private slots of each request in row order, right-padded.
-        kept: [R, keep], [R, H_kv, keep] or [R, L, H_kv, keep] int64.
+        kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64.
         strategy: "slide" or "fill".
-        cut: the private column from which on `fill` empties as many slots as a request loses tokens, at most `keep`;
-            the others stay. None for `keep`: the end of the row. `slide` always empties the end.
+        cut: the private column from which on `fill` empties as many slots as a request loses tokens, at most
+            `num_kept`; the others stay. None for `num_kept`: the end of the row. `slide` always empties the end.
         lengths: [R] int64, private tokens of each request; N where None, which makes no difference at the end.
 
     Returns:
@@ -123,14 +123,14 @@ def list_moves(
 
     Raises ValueError on an unknown strategy.
     """
-    keep, columns = kept.shape[-1], slots.shape[1]
-    most = moves_of(strategy, keep, columns)
-    place = torch.arange(keep, device=kept.device).expand_as(kept)
+    num_kept, num_tokens = kept.shape[-1], slots.shape[1]
+    most = moves_of(strategy, num_kept, num_tokens)
+    place = torch.arange(num_kept, device=kept.device).expand_as(kept)
     if strategy == "slide":
         source, target = kept, place
     else:
-        lengths = kept.new_full((len(kept),), columns) if lengths is None else lengths
-        source, target = _fill(kept, place, most, keep if cut is None else cut, lengths - keep)
+        lengths = kept.new_full((len(kept),), num_tokens) if lengths is None else lengths
+        source, target = _fill(kept, place, most, num_kept if cut is None else cut, lengths - num_kept)
     rows = slots.view(slots.shape[0], *[1] * (kept.ndim - 2), -1).expand(*kept.shape[:-1], -1)
     return rows.gather(-1, source), rows.gather(-1, target)
 

@@ -50,10 +50,10 @@ def decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
 
 
 @triton.jit
-def turned(p_units, b_re, b_im, o_f, m_f, b_part, F):
+def turned(p_phases, b_re, b_im, o_f, m_f, b_part, F):
     """The columns [FT, NC] of Re v and Im v: coefficients times the unit of one position."""
-    b_cos = tl.load(p_units + o_f, mask=m_f, other=0.0)[:, None]
-    b_sin = tl.load(p_units + F + o_f, mask=m_f, other=0.0)[:, None]
+    b_cos = tl.load(p_phases + o_f, mask=m_f, other=0.0)[:, None]
+    b_sin = tl.load(p_phases + F + o_f, mask=m_f, other=0.0)[:, None]
     return split_columns(b_re * b_cos - b_im * b_sin, b_part), split_columns(b_re * b_sin + b_im * b_cos, b_part)
 
 

@@ -181,14 +181,14 @@ def score_torch(
     """
     check_fits(k_buffers, tables, aggregation)
     layers, q_heads, _ = tables.spread.shape
-    requests, columns = slots.shape
-    scores = slots.new_empty((requests, layers, q_heads, columns), dtype=torch.float32)
-    layer_step, column_step = _pieces(k_buffers[0], tables, requests, columns)
+    requests, num_tokens = slots.shape
+    scores = slots.new_empty((requests, layers, q_heads, num_tokens), dtype=torch.float32)
+    layer_step, column_step = _pieces(k_buffers[0], tables, requests, num_tokens)
     vectors = phase_vectors(tables, next_positions) if aggregation == "mean" else None
     for first in range(0, layers, layer_step):
         group = slice(first, min(first + layer_step, layers))
-        for start in range(0, columns, column_step):
-            span = slice(start, min(start + column_step, columns))
+        for start in range(0, num_tokens, column_step):
+            span = slice(start, min(start + column_step, num_tokens))
             features = _features(k_buffers[group], slots[:, span], tables)
             if aggregation == "mean":
                 piece = _project(vectors[:, group], features)
@@ -219,7 +219,7 @@ def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.T
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, columns: int) -> tuple[int, int]:
+def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, num_tokens: int) -> tuple[int, int]:
     """How many layers and how many columns to process at once so that workspace stays in bounds."""
     limit = workspace_bytes(pool)
     _, q_heads, frequencies = tables.spread.shape
@@ -227,19 +227,19 @@ def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, columns: int
     held = requests * 4 * (tables.num_kv_heads * 3 * frequencies + 2 * q_heads)
     # Held for one layer at a time: the gathered keys.
     gathered = requests * tables.num_kv_heads * pool.shape[-1] * pool.element_size()
-    column_step = max(1, min(columns, limit // (held + gathered)))
+    column_step = max(1, min(num_tokens, limit // (held + gathered)))
     layer_step = max(1, (limit - gathered * column_step) // (held * column_step))
     return layer_step, column_step
 
 
 def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreTables) -> torch.Tensor:
     """Key features [Re K, Im K, |K|] of a piece: [layers, R, H_kv, N, 3F] float32."""
-    requests, columns = slots.shape
+    requests, num_tokens = slots.shape
     half = tables.inv_freq.numel()
     flat = slots.reshape(-1)
-    features = slots.new_empty((len(pools), requests, tables.num_kv_heads, columns, 3 * half), dtype=torch.float32)
+    features = slots.new_empty((len(pools), requests, tables.num_kv_heads, num_tokens, 3 * half), dtype=torch.float32)
     for target, pool in zip(features, pools, strict=True):
-        keys = gather_slots(pool, flat)[..., : tables.rotary_dim].unflatten(0, (requests, columns)).transpose(1, 2)
+        keys = gather_slots(pool, flat)[..., : tables.rotary_dim].unflatten(0, (requests, num_tokens)).transpose(1, 2)
         if tables.style == "half":
             target[..., : 2 * half].copy_(keys)
         else:

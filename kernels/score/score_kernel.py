@@ -39,7 +39,7 @@ def score_triton(
     aggregation: str = "mean",
     scores: torch.Tensor | None = None,
     moments: torch.Tensor | None = None,
-    units: torch.Tensor | None = None,
+    phases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of the candidates of R requests in all layers and query heads; higher is more important.
 
@@ -51,7 +51,7 @@ def score_triton(
         next_positions: [R] int64, logical position of each request's next token.
         recent: newest tokens of each request, which are no candidates.
         aggregation: "mean", "max" or "norm", see `score_torch`.
-        scores, moments, units: float32 tensors to fill, allocated where None; `units` as `phase_rows` returns it.
+        scores, moments, phases: float32 tensors to fill, allocated where None; `phases` as `phase_rows` returns it.
 
     Returns:
         scores [R, L, H_q, N] float32, only the candidates' columns written; moments [R, L, H_q, C, 2] float32 with
@@ -62,16 +62,16 @@ def score_triton(
     check_fits(pools.buffers, tables, aggregation)
     layers, q_heads, frequencies = tables.spread.shape
     group = q_heads // tables.num_kv_heads
-    requests, columns = slots.shape
-    chunks = triton.cdiv(columns, CHUNK)
+    requests, num_tokens = slots.shape
+    chunks = triton.cdiv(num_tokens, CHUNK)
     if scores is None:
-        scores = slots.new_empty((requests, layers, q_heads, columns), dtype=torch.float32)
+        scores = slots.new_empty((requests, layers, q_heads, num_tokens), dtype=torch.float32)
     if moments is None:
         moments = slots.new_empty((requests, layers, q_heads, chunks, 2), dtype=torch.float32)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
     slots = slots.to(torch.int32)
     pool = pools.buffers[0]
-    units = phase_rows(tables, next_positions, aggregation, units)
+    phases = phase_rows(tables, next_positions, aggregation, phases)
     steps = (frequencies, pool.stride(0), pool.stride(1))
     aligned = not any(step % ALIGN for step in steps)
     warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
@@ -82,7 +82,7 @@ def score_triton(
         pools.scales,
         slots,
         lengths,
-        units,
+        phases,
         torch.view_as_real(tables.mean if aggregation == "max" else tables.center),
         tables.spread,
         scores,
@@ -90,11 +90,11 @@ def score_triton(
         tables.num_kv_heads,
         group,
         split,
-        columns,
+        num_tokens,
         recent,
         *(step // settings["ALIGN"] for step in steps),
         slots.stride(0),
-        units.shape[1],
+        phases.shape[1],
         *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
         **settings,
     )
@@ -108,7 +108,7 @@ def score_kernel(
     scales,  # [L]
     slots,  # [R, N]
     lengths,  # [R]
-    units,  # [R, O, 2, F]
+    phases,  # [R, O, 2, F]
     coefficients,  # [L, H_q, F, 2]
     spread,  # [L, H_q, F]
     scores,  # [R, L, H_q, N]
@@ -116,7 +116,7 @@ def score_kernel(
     kv_heads,
     group,
     split,
-    columns,
+    num_tokens,
     recent,
     frequencies,
     stride_slot,
@@ -156,7 +156,7 @@ def score_kernel(
     b_part = (o_c % 4)[None, :]
     i_h = i_lj * group + first + o_c // 4
     m_h = first + o_c // 4 < group
-    p_units = units + i_r * offsets * 2 * F
+    p_phases = phases + i_r * offsets * 2 * F
     if not TILED:
         # One tile holds all frequencies: what does not change with the keys stays in registers.
         o_f = tl.arange(0, FT)
@@ -164,7 +164,7 @@ def score_kernel(
         b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
         b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
         if not MAX:
-            b_vre, b_vim = turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+            b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, m_f, b_part, F)
 
     if KIND == "bf16":
         p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
@@ -208,13 +208,13 @@ def score_kernel(
                 b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
                 if not MAX:
                     b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
-                    b_vre, b_vim = turned(p_units, b_re, b_im, o_f, m_f, b_part, F)
+                    b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, m_f, b_part, F)
                     b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
                     b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
         if MAX:
             b_score = tl.full([BLOCK, GP], float("-inf"), tl.float32)
             for i_o in range(offsets):
-                p_unit = p_units + i_o * 2 * F
+                p_unit = p_phases + i_o * 2 * F
                 b_trig = b_acc
                 if not TILED:
                     b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
@@ -237,7 +237,7 @@ def score_kernel(
         else:
             b_score = tl.sum(tl.reshape(b_acc, [BLOCK, GP, 4]), axis=2)  # [BLOCK, GP]
         b_score *= scale
-        p_score = scores + i_row[None, :] * columns + o_n[:, None]
+        p_score = scores + i_row[None, :] * num_tokens + o_n[:, None]
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 
         # Mean and squared deviations so far, joined with the block's (Chan et al.).

@@ -48,9 +48,9 @@ def check_values(
         raise ValueError(f"keys and values must have one number of layers, slots and KV heads, got {shapes}")
 
 
-def value_count(keep: int, recent: int, value_share: float) -> int:
+def value_count(num_kept: int, recent: int, value_share: float) -> int:
     """How many of the kept tokens the sizes decide about: a share of all but the newest, halves to the even number."""
-    return round(value_share * (keep - recent))
+    return round(value_share * (num_kept - recent))
 
 
 def value_size_torch(
@@ -68,10 +68,10 @@ def value_size_torch(
     Returns:
         [R, L, H_kv, N] float32.
     """
-    requests, columns = slots.shape
+    requests, num_tokens = slots.shape
     first = v_buffers[0]
     heads, width = first.shape[1:]
-    sizes = slots.new_empty((requests, len(v_buffers), heads, columns), dtype=torch.float32)
+    sizes = slots.new_empty((requests, len(v_buffers), heads, num_tokens), dtype=torch.float32)
     sample = min(recent, NEWEST)
     newest = slots.gather(1, lengths[:, None] - sample + torch.arange(sample, device=slots.device))  # [R, sample]
     # Gathered as stored, as float32, centered, and squared.
@@ -80,7 +80,7 @@ def value_size_torch(
         gather_slots(pool, newest.reshape(-1)).float().unflatten(0, newest.shape).mean(1, keepdim=True)
         for pool in (v_buffers if sample else ())
     ]  # each [R, 1, H_kv, head_dim]
-    for start in range(0, columns, step):
+    for start in range(0, num_tokens, step):
         part = slots[:, start : start + step]
         for layer, pool in enumerate(v_buffers):
             values = gather_slots(pool, part.reshape(-1)).float().unflatten(0, part.shape)  # [R, n, H_kv, head_dim]

@@ -43,21 +43,21 @@ def value_size_triton(
     Returns:
         [R, L, H_kv, N] float32; only the candidates' columns are written.
     """
-    requests, columns = slots.shape
+    requests, num_tokens = slots.shape
     pool = pools.buffers[0]
     heads, width = pool.shape[1:]
     if sizes is None:
-        sizes = slots.new_empty((requests, len(pools.buffers), heads, columns), dtype=torch.float32)
+        sizes = slots.new_empty((requests, len(pools.buffers), heads, num_tokens), dtype=torch.float32)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
     slots = slots.to(torch.int32)
     settings = value_settings(pool.dtype, width)
-    value_size_kernel[(len(pools.buffers) * heads, triton.cdiv(columns, TOKENS), requests)](
+    value_size_kernel[(len(pools.buffers) * heads, triton.cdiv(num_tokens, TOKENS), requests)](
         pools.addresses,
         slots,
         lengths,
         sizes,
         heads,
-        columns,
+        num_tokens,
         recent,
         min(recent, NEWEST),
         *(step // settings["ALIGN"] for step in (width, pool.stride(0), pool.stride(1))),
@@ -89,7 +89,7 @@ def value_size_kernel(
     lengths,  # [R]
     sizes,  # [R, L, H_kv, N]
     heads,
-    columns,
+    num_tokens,
     recent,
     sample,
     width,
@@ -123,7 +123,7 @@ def value_size_kernel(
     else:
         p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
     p_pool = tl.multiple_of(p_pool, 16) + i_j.to(tl.int64) * (stride_head * ALIGN)
-    p_size = sizes + (i_r * tl.num_programs(0) + i_lj) * columns
+    p_size = sizes + (i_r * tl.num_programs(0) + i_lj) * num_tokens
     o_d = tl.arange(0, WIDTH)
     m_d = o_d < width * ALIGN
     p_slot = slots + i_r * stride_row

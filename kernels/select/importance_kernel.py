@@ -57,19 +57,19 @@ def importance_triton(
     """
     if before and importance is None:
         raise ValueError(f"{before} layers are said to be merged, but into no importance")
-    requests, layers, q_heads, columns = scores.shape
+    requests, layers, q_heads, num_tokens = scores.shape
     sets = kept_sets(selection, layers, num_kv_heads)
     chunks, rows = moments.shape[3], layers * q_heads
     if scales is None:
         scales = torch.empty_like(moments[..., 0, :])
     if importance is None:
-        importance = scores.new_empty((requests, sets, columns))
+        importance = scores.new_empty((requests, sets, num_tokens))
     grid = (triton.cdiv(rows, SCALE_ROWS), requests)
     scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)
     group = q_heads // num_kv_heads
     alone = selection == "per-layer-head"
     terms = {"shared-mean": q_heads, "per-head": 1}.get(selection, 0) * (before + layers + after)
-    importance_kernel[(triton.cdiv(columns, TOKENS), sets, requests)](
+    importance_kernel[(triton.cdiv(num_tokens, TOKENS), sets, requests)](
         scores,
         scales,
         lengths,
@@ -77,7 +77,7 @@ def importance_triton(
         rows,
         rows if alone else q_heads,
         q_heads if selection == "shared-mean" else group,
-        columns,
+        num_tokens,
         recent,
         0 if alone else before,
         terms if terms and not after else 1,
@@ -140,14 +140,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def _standard(scores, scales, i_first, count, o_n, m_n, columns, other, ROWS: tl.constexpr):
+def _standard(scores, scales, i_first, count, o_n, m_n, num_tokens, other, ROWS: tl.constexpr):
     """z-scores [ROWS, TOKENS] of at most `count` rows from `i_first` on, `other` in rows beyond."""
     o_row = tl.arange(0, ROWS)
     m_row = o_row < count
     i_row = i_first + o_row
     b_mean = tl.load(scales + i_row * 2, mask=m_row, other=0.0)
     b_factor = tl.load(scales + i_row * 2 + 1, mask=m_row, other=0.0)
-    p_score = scores + i_row[:, None] * columns + o_n[None, :]
+    p_score = scores + i_row[:, None] * num_tokens + o_n[None, :]
     b_score = tl.load(p_score, mask=m_row[:, None] & m_n[None, :], other=0.0)
     return tl.where(m_row[:, None], (b_score - b_mean[:, None]) * b_factor[:, None], other)
 
@@ -161,7 +161,7 @@ def importance_kernel(
     rows,
     step,
     width,
-    columns,
+    num_tokens,
     recent,
     before,
     divisor,
@@ -181,26 +181,28 @@ def importance_kernel(
     m_n = o_n < candidates
     if i_n * TOKENS >= candidates:
         return
-    p_result = importance + (i_r * tl.num_programs(1) + i_s) * columns + o_n
+    p_result = importance + (i_r * tl.num_programs(1) + i_s) * num_tokens + o_n
     b_result = tl.load(p_result, mask=m_n & (before > 0), other=float("-inf") if MODE == "max" else 0.0)
     if MODE == "max":
         b_all = tl.full([ROWS, TOKENS], float("-inf"), tl.float32)
         for start in range(0, rows, ROWS):
-            b_z = _standard(scores, scales, i_r * rows + start, rows - start, o_n, m_n, columns, float("-inf"), ROWS)
+            b_z = _standard(scores, scales, i_r * rows + start, rows - start, o_n, m_n, num_tokens, float("-inf"), ROWS)
             b_all = _larger(b_all, b_z)
         b_result = _larger(b_result, tl.reduce(b_all, 0, _larger))
     elif MODE == "mean":
         for start in range(0, rows, step):
             b_all = tl.zeros([ROWS, TOKENS], tl.float32)
             for row in range(0, width, ROWS):
-                b_all += _standard(scores, scales, i_r * rows + start + row, width - row, o_n, m_n, columns, 0.0, ROWS)
+                b_all += _standard(
+                    scores, scales, i_r * rows + start + row, width - row, o_n, m_n, num_tokens, 0.0, ROWS
+                )
             b_result += tl.sum(b_all, axis=0)
     else:
         for start in range(i_s * width, rows, step):
             b_all = tl.full([ROWS, TOKENS], float("-inf"), tl.float32)
             for row in range(0, width, ROWS):
                 i_first = i_r * rows + start + row
-                b_z = _standard(scores, scales, i_first, width - row, o_n, m_n, columns, float("-inf"), ROWS)
+                b_z = _standard(scores, scales, i_first, width - row, o_n, m_n, num_tokens, float("-inf"), ROWS)
                 b_all = _larger(b_all, b_z)
             b_result += tl.reduce(b_all, 0, _larger)
     if MODE != "max":

@@ -20,32 +20,32 @@ LONG_BLOCK = 2048
 
 
 def keep_triton(
-    importance: torch.Tensor, lengths: torch.Tensor, keep: int, recent: int, *, kept: torch.Tensor | None = None
+    importance: torch.Tensor, lengths: torch.Tensor, num_kept: int, recent: int, *, kept: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The `keep - recent` most important candidates and the newest `recent` tokens.
+    """The `num_kept - recent` most important candidates and the newest `recent` tokens.
 
     Args:
         importance: [R, S, N] float32; columns from `lengths[r] - recent` on are never used. NaN counts as largest.
-        lengths: [R] int64, private tokens of each request, each at least `keep`.
-        kept: [R, S, keep] int64 to fill, allocated where None.
+        lengths: [R] int64, private tokens of each request, each at least `num_kept`.
+        kept: [R, S, num_kept] int64 to fill, allocated where None.
 
     Returns:
-        [R, S, keep] int64, ascending.
+        [R, S, num_kept] int64, ascending.
 
     Raises ValueError unless 0 <= recent <= keep <= N.
     """
-    requests, sets, columns = importance.shape
-    if not 0 <= recent <= keep <= columns:
-        raise ValueError(f"need 0 <= recent <= keep <= {columns}, got recent {recent}, keep {keep}")
+    requests, sets, num_tokens = importance.shape
+    if not 0 <= recent <= num_kept <= num_tokens:
+        raise ValueError(f"need 0 <= recent <= num_kept <= {num_tokens}, got recent {recent}, num_kept {num_kept}")
     if kept is None:
-        kept = lengths.new_empty((requests, sets, keep), dtype=torch.int64)
-    keep_kernel[(sets, requests)](importance, lengths, kept, columns, keep, recent, **keep_settings(columns))
+        kept = lengths.new_empty((requests, sets, num_kept), dtype=torch.int64)
+    keep_kernel[(sets, requests)](importance, lengths, kept, num_tokens, num_kept, recent, **keep_settings(num_tokens))
     return kept
 
 
-def keep_settings(columns: int) -> dict:
-    """Compile-time arguments of `keep_kernel` for rows of `columns` tokens."""
-    single = columns <= BLOCK
+def keep_settings(num_tokens: int) -> dict:
+    """Compile-time arguments of `keep_kernel` for rows of `num_tokens` tokens."""
+    single = num_tokens <= BLOCK
     return {"SINGLE": single, "BLOCK": BLOCK if single else LONG_BLOCK, "num_warps": 8}
 
 
@@ -66,9 +66,9 @@ def _ordered(p_row, o_n, candidates):
 def keep_kernel(
     importance,  # [R, S, N]
     lengths,  # [R]
-    kept,  # [R, S, keep]
-    columns,
-    keep,
+    kept,  # [R, S, num_kept]
+    num_tokens,
+    num_kept,
     recent,
     SINGLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,9 +76,9 @@ def keep_kernel(
     """Grid (S, R)."""
     i_row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + tl.program_id(1)).to(tl.int32)
-    candidates, chosen = length - recent, keep - recent
-    p_row = importance + i_row * columns
-    p_kept = kept + i_row * keep
+    candidates, chosen = length - recent, num_kept - recent
+    p_row = importance + i_row * num_tokens
+    p_kept = kept + i_row * num_kept
     o_b = tl.arange(0, BLOCK)
     o_bin = tl.arange(0, 256)
     if SINGLE:

@@ -45,7 +45,7 @@ def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
 def select_torch(
     scores: torch.Tensor | None,
     lengths: torch.Tensor,
-    keep: int,
+    num_kept: int,
     recent: int,
     *,
     selection: str = "union",
@@ -59,8 +59,8 @@ def select_torch(
     Args:
         scores: [R, L, H_q, N], from `score_torch`; columns from `lengths[r]` on are padding, maybe NaN. None where
             `value_share` is 1: they decide nothing.
-        lengths: [R] int64, private tokens of each request, each at least `keep`.
-        keep: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
+        lengths: [R] int64, private tokens of each request, each at least `num_kept`.
+        num_kept: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
         num_kv_heads: needed by "per-head" and "per-layer-head".
         reduce_ranks: see `Scorer`; for selections with one kept set.
         sizes: [R, L, H_kv, N], from `value_size_torch`, padded as `scores`; needed by `value_share`.
@@ -68,28 +68,29 @@ def select_torch(
             values; the rest are the best of the other candidates. For "per-layer-head".
 
     Returns:
-        int64 [R, keep], ascending; for "per-head" [R, H_kv, keep], for "per-layer-head" [R, L, H_kv, keep].
+        int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
+        [R, L, H_kv, num_kept].
 
     Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
     "per-layer-head", or unless 0 <= recent <= keep <= N.
     """
     if value_share and (selection != "per-layer-head" or sizes is None):
         raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
-    columns = (sizes if scores is None else scores).shape[-1]
-    if not 0 <= recent <= keep <= columns:
-        raise ValueError(f"need 0 <= recent <= keep <= {columns}, got recent {recent}, keep {keep}")
-    large = value_count(keep, recent, value_share)
+    num_tokens = (sizes if scores is None else scores).shape[-1]
+    if not 0 <= recent <= num_kept <= num_tokens:
+        raise ValueError(f"need 0 <= recent <= num_kept <= {num_tokens}, got recent {recent}, num_kept {num_kept}")
+    large = value_count(num_kept, recent, value_share)
     if value_share:
-        outside = ~_candidates(columns, lengths, recent)[:, None, None]
+        outside = ~_candidates(num_tokens, lengths, recent)[:, None, None]
         sizes = sizes.masked_fill(outside, float("-inf"))
-        if large == keep - recent:
-            return keep_torch(sizes, lengths, keep, recent)
+        if large == num_kept - recent:
+            return keep_torch(sizes, lengths, num_kept, recent)
     importance = importance_torch(scores, lengths, recent, selection=selection, num_kv_heads=num_kv_heads)
     if reduce_ranks is not None:
         importance = reduce_ranks(importance[:, None])[:, 0]
     if large > 0:
         importance.scatter_(-1, keep_torch(sizes, lengths, large, 0), float("inf"))
-    return keep_torch(importance, lengths, keep, recent)
+    return keep_torch(importance, lengths, num_kept, recent)
 
 
 def importance_torch(
@@ -124,26 +125,26 @@ def importance_torch(
     return merged.masked_fill_(outside, float("-inf"))
 
 
-def keep_torch(importance: torch.Tensor, lengths: torch.Tensor, keep: int, recent: int) -> torch.Tensor:
-    """The `keep - recent` most important candidates and the newest `recent` tokens.
+def keep_torch(importance: torch.Tensor, lengths: torch.Tensor, num_kept: int, recent: int) -> torch.Tensor:
+    """The `num_kept - recent` most important candidates and the newest `recent` tokens.
 
     Args:
         importance: [R, ..., N], -inf outside the candidates.
 
     Returns:
-        [R, ..., keep] int64, ascending.
+        [R, ..., num_kept] int64, ascending.
     """
     # A stable sort, not topk: ties must fall the same way on every device and rank, lowest index first.
     order = importance.sort(dim=-1, descending=True, stable=True).indices
     newest = lengths[:, None] - recent + torch.arange(recent, device=lengths.device)  # [R, recent]
     newest = newest.view(lengths.shape[0], *[1] * (importance.ndim - 2), recent)
     newest = newest.expand(*importance.shape[:-1], recent)
-    return torch.cat([order[..., : keep - recent], newest], dim=-1).sort(dim=-1).values
+    return torch.cat([order[..., : num_kept - recent], newest], dim=-1).sort(dim=-1).values
 
 
-def _candidates(columns: int, lengths: torch.Tensor, recent: int) -> torch.Tensor:
+def _candidates(num_tokens: int, lengths: torch.Tensor, recent: int) -> torch.Tensor:
     """[R, N] bool: the columns that compete for a place."""
-    return torch.arange(columns, device=lengths.device) < (lengths - recent)[:, None]
+    return torch.arange(num_tokens, device=lengths.device) < (lengths - recent)[:, None]
 
 
 def _standardise(scores: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

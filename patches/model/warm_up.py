@@ -66,15 +66,15 @@ def rehearsals(compressor: Any) -> list[Launch]:
     _, layers = plan.launch(plan.longest)
     widest = plan.longest if layers < plan.layers else min(plan.longest, BLOCK + 1)
     made = []
-    for columns in sorted({min(plan.columns, BLOCK), widest}):
-        slots = torch.full((1, columns), PADDING_SLOT, dtype=torch.int32, device=compressor.device)
-        facts = torch.tensor([[0], [0], [columns], [columns]], device=compressor.device)
+    for num_tokens in sorted({min(plan.num_tokens, BLOCK), widest}):
+        slots = torch.full((1, num_tokens), PADDING_SLOT, dtype=torch.int32, device=compressor.device)
+        facts = torch.tensor([[0], [0], [num_tokens], [num_tokens]], device=compressor.device)
         # At least one token goes: where nothing is evicted, nothing moves.
-        keep = min(config.budget, columns - 1)
+        num_kept = min(config.budget, num_tokens - 1)
         # The more tokens besides the newest, the more of the criteria that share them have a place.
-        recents = {min(config.recent, keep), 0} if config.value_share else {min(config.recent, keep)}
+        recents = {min(config.recent, num_kept), 0} if config.value_share else {min(config.recent, num_kept)}
         for strategy, recent in itertools.product(compressor.strategies, sorted(recents)):
-            kind = Kind(keep, recent, strategy, keep, width_for(columns))
+            kind = Kind(num_kept, recent, strategy, num_kept, width_for(num_tokens))
             made.append(Launch(kind, (), slots, facts))
     return made
 

@@ -57,13 +57,13 @@ def plan_workspace(configurator: Any, config: Config) -> WorkspacePlan:
     """
     layers = attention_layers(configurator.model)
     attention, rotary = layers[0]
-    columns, longest = scored_tokens(config, configurator.model_config.context_len)
+    num_tokens, longest = scored_tokens(config, configurator.model_config.context_len)
     return WorkspacePlan(
         layers=len(layers),
         q_heads=attention.tp_q_head_num,
         kv_heads=attention.tp_k_head_num,
         frequencies=read_rope(rotary).inv_freq.numel(),
-        columns=columns,
+        num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,

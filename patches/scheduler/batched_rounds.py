@@ -21,15 +21,15 @@ class Kind(NamedTuple):
     """What rounds of one launch have in common.
 
     Attributes:
-        keep: private tokens that stay.
+        num_kept: private tokens that stay.
         recent: newest ones among them.
         strategy: "remap", "slide" or "fill".
-        cut: the first private column that is emptied, see `kernels.compact`; `keep` where that is the end of the row.
+        cut: the first private column that is emptied, see `kernels.compact`; `num_kept` where that is the row's end.
         width: the power of two that bounds their private lengths from above: a row is padded to twice its length at
             most, however long another one is.
     """
 
-    keep: int
+    num_kept: int
     recent: int
     strategy: str
     cut: int
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         """Entries at the front of a row that are out of order after a round, of which `before` were ahead of it."""
         if self.strategy != "fill":
             return min(before, plan.new_length)
-        in_order = self.recent if self.cut + self.recent <= self.keep else 0
+        in_order = self.recent if self.cut + self.recent <= self.num_kept else 0
         return plan.new_length - in_order
 
 
@@ -66,8 +66,8 @@ class Launch:
         """
         kind, (row, frozen, lengths, _) = self.kind, self.facts.unsqueeze(-1)
         first = 0 if kind.strategy == "remap" else kind.cut
-        if first < kind.keep:
-            place = torch.arange(first, kind.keep, device=rows.device)
+        if first < kind.num_kept:
+            place = torch.arange(first, kind.num_kept, device=rows.device)
             source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.keep
             rows[row, frozen + place] = slots.gather(1, source)
 
@@ -91,12 +91,12 @@ def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_siz
         recent: newest private tokens that surely stay, in order now.
         moves: whether K/V must move; a row is permuted where they need not.
     """
-    keep, strategy, cut = plan.budget_for, "remap", None
+    num_kept, strategy, cut = plan.kept_private, "remap", None
     if moves:
-        cut = cut_column(keep, recent, plan.frozen, plan.evicted_tokens, page_size)
+        cut = cut_column(num_kept, recent, plan.frozen, plan.evicted_tokens, page_size)
         lost = cut is None and needs_order(settings.recent, settings.interval)
         strategy = "slide" if lost else "fill"
-    return Kind(keep, recent, strategy, keep if cut is None else cut, width_for(plan.private_length))
+    return Kind(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
 
 
 def width_for(length: int) -> int:

@@ -152,8 +152,9 @@ class Compressor:
         """
         kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
         unchanged, ordered = compact_rows(
-            self._scorer, self._mover, slots, lengths, next_positions, kind.keep, kind.recent, kind.strategy, kind.cut
-        )
+            self._scorer, self._mover, slots, lengths, next_positions,
+            kind.num_kept, kind.recent, kind.strategy, kind.cut,
+        )  # fmt: skip
         return slots if ordered is None else ordered, frozen + unchanged
 
     def _give_back(self, launches: Sequence[Launch], ordered: Sequence[torch.Tensor]) -> None:

@@ -73,7 +73,7 @@ def score_case(
     row = slots, lengths, next_position
 
     def scorer(**options: str) -> Scorer:
-        return Scorer(pools, tables, columns=count, longest=count, **options)
+        return Scorer(pools, tables, num_tokens=count, longest=count, **options)
 
     answers = {
         name: scorer(aggregation=aggregation).scores(*row)[0].cpu().numpy() for name, aggregation in SCORES.items()

@@ -41,7 +41,7 @@ class Plan:
         return self.old_length - self.frozen
 
     @property
-    def budget_for(self) -> int:
+    def kept_private(self) -> int:
         return self.new_length - self.frozen
 
     @property

@@ -47,11 +47,11 @@ def build_scorer(
     Raises ValueError if the statistics do not fit the pool, or its kernels cannot read it.
     """
     tables = score_tables(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
-    columns, longest = scored_tokens(config, context)
+    num_tokens, longest = scored_tokens(config, context)
     return Scorer(
         k_buffers,
         tables,
-        columns=columns,
+        num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,

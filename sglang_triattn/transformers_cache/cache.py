@@ -1,6 +1,6 @@
 """The server's compaction for `transformers` models: a `Cache` whose rows are compacted as requests are.
 
-    from sglang_triattn.transformers_feed import feed, forward
+    from sglang_triattn.transformers_cache import feed, forward
 
     cache = CompactedCache.for_model(model, settings, stats, prompt_length=50, capacity=4096)
     logits = feed(model, cache, ids)              # rounds run where the server would run them

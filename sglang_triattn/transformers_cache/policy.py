@@ -20,7 +20,7 @@ class Policy(Protocol):
     """What decides which private tokens stay. A `kernels.scorer.Scorer` is one."""
 
     def keep(
-        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
     ) -> torch.Tensor:
         """Indices of the private tokens that stay.
 
@@ -28,10 +28,10 @@ class Policy(Protocol):
             slots: [R, N] int64, private slots of each row in row order.
             lengths: [R] int64, private tokens of each row.
             next_positions: [R] int64, logical position of each row's next token.
-            keep: tokens that stay; the newest `recent` should be among them.
+            num_kept: tokens that stay; the newest `recent` should be among them.
 
         Returns:
-            int64 [R, keep], or [R, H_kv, keep], or [R, L, H_kv, keep]; each set ascending.
+            int64 [R, num_kept], or [R, H_kv, num_kept], or [R, L, H_kv, num_kept]; each set ascending.
         """
 
 

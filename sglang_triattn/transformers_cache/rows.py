@@ -216,7 +216,7 @@ class KVRows:
         slots = torch.arange(first + plan.frozen, first + plan.old_length, device=device)[None]
         lengths, next_positions = (torch.tensor([n], device=device) for n in (plan.private_length, plan.next_position))
         recent = self.settings[row].config.recent
-        kept = self.policy_of(row).keep(slots, lengths, next_positions, plan.budget_for, recent)
+        kept = self.policy_of(row).keep(slots, lengths, next_positions, plan.kept_private, recent)
         self._check_kept(row, kept, plan)
         self._mover.move(slots, kept, _STRATEGY)
         move_torch(self.pools.positions, *list_moves(slots, kept, _STRATEGY))
@@ -228,7 +228,7 @@ class KVRows:
     def _check_kept(self, row: int, kept: torch.Tensor, plan: Plan) -> None:
         """Raises CacheError unless a policy returned sets as `Policy.keep` describes them."""
         layers, heads = len(self.pools.k_buffers), self.pools.k_buffers[0].shape[1]
-        shapes = [(1, *sets, plan.budget_for) for sets in ((), (heads,), (layers, heads))]
+        shapes = [(1, *sets, plan.kept_private) for sets in ((), (heads,), (layers, heads))]
         if kept.dtype != torch.int64 or tuple(kept.shape) not in shapes:
             raise CacheError(
                 f"The policy of row {row} returned {kept.dtype} {list(kept.shape)}, but kept sets are int64 of one of "

@@ -53,8 +53,8 @@ def launch(case: KernelCase, aggregation: str, recent: int = 0, slots=None, buff
     """Scores and moments, in buffers that show what was not written."""
     layers, heads, _ = case.mean.shape
     slots = case.slots if slots is None else slots
-    requests, columns = slots.shape
-    scores = torch.full((requests, layers, heads, columns), SENTINEL, device=slots.device)
+    requests, num_tokens = slots.shape
+    scores = torch.full((requests, layers, heads, num_tokens), SENTINEL, device=slots.device)
     pools = key_pools(buffers or case.pools, case.scales)
     arguments = (pools, slots, case.lengths, case.next_positions, case.tables, recent)
     return score_triton(*arguments, aggregation=aggregation, scores=scores)

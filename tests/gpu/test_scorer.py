@@ -14,17 +14,17 @@ from sglang_triattn.kernels.select.reference import SELECTIONS
 KEEP, RECENT = 40, 8
 
 
-def scorer(case: KernelCase, columns: int, selection: str, limit: int, longest: int = 0) -> Scorer:
-    """A scorer with kernels whose workspace is poisoned; with `limit` 0 it holds what `columns` and `longest` need."""
+def scorer(case: KernelCase, num_tokens: int, selection: str, limit: int, longest: int = 0) -> Scorer:
+    """A scorer with kernels and a poisoned workspace; with `limit` 0 it holds what `num_tokens` and `longest` need."""
     made = Scorer(
-        case.pools, case.tables, columns=columns, longest=longest, selection=selection, kernels=True, limit=limit
+        case.pools, case.tables, num_tokens=num_tokens, longest=longest, selection=selection, kernels=True, limit=limit
     )
     made._memory.fill_(float("nan"))
     return made
 
 
 def reference(case: KernelCase, selection: str) -> Scorer:
-    return Scorer(case.pools, case.tables, columns=0, longest=0, selection=selection, kernels=False)
+    return Scorer(case.pools, case.tables, num_tokens=0, longest=0, selection=selection, kernels=False)
 
 
 def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
@@ -41,8 +41,8 @@ def test_launches_in_parts_equal_the_twin(device, selection):
     case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device, head_dim=16)
     expected = reference(case, selection).keep(*arguments(case))
     launches = set()
-    for columns in (90, 200, 1000):
-        ours = scorer(case, columns, selection, limit=0)
+    for num_tokens in (90, 200, 1000):
+        ours = scorer(case, num_tokens, selection, limit=0)
         launches.add(ours.plan.launch(90))
         before = ours._memory.data_ptr()
         torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
@@ -55,7 +55,7 @@ def test_launches_in_parts_equal_the_twin(device, selection):
 def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregation):
     """Prevents layers that are lost, counted twice or divided by their number more than once."""
     case = KernelCase(lengths=[90, 50], device=device, layers=3, group=3, head_dim=16)
-    options = {"columns": 40, "longest": 90, "selection": selection, "aggregation": aggregation}
+    options = {"num_tokens": 40, "longest": 90, "selection": selection, "aggregation": aggregation}
     ours = Scorer(case.pools, case.tables, kernels=True, limit=0, **options)
     requests, layers = ours.plan.launch(90)
     assert (requests, 1 <= layers < 3) == (1, True)
@@ -71,7 +71,7 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
 def test_large_groups_keep_what_the_twin_keeps(device, kv_heads, group, selection, aggregation):
     """Prevents query heads beyond those of one program from having no say in what stays."""
     case = KernelCase(lengths=[60, 45], device=device, kv_heads=kv_heads, group=group, head_dim=16)
-    options = {"columns": 60, "longest": 60, "selection": selection, "aggregation": aggregation}
+    options = {"num_tokens": 60, "longest": 60, "selection": selection, "aggregation": aggregation}
     ours, theirs = (Scorer(case.pools, case.tables, kernels=kernels, **options) for kernels in (True, False))
     torch.testing.assert_close(ours.keep(*arguments(case)), theirs.keep(*arguments(case)), rtol=0, atol=0)
 
@@ -79,11 +79,11 @@ def test_large_groups_keep_what_the_twin_keeps(device, kv_heads, group, selectio
 SHARES = [0.75, 1.0]
 
 
-def valued(case: KernelCase, share: float, kernels: bool, columns: int = 90, **options) -> Scorer:
+def valued(case: KernelCase, share: float, kernels: bool, num_tokens: int = 90, **options) -> Scorer:
     """A scorer that decides by values too, and whose workspace is poisoned."""
     options = {"longest": 90, "limit": 0, "selection": "per-layer-head", **options}
     made = Scorer(
-        case.pools, case.tables, columns=columns, v_buffers=case.value_pools, value_share=share, kernels=kernels,
+        case.pools, case.tables, num_tokens=num_tokens, v_buffers=case.value_pools, value_share=share, kernels=kernels,
         **options,
     )  # fmt: skip
     if kernels:
@@ -133,8 +133,8 @@ def test_launches_in_parts_equal_the_twin_where_values_decide(device, share):
     case = KernelCase(lengths=[90, 64, 77], device=device, layers=3, kv_heads=1, group=2, head_dim=16)
     expected = valued(case, share, False).keep(*arguments(case))
     launches = set()
-    for columns in (40, 90, 200):
-        ours = valued(case, share, True, columns)
+    for num_tokens in (40, 90, 200):
+        ours = valued(case, share, True, num_tokens)
         launches.add(ours.plan.launch(90))
         torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
         assert torch.equal(ours.keep(*arguments(case, slice(1, 2)))[0], expected[1])
@@ -177,8 +177,8 @@ def test_no_key_is_read_where_values_decide_alone(device, kernels):
 def test_scores_for_inspection_are_those_that_decide(device, aggregation):
     """Prevents scores that are shown from being others than those that serve, also where they come in pieces."""
     case = KernelCase(lengths=[90, 64, 70], device=device, layers=3, head_dim=16)
-    for columns in (40, 90, 300):
-        options = {"columns": columns, "longest": 90, "aggregation": aggregation, "limit": 0}
+    for num_tokens in (40, 90, 300):
+        options = {"num_tokens": num_tokens, "longest": 90, "aggregation": aggregation, "limit": 0}
         ours, theirs = (Scorer(case.pools, case.tables, kernels=kernels, **options) for kernels in (True, False))
         found, expected = (each.scores(*arguments(case)[:3]) for each in (ours, theirs))
         assert found.shape == expected.shape
@@ -243,13 +243,13 @@ def test_any_request_within_the_plan_fits(selection, share, aggregation):
     """Prevents a workspace size that is announced and then not enough, for few long rows and for many short ones."""
     for limit in (0, 1 << 20, 64 << 20):
         plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
-        for columns in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
-            requests, layers = plan.launch(columns)
-            assert plan.needs(requests, columns, layers) <= plan.bytes()
+        for num_tokens in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
+            requests, layers = plan.launch(num_tokens)
+            assert plan.needs(requests, num_tokens, layers) <= plan.bytes()
             assert requests >= 1 <= layers <= 36
-            assert layers == 36 or (requests == 1 and columns > 2176)
+            assert layers == 36 or (requests == 1 and num_tokens > 2176)
             # No request more would fit, or no layer: launches are as few as can be.
-            assert plan.needs(requests + 1, columns, layers) > plan.bytes() or layers < 36
+            assert plan.needs(requests + 1, num_tokens, layers) > plan.bytes() or layers < 36
 
 
 def test_workspace_holds_what_decides():

@@ -15,8 +15,8 @@ from sglang_triattn.kernels.select.reference import SELECTIONS, importance_torch
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
     """What `score_triton` would hand over with `scores`; NaN where it need not write."""
-    requests, layers, heads, columns = scores.shape
-    moments = torch.full((requests, layers, heads, -(-columns // CHUNK), 2), float("nan"))
+    requests, layers, heads, num_tokens = scores.shape
+    moments = torch.full((requests, layers, heads, -(-num_tokens // CHUNK), 2), float("nan"))
     for r, length in enumerate(lengths):
         rows = scores[r, ..., : length - recent].double()
         for c in range(-(-rows.shape[-1] // CHUNK)):
@@ -127,14 +127,14 @@ def test_keep_equals_a_stable_sort(device, values, keep, recent):
     check_keep(device, importance, lengths, keep, recent)
 
 
-@pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, BLOCK + 1, 16384, 20001])
-def test_keep_of_long_rows(device, columns):
+@pytest.mark.parametrize("num_tokens", [BLOCK - 1, BLOCK, BLOCK + 1, 16384, 20001])
+def test_keep_of_long_rows(device, num_tokens):
     """Prevents seams between blocks, and a limit on the length of a row."""
-    generator = torch.Generator().manual_seed(columns)
-    lengths = [columns, columns // 2 + 130]
+    generator = torch.Generator().manual_seed(num_tokens)
+    lengths = [num_tokens, num_tokens // 2 + 130]
     for importance in (
-        torch.randn(2, 1, columns, generator=generator),
-        torch.randint(0, 9, (2, 1, columns), generator=generator).float(),
+        torch.randn(2, 1, num_tokens, generator=generator),
+        torch.randint(0, 9, (2, 1, num_tokens), generator=generator).float(),
     ):
         check_keep(device, importance, lengths, 2048, 128)
 

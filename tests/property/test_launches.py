@@ -63,7 +63,7 @@ def log_calls(owner: object, name: str, shown: str, log: list[str]) -> None:
 
 
 def launches(sim: Simulation) -> list[tuple[int, int]]:
-    """[rows, columns] of every launch of the scorer from here on."""
+    """[rows, num_tokens] of every launch of the scorer from here on."""
     seen: list[tuple[int, int]] = []
     keep = sim.compressor._scorer.keep
 
@@ -127,7 +127,7 @@ def test_a_long_row_does_not_widen_the_others(page_size):
     first = [requests_patch.frozen_of(running.req, sim.config, page_size) for running in (wide, *narrow)]
     seen = launches(sim)
     check_rounds(sim)
-    assert len({width_for(columns) for _, columns in seen}) == len(seen) == 2
+    assert len({width_for(num_tokens) for _, num_tokens in seen}) == len(seen) == 2
     lengths = 110 - first[0], max(BUDGET + INTERVAL for _ in narrow)
     assert seen == [(1, lengths[0]), (3, lengths[1])]
     for running in (wide, *narrow):

@@ -143,10 +143,10 @@ def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
 _SERVING = """
 import os
 from pathlib import Path
-from sglang_triattn.calibration_job import CalibrationJob
+from sglang_triattn.calibration.job import CalibrationJob
 
 def calibrate_first(_, scheduler, *rest, **more):
-    from sglang_triattn.patches.calibration import calibrate_scheduler, _Run
+    from sglang_triattn.patches.calibration.measure import calibrate_scheduler, _Run
     from sglang_triattn.stats import save_stats
     job = CalibrationJob(windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150)
     choose, chosen = _Run._choose, []

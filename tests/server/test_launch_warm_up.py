@@ -21,7 +21,7 @@ from harness import (
 # As on a CUDA device. Under Triton's interpreter the kernels run on a CPU; without it Triton finds no device for them.
 KERNELS = """
 def activate():
-    from sglang_triattn.patches import warm_up
+    from sglang_triattn.patches.model import warm_up
 
     warm_up.runs_kernels = lambda device: True
 """

@@ -95,11 +95,11 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
             continue
         first = frozen_length(sim, running)
         length = old.shape[-1]
-        due = length - first >= budget_for(settings, first) + settings.interval
+        due = length - first >= kept_private(settings, first) + settings.interval
         if running.evicted == evicted:
             assert not due, "a due round did not run"
             continue
-        keep = budget_for(settings if due else settings.under_pressure(), first)
+        keep = kept_private(settings if due else settings.under_pressure(), first)
         running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
         if running.first_tainted is None:
             running.first_tainted = length
@@ -162,7 +162,7 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int,
         assert (new == new[:1, :1]).all(), "heads hold different tokens"
 
 
-def budget_for(config, frozen: int) -> int:
+def kept_private(config, frozen: int) -> int:
     """Private tokens that the settings promise to a request with `frozen` frozen ones."""
     return config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
 

@@ -94,7 +94,7 @@ class Memory:
             Scorer(
                 self.pool.k_buffer,
                 build_tables(mean, mean.abs() + 0.1, inv_freq, 1.0, "half", KV_HEADS, "cpu"),
-                columns=CONTEXT,
+                num_tokens=CONTEXT,
                 longest=CONTEXT,
                 selection=self.config.selection,
                 v_buffers=self.pool.v_buffer,

@@ -97,7 +97,7 @@ def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_siz
     # So that rows of these lengths are long ones too, for one program and for the memory of all layers.
     monkeypatch.setattr(keep_kernel, "BLOCK", 16)
     sim = Simulation(page_size, kernels=True, selection=selection, value_share=share)
-    sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, columns=20, limit=0)
+    sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, num_tokens=20, limit=0)
     assert sim.compressor.workspace_plan.launch(CONTEXT) == (1, 1)
     generator = torch.Generator().manual_seed(1)
     buffers = [*sim.pool.k_buffer, *sim.pool.v_buffer]

@@ -2,7 +2,7 @@
 
 A server is three processes, each of which imports torch, transformers, FlashInfer and more for ten seconds. A
 forkserver, one for each test process, has done that once. It has imported neither SGLang nor this package: each process
-of a server does that itself, in its usual order, so that plugins and hooks come as they do in `python -m sglang.launch_server`.
+of a server does that itself, in its usual order, so that plugins and hooks come as in `python -m sglang.launch_server`.
 The processes are related as there, too: the server leads a session, and what it spawns are its children.
 
 What is not started here starts in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
@@ -116,7 +116,7 @@ def run_script(forkserver: Forkserver, script: Path, arguments: Sequence[str], e
 # What the installed command runs.
 COMMAND = """
 import sys
-from sglang_triattn.cli import main
+from sglang_triattn.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -139,7 +139,7 @@ def test_running_out_of_memory_is_explained(ready, capsys, monkeypatch):
 def test_help_loads_neither_torch_nor_transformers():
     """Prevents a help text that takes seconds to appear."""
     code = (
-        "import sys; from sglang_triattn import cli\n"
+        "import sys; from sglang_triattn.cli import main as cli\n"
         "try: cli.main(['calibrate', '--help'])\n"
         "except SystemExit as exit: assert exit.code == 0\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'"

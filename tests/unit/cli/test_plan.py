@@ -152,7 +152,7 @@ def test_a_smaller_budget_never_fits_fewer_requests(budgets, interval, prompt, p
 def test_needs_neither_sglang_nor_transformers():
     """Prevents a calculator that cannot run, or takes half a minute, where no server is to be started."""
     code = (
-        "import sys; from sglang_triattn import cli\n"
+        "import sys; from sglang_triattn.cli import main as cli\n"
         f"assert cli.main(['plan', '--model', {str(QWEN3_32B)!r}, '--memory', '80G']) == 0\n"
         "assert not {'sglang', 'transformers', 'triton'} & set(sys.modules), 'heavy import'"
     )

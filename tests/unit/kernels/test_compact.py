@@ -120,14 +120,14 @@ def test_a_cut_never_copies_more_than_the_end_of_the_row(sets):
 
 def test_where_a_row_is_cut():
     """Prevents half a page from being cut out, or newest tokens with it."""
-    assert cut_column(keep=2048, recent=512, frozen=77, evicted=128, page_size=1) == 1536
-    assert cut_column(keep=2048, recent=512, frozen=64, evicted=128, page_size=16) == 1536
+    assert cut_column(num_kept=2048, recent=512, frozen=77, evicted=128, page_size=1) == 1536
+    assert cut_column(num_kept=2048, recent=512, frozen=64, evicted=128, page_size=16) == 1536
     # Behind an odd number of frozen tokens the page begins earlier.
-    assert cut_column(keep=2048, recent=512, frozen=4, evicted=128, page_size=16) == 1532
-    assert cut_column(keep=2048, recent=500, frozen=64, evicted=128, page_size=16) == 1536
-    assert cut_column(keep=2048, recent=512, frozen=64, evicted=100, page_size=16) is None
-    assert cut_column(keep=40, recent=38, frozen=4, evicted=16, page_size=16) is None
-    assert cut_column(keep=40, recent=40, frozen=0, evicted=1, page_size=1) == 0
+    assert cut_column(num_kept=2048, recent=512, frozen=4, evicted=128, page_size=16) == 1532
+    assert cut_column(num_kept=2048, recent=500, frozen=64, evicted=128, page_size=16) == 1536
+    assert cut_column(num_kept=2048, recent=512, frozen=64, evicted=100, page_size=16) is None
+    assert cut_column(num_kept=40, recent=38, frozen=4, evicted=16, page_size=16) is None
+    assert cut_column(num_kept=40, recent=40, frozen=0, evicted=1, page_size=1) == 0
 
 
 def test_slide_never_reads_what_an_earlier_move_wrote():

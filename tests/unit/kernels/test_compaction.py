@@ -23,7 +23,16 @@ class Server:
     """A scorer and a mover over a pool of `slots`; on the meta device everything has a size and no memory."""
 
     def __init__(
-        self, selection: str, *, layers=LAYERS, heads=HEADS, slots=500, device="cpu", columns=100, share=0.0, **options
+        self,
+        selection: str,
+        *,
+        layers=LAYERS,
+        heads=HEADS,
+        slots=500,
+        device="cpu",
+        num_tokens=100,
+        share=0.0,
+        **options,
     ):
         generator = torch.Generator().manual_seed(0)
         mean = torch.complex(*torch.randn(2, layers, heads, 8, generator=generator))
@@ -31,7 +40,7 @@ class Server:
         self.k, self.v = (
             [torch.randn(slots, heads, 16, generator=generator).to(device) for _ in range(layers)] for _ in "kv"
         )
-        scores = {"columns": columns, "longest": columns, "selection": selection}
+        scores = {"num_tokens": num_tokens, "longest": num_tokens, "selection": selection}
         values = {"v_buffers": self.v, "value_share": share}
         self.scorer = Scorer(self.k, tables, **scores, **values, **options)
         self.mover = Mover(self.k, self.v, **options)
@@ -125,12 +134,12 @@ def no_launches(monkeypatch):
             monkeypatch.setattr(module, name, Launch())
 
 
-def peak(selection: str, strategy: str, *, requests: int, columns: int, keep: int, share: float = 0.0) -> int:
+def peak(selection: str, strategy: str, *, requests: int, num_tokens: int, keep: int, share: float = 0.0) -> int:
     """Bytes that a round of a model of 36 layers and 8 KV heads takes on top of what is held anyway."""
-    options = {"layers": 36, "heads": 8, "slots": 16, "device": "meta", "kernels": True, "columns": columns}
+    options = {"layers": 36, "heads": 8, "slots": 16, "device": "meta", "kernels": True, "num_tokens": num_tokens}
     server = Server(selection, share=share, **options)
     lengths = torch.empty(requests, dtype=torch.int64, device="meta")
-    slots = torch.empty(requests, columns, dtype=torch.int32, device="meta")
+    slots = torch.empty(requests, num_tokens, dtype=torch.int32, device="meta")
     with Live() as live:
         cut = keep - 128 if strategy == "fill" else None
         compact_rows(server.scorer, server.mover, slots, lengths, lengths, keep, 128, strategy, cut)
@@ -138,22 +147,22 @@ def peak(selection: str, strategy: str, *, requests: int, columns: int, keep: in
     return live.most
 
 
-@pytest.mark.parametrize(("columns", "keep"), [(2176, 2048), (6000, 2048), (40_000, 1024)])
+@pytest.mark.parametrize(("num_tokens", "keep"), [(2176, 2048), (6000, 2048), (40_000, 1024)])
 @pytest.mark.parametrize(
     ("selection", "strategy", "share"),
     [("union", "remap", 0), ("shared-mean", "fill", 0), ("per-head", "slide", 0),
      *(("per-layer-head", strategy, share) for strategy in ("fill", "slide") for share in (0, 0.75)),
      ("per-layer-head", "fill", 1)],
 )  # fmt: skip
-def test_memory_of_a_round_is_bounded(no_launches, selection, strategy, share, columns, keep):
+def test_memory_of_a_round_is_bounded(no_launches, selection, strategy, share, num_tokens, keep):
     """Prevents an out-of-memory error under load: nothing of this is in the plan by which the KV pool was sized."""
-    rows = 256 * columns * 4
-    most = peak(selection, strategy, requests=256, columns=columns, keep=keep, share=share)
+    rows = 256 * num_tokens * 4
+    most = peak(selection, strategy, requests=256, num_tokens=num_tokens, keep=keep, share=share)
     assert most <= SLICE_BYTES + (rows if strategy == "remap" else 0) + (1 << 20)
     # What is said of one request is true, and not far too much.
-    each = request_bytes(kept_sets(selection, 36, 8), keep, columns, strategy)
-    one = peak(selection, strategy, requests=1, columns=columns, keep=keep, share=share)
-    assert 0.5 * each <= one <= each + columns * 4 + (1 << 16)
+    each = request_bytes(kept_sets(selection, 36, 8), keep, num_tokens, strategy)
+    one = peak(selection, strategy, requests=1, num_tokens=num_tokens, keep=keep, share=share)
+    assert 0.5 * each <= one <= each + num_tokens * 4 + (1 << 16)
 
 
 def test_first_hole_is_found_in_little_memory():

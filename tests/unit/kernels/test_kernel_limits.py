@@ -17,7 +17,7 @@ def pools(*, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16) -> list[torch
 def build_scorer(k_buffers: list[torch.Tensor], *, group=3, frequencies=32, **options) -> Scorer:
     mean = torch.ones(2, 2 * group, frequencies, dtype=torch.complex64)
     tables = build_tables(mean, mean.abs(), torch.ones(frequencies), 1.0, "half", 2, "cpu")
-    return Scorer(k_buffers, tables, **{"columns": 100, "longest": 200, "kernels": True, "limit": 0} | options)
+    return Scorer(k_buffers, tables, **{"num_tokens": 100, "longest": 200, "kernels": True, "limit": 0} | options)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

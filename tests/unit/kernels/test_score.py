@@ -76,10 +76,10 @@ class Case:
         self.inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         self.mean = torch.complex(randn(layers, kv_heads * group, half), randn(layers, kv_heads * group, half))
         self.abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
-        self.lengths, columns, count = lengths, max(lengths), sum(lengths)
+        self.lengths, num_tokens, count = lengths, max(lengths), sum(lengths)
         # One slot more than tokens: slot 0, used for padding, belongs to nobody.
         order = 1 + torch.randperm(count + 5, generator=generator)[:count]
-        self.slots = torch.zeros(len(lengths), columns, dtype=torch.int64)
+        self.slots = torch.zeros(len(lengths), num_tokens, dtype=torch.int64)
         self.next_positions = torch.tensor([100 * r + 2 * n + 3 for r, n in enumerate(lengths)])
         shape = (count + 6, kv_heads, head_dim)
         filler = torch.full(shape, float("nan") if poison else 0.0)

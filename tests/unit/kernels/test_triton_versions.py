@@ -7,7 +7,7 @@ import pytest
 from checkout import ROOT
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-FILES = [*sorted((ROOT / "kernels").glob("*.py")), ROOT / "tools" / "compile_kernels.py"]
+FILES = [*sorted((ROOT / "kernels").rglob("*.py")), ROOT / "tools" / "compile_kernels.py"]
 
 # What was found in Triton 3.6.0 and in 3.8.0, and compiled and interpreted with both. Before a name is added, look at
 # both and run what benchmarks/README.md says.

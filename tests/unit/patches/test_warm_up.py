@@ -65,7 +65,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
 
 
 def compressor(
-    device: Device, *, columns: int = 96, longest: int = 8192, limit: int = 1 << 26, moves: bool = False, **settings
+    device: Device, *, num_tokens: int = 96, longest: int = 8192, limit: int = 1 << 26, moves: bool = False, **settings
 ):
     """A compressor that writes down what it is made to rehearse."""
     launches = []
@@ -78,7 +78,7 @@ def compressor(
         device=torch.device("cpu"),
         config=Config("s", **{"budget": 64, "interval": 32, "recent": 16, "selection": "shared-mean", **settings}),
         strategies=("slide", "fill") if moves else ("remap",),
-        workspace_plan=WorkspacePlan(4, 8, 2, 16, columns, longest, limit),
+        workspace_plan=WorkspacePlan(4, 8, 2, 16, num_tokens, longest, limit),
         score_and_move=score_and_move,
         launches=launches,
     )
@@ -102,14 +102,14 @@ def test_nothing_is_rehearsed_without_kernels():
 
 
 @pytest.mark.parametrize(
-    ("columns", "longest", "widths"),
+    ("num_tokens", "longest", "widths"),
     [(96, 512, [96, 512]), (96, 8192, [96, BLOCK + 1]), (5000, 8192, [BLOCK, BLOCK + 1]), (96, 96, [96])],
 )
 @pytest.mark.parametrize("moves", [False, True])
-def test_every_kind_of_launch(columns, longest, widths, moves):
+def test_every_kind_of_launch(num_tokens, longest, widths, moves):
     """Prevents a kernel that compiles in a round: for long rows, or for requests with settings of their own."""
     scheduler = pretended()
-    found = compressor(scheduler.device_module, columns=columns, longest=longest, moves=moves)
+    found = compressor(scheduler.device_module, num_tokens=num_tokens, longest=longest, moves=moves)
     warm_up.rehearse(scheduler, found)
     strategies = ["slide", "fill"] if moves else ["remap"]
     seen = [(launch.slots.shape[1], launch.kind.strategy) for launch in found.launches]
@@ -117,7 +117,7 @@ def test_every_kind_of_launch(columns, longest, widths, moves):
     for launch in found.launches:
         assert not launch.slots.any(), "only the padding slot may be touched"
         assert launch.facts[2].tolist() == [launch.slots.shape[1]]
-        assert launch.kind.keep == launch.kind.cut < launch.slots.shape[1]
+        assert launch.kind.num_kept == launch.kind.cut < launch.slots.shape[1]
 
 
 @pytest.mark.parametrize(("recent", "rehearsed"), [(16, [0, 16]), (64, [0, 64]), (0, [0])])
@@ -163,7 +163,7 @@ def unreadable(*_) -> Scorer:
     pools = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8, dtype=torch.bfloat16)]
     mean = torch.ones(2, 4, 4, dtype=torch.complex64)
     tables = build_tables(mean, mean.abs(), torch.ones(4), 1.0, "half", 2, "cpu")
-    return Scorer(pools, tables, columns=8, longest=8, kernels=True)
+    return Scorer(pools, tables, num_tokens=8, longest=8, kernels=True)
 
 
 def test_what_goes_wrong_while_measuring_is_refused_too(monkeypatch):

@@ -28,7 +28,7 @@ def test_reserved_once_and_as_planned():
     (hook,) = workspace.hooks()
     hook.function(configurator("meta"), 1.0)
     memory, plan = workspace.memory, workspace.plan
-    assert (plan.layers, plan.q_heads, plan.kv_heads, plan.columns, plan.longest) == (3, 8, 2, 512, 4096)
+    assert (plan.layers, plan.q_heads, plan.kv_heads, plan.num_tokens, plan.longest) == (3, 8, 2, 512, 4096)
     assert memory.numel() * memory.element_size() == plan.bytes()
     hook.function(configurator("meta"), 1.0)
     assert workspace.memory is memory

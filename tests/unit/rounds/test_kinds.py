@@ -36,7 +36,7 @@ def plan_of(frozen: int, length: int, page_size: int, keep: int = 64) -> Plan:
 def test_rows_are_cut_where_whole_pages_can_go(page_size, frozen, length, recent, strategy, cut):
     """Prevents copies of all kept tokens where a few would do, and a last page that is not the one being written."""
     kind = kind_for(CONFIG, plan_of(frozen, length, page_size), recent, moves=True, page_size=page_size)
-    assert (kind.strategy, kind.cut, kind.keep, kind.recent) == (strategy, cut, 64, recent)
+    assert (kind.strategy, kind.cut, kind.num_kept, kind.recent) == (strategy, cut, 64, recent)
 
 
 def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
@@ -55,7 +55,7 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
 )  # fmt: skip
 def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
     """Prevents old tokens from being taken for the newest ones, and early rounds that wait for what is known."""
-    kind = Kind(keep=64, recent=48, strategy=strategy, cut=cut, width=128)
+    kind = Kind(num_kept=64, recent=48, strategy=strategy, cut=cut, width=128)
     assert kind.unordered_len(plan_of(16, 112, 16), before) == after
 
 

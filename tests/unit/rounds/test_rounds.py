@@ -30,7 +30,7 @@ def test_total_scope_counts_the_frozen_prefix(frozen, kept):
     plan = functools.partial(plan_round, config, frozen=frozen, evicted_before=0, page_size=1)
     assert plan(length=frozen + kept + 29) is None
     due = plan(length=frozen + kept + 30)
-    assert (due.budget_for, due.new_length) == (kept, frozen + kept)
+    assert (due.kept_private, due.new_length) == (kept, frozen + kept)
     assert dataclasses.replace(config, recent=0).budget_for(500) == 1
 
 
@@ -75,6 +75,6 @@ def test_rounds_under_pressure_keep_less():
     """Prevents early rounds below the floor that the user set, and rounds that evict nothing."""
     config = dataclasses.replace(CONFIG, pressure_budget=40).under_pressure()
     early = functools.partial(plan_eviction, config, frozen=64, evicted_before=0, page_size=1)
-    assert early(length=64 + 41).budget_for == 40
+    assert early(length=64 + 41).kept_private == 40
     assert early(length=64 + 40) is None
     assert CONFIG.under_pressure().budget_for(64) == 100
