@@ -81,7 +81,7 @@ def check(step: Step, batch: Batch, steps: int, what: str) -> float:
     """
     ledger, worst, rounds = Ledger(step, batch), 0.0, 0
     for _ in range(steps):
-        expected = _twin_keeps(batch, ledger)
+        expected = _reference_keeps(batch, ledger)
         batch.prepare()
         for r, kept in expected.items():
             agreement = _agreement(batch.kept[r], kept)
@@ -154,7 +154,7 @@ def expected_heads(shape: Shape, layer: Layer, inv_freq: torch.Tensor, qkv: torc
     return prepared(q, layer.q_norm), prepared(k, layer.k_norm), v
 
 
-def _twin_keeps(batch: Batch, ledger: Ledger) -> dict[int, torch.Tensor]:
+def _reference_keeps(batch: Batch, ledger: Ledger) -> dict[int, torch.Tensor]:
     """What the checked requests whose rounds are due should keep."""
     if batch.rounds is None:
         return {}

@@ -46,14 +46,14 @@ def check(pools, slots, kept, strategy, **options):
 
 @pytest.mark.parametrize("strategy", ["slide", "fill"])
 @pytest.mark.parametrize("sets", ["shared", "per-head", "per-layer-head"])
-def test_moves_equal_the_twin(device, sets, strategy):
+def test_moves_equal_the_reference(device, sets, strategy):
     """Prevents rows of another head, layer or request, and rows overwritten before they are read."""
     check(*make_case(device, lengths=[40, 33, 90], keep=33, sets=sets), strategy)
 
 
 @pytest.mark.parametrize(("recent", "cut"), [(1, 32), (13, 20), (13, 17), (20, 0)])
 @pytest.mark.parametrize("sets", ["shared", "per-head", "per-layer-head"])
-def test_moves_around_a_cut_equal_the_twins(device, sets, recent, cut):
+def test_moves_around_a_cut_equal_the_reference(device, sets, recent, cut):
     """Prevents rows of unequal length cut at another's end, and newest tokens that move."""
     lengths = [40, 34, 90]
     case = make_case(device, lengths=lengths, keep=33, sets=sets, recent=recent)

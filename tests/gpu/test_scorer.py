@@ -36,7 +36,7 @@ def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_launches_in_parts_equal_the_twin(device, selection):
+def test_launches_in_parts_equal_the_reference(device, selection):
     """Prevents requests beyond the workspace from being lost, mixed up or answered with another's tokens."""
     case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device, head_dim=16)
     expected = reference(case, selection).keep(*arguments(case))

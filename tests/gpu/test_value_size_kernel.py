@@ -81,7 +81,7 @@ def test_a_request_does_not_notice_its_batch(device, kernel):
         assert torch.equal(sizes[0, ..., : length - 3], together[r, ..., : length - 3])
 
 
-def test_long_rows_of_the_twin():
+def test_long_rows_of_the_reference():
     """Prevents a seam where the reference takes a long row in pieces."""
     pools = [torch.randn(9000, 2, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     slots = torch.randperm(9000, generator=torch.Generator().manual_seed(2))[None]
