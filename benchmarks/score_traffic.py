@@ -25,8 +25,9 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import moves_of
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.value_size import NEWEST, value_count
+from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, TOKENS
-from sglang_triattn.kernels.select.reference import SELECTIONS, kept_sets
+from sglang_triattn.kernels.select.reference import kept_sets
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
 BUDGET = 2048

@@ -13,7 +13,8 @@ import torch
 
 from sglang_triattn.kernels.score.reference import ScoreTables, check_fits, score_torch
 from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
-from sglang_triattn.kernels.select.reference import SHARED, kept_sets, select_torch
+from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.kernels.select.reference import kept_sets, select_torch
 from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
 
 

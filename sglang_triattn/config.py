@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.select import SELECTIONS
 
 ENABLE = "enable_triattention"
 SWITCH = "--" + ENABLE.replace("_", "-")
 PREFIX = "triattention_"
 
-SELECTIONS = ("shared-mean", "union", "per-head", "per-layer-head")
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")

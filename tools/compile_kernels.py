@@ -53,9 +53,9 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.score.reference import CHUNK, STYLES
     from sglang_triattn.kernels.score.tuning import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
     from sglang_triattn.kernels.score.value_size_kernel import value_settings
+    from sglang_triattn.kernels.select import SELECTIONS
     from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, importance_settings
     from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_settings
-    from sglang_triattn.kernels.select.reference import SELECTIONS
 
     # What is beyond a program's heads or a tile's frequencies is launched as what is just beyond them.
     groups, frequencies = range(1, HEADS + 2), range(1, MAX_TILE + ALIGN + 1)

@@ -26,10 +26,10 @@ import torch
 OFFSETS = tuple(2**i for i in range(17))
 """Distances, in tokens, of the future queries that a score averages over: 1, 2, 4, ..., 65536."""
 
-SCRATCH_BYTES = 256 << 20
+WORKSPACE_BYTES = 256 << 20
 """Most device memory that a reference uses beside its result; keys or values are processed in pieces that fit."""
 
-CPU_SCRATCH_BYTES = 4 << 20
+CPU_WORKSPACE_BYTES = 4 << 20
 """The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
 
 CHUNK = 1024
@@ -200,7 +200,7 @@ def score_torch(
 
 def workspace_bytes(pool: torch.Tensor) -> int:
     """Bytes that a reference may use beside its result, on the pool's device."""
-    return CPU_SCRATCH_BYTES if pool.device.type == "cpu" else SCRATCH_BYTES
+    return CPU_WORKSPACE_BYTES if pool.device.type == "cpu" else WORKSPACE_BYTES
 
 
 def gather_slots(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

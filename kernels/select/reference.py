@@ -22,11 +22,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_triattn.kernels.score.value_size import value_count
-
-SHARED = ("union", "shared-mean")
-"""Selections with one kept set for all heads."""
-
-SELECTIONS = (*SHARED, "per-head", "per-layer-head")
+from sglang_triattn.kernels.select import SELECTIONS
 
 MIN_STD = 1e-6
 """Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""

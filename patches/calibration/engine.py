@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.config import SWITCH
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks import Hook, check_version, install
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
@@ -274,5 +274,5 @@ def _children_without_interrupts() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = first_line(error)
     return f"SGLang cannot start the model: it says {reason!r}; correct the arguments after --."

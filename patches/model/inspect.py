@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.stats.file import ModelShape
@@ -18,9 +19,6 @@ from sglang_triattn.stats.file import ModelShape
 # Largest difference between the cosines of a table and those of the frequencies taken from the same module: a table
 # may be kept in bfloat16, which has 8 bits.
 _TABLE_TOLERANCE = 0.02
-
-
-KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class UnsupportedModel(TriAttentionError):
@@ -128,7 +126,7 @@ def check_pool(model_runner: Any) -> None:
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
     key = pool.get_key_buffer(0)
-    if key.dtype not in KEY_DTYPES:
+    if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
 
 

@@ -28,7 +28,7 @@ from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
-from sglang_triattn.kernels.select.reference import SHARED
+from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.scheduler.admission import reserved_of
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
 from sglang_triattn.patches.scheduler.conversations import Conversations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.select.reference import SHARED
+from sglang_triattn.kernels.select import SHARED
 
 
 def own_heads(scheduler: Any, q_heads: int) -> slice:

@@ -20,6 +20,7 @@ from sglang_triattn.calibration.job import (
 from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.resume import load_progress
 from sglang_triattn.calibration.texts import read_windows
+from sglang_triattn.errors import first_line
 from sglang_triattn.model.fingerprint import model_fingerprint
 
 
@@ -75,7 +76,7 @@ def loaded(kind, model_path: str, **options):
     try:
         return kind.from_pretrained(model_path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise CalibrationError(
             f"Model {model_path} cannot be loaded: transformers says {reason!r}; give a model folder or a "
             "Hugging Face name."

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.errors import first_line
 
 # No common tokenizer averages more characters a token; reading on would only load a corpus into memory.
 _CHARACTERS_PER_TOKEN = 16
@@ -67,7 +68,7 @@ def _chats(path: str, tokenizer: Any) -> Iterator[list[int]]:
             try:
                 yield template_ids(tokenizer, messages)
             except Exception as error:  # a template is a program of the model's maker
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+                reason = first_line(error)
                 raise CalibrationError(
                     f"Line {number} of {path} does not fit the model's chat template, which says {reason!r}: correct "
                     "or remove the line."

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.stats.file import INV_FREQ_RTOL, QueryStats, load_stats
@@ -62,7 +62,7 @@ def score_case(
         tables = _tables(fields, loaded, Path(case), device)
         keys = torch.as_tensor(fields["keys_cached"]).to(device, DTYPES[dtype])
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise TriAttentionError(f"The case cannot be scored on --device {device}: {reason}.") from error
     # The kernels address heads of a token side by side, as SGLang's pool holds them.
     pools = [layer.transpose(0, 1).contiguous() for layer in keys]

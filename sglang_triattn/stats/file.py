@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.files import write_safetensors
 from sglang_triattn.model.rope import Rope
 
@@ -93,7 +93,7 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
     try:
         write_safetensors(path, tensors, metadata)
     except (OSError, SafetensorError) as error:
-        raise StatsError(f"Cannot write statistics to {path}: {_reason(error)}.") from error
+        raise StatsError(f"Cannot write statistics to {path}: {first_line(error)}.") from error
 
 
 def load_stats(path: str | os.PathLike) -> QueryStats:
@@ -114,7 +114,7 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
         else:
             raise StatsError(f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt.")
     except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise StatsError(f"Statistics file {path} cannot be read ({_reason(error)}): {_RECALIBRATE}") from error
+        raise StatsError(f"Statistics file {path} cannot be read ({first_line(error)}): {_RECALIBRATE}") from error
     _check_numbers(stats)
     return stats
 
@@ -188,7 +188,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             source=str(path),
         )
     except (KeyError, ValueError, RuntimeError) as error:
-        raise StatsError(f"Statistics file {path} is incomplete ({_reason(error)}): {_RECALIBRATE}") from error
+        raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {_RECALIBRATE}") from error
 
 
 def _read_pt(path: Path) -> QueryStats:
@@ -253,9 +253,3 @@ def _check_numbers(stats: QueryStats) -> None:
 
 def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an error, short enough for one sentence."""
-    text = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-    return text[:200].rstrip(". ")

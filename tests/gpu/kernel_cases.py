@@ -1,7 +1,8 @@
-"""Random models and requests for kernel tests; scores and sizes of values written out in float64."""
+"""Random models and requests for kernel tests; scores, importance and sizes of values written out in float64."""
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sglang_triattn.kernels.score.reference import OFFSETS, build_tables
@@ -24,6 +25,19 @@ def published_means(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         for field in ("q_mean_real", "q_mean_imag", "q_abs_mean")
     )
     return torch.complex(real, imag), size
+
+
+def importance_reference(scores: np.ndarray, candidates: int, selection: str, kv_heads: int) -> np.ndarray:
+    """[kept sets, candidates] float64: docs/method.md in plain numpy, for scores [L, H_q, n] of one request."""
+    rows = scores[..., :candidates].astype(np.float64)
+    z = (rows - rows.mean(-1, keepdims=True)) / np.maximum(rows.std(-1, keepdims=True), 1e-6)
+    grouped = z.reshape(z.shape[0], kv_heads, -1, candidates).max(2)
+    return {
+        "union": z.max((0, 1))[None],
+        "shared-mean": z.mean((0, 1))[None],
+        "per-head": grouped.mean(0),
+        "per-layer-head": grouped.reshape(-1, candidates),
+    }[selection]
 
 
 class KernelCase:

@@ -8,8 +8,8 @@ import torch
 from kernel_cases import KernelCase
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
+from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import importance_triton
-from sglang_triattn.kernels.select.reference import SELECTIONS
 
 KEEP, RECENT = 40, 8
 

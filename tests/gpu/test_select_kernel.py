@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernel_cases import KernelCase, may_race, published_means
+from kernel_cases import KernelCase, importance_reference, may_race, published_means
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.reference import CHUNK, build_tables
 from sglang_triattn.kernels.score.score_kernel import score_triton
+from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import importance_triton
 from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_triton
-from sglang_triattn.kernels.select.reference import SELECTIONS, importance_torch, keep_torch, select_torch
+from sglang_triattn.kernels.select.reference import importance_torch, keep_torch, select_torch
 
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
@@ -49,18 +50,6 @@ def select(device, scores, lengths, keep, recent, selection, kv_heads):
     arguments = (scores.to(device), moments_of(scores, lengths, recent).to(device))
     on_device = torch.tensor(lengths, device=device)
     return select_by_kernels(*arguments, on_device, keep, recent, selection=selection, num_kv_heads=kv_heads).cpu()
-
-
-def importance_reference(scores: np.ndarray, candidates: int, selection: str, kv_heads: int) -> np.ndarray:
-    rows = scores[..., :candidates].astype(np.float64)
-    z = (rows - rows.mean(-1, keepdims=True)) / np.maximum(rows.std(-1, keepdims=True), 1e-6)
-    grouped = z.reshape(z.shape[0], kv_heads, -1, candidates).max(2)
-    return {
-        "union": z.max((0, 1))[None],
-        "shared-mean": z.mean((0, 1))[None],
-        "per-head": grouped.mean(0),
-        "per-layer-head": grouped.reshape(-1, candidates),
-    }[selection]
 
 
 @pytest.mark.parametrize(

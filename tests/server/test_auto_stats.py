@@ -16,7 +16,8 @@ import harness
 import prepare_model
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
-from sglang_triattn.kernels.select.reference import SELECTIONS, select_torch
+from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.rounds.scoring import score_tables
 from sglang_triattn.stats.file import load_stats
 from warm import run_command, running_server

@@ -14,7 +14,8 @@ from sglang_triattn.kernels.device_round import SLICE_BYTES, compact_rows, reque
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.reference import build_tables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.kernels.select.reference import SELECTIONS, SHARED, kept_sets
+from sglang_triattn.kernels.select import SELECTIONS, SHARED
+from sglang_triattn.kernels.select.reference import kept_sets
 
 LAYERS, HEADS = 2, 2
 

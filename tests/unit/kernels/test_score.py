@@ -168,7 +168,7 @@ def test_pieces_change_nothing_and_stay_small(monkeypatch, limit, aggregation):
         return result
 
     monkeypatch.setattr(score, "_features", watched)
-    monkeypatch.setattr(score, "CPU_SCRATCH_BYTES", limit)
+    monkeypatch.setattr(score, "CPU_WORKSPACE_BYTES", limit)
     pieces = score_torch(*arguments, aggregation=aggregation)
     torch.testing.assert_close(pieces, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
     one_column = 2 * 2 * 3 * 8 * 4  # requests, KV heads, 3F, bytes: the least that can be asked for

@@ -4,24 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from kernel_cases import importance_reference
 from sglang_triattn.kernels.score.reference import build_tables, score_torch
-from sglang_triattn.kernels.select.reference import SELECTIONS, select_torch
+from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.stats.file import load_stats
 
 
 def reference(scores: np.ndarray, keep: int, recent: int, selection: str, kv_heads: int) -> np.ndarray:
     """Kept sets of one request, scores [L, H_q, n] in float64."""
-    layers, heads, n = scores.shape
+    n = scores.shape[-1]
     candidates = n - recent
-    rows = scores[..., :candidates]
-    z = (rows - rows.mean(-1, keepdims=True)) / np.maximum(rows.std(-1, keepdims=True), 1e-6)
-    grouped = z.reshape(layers, kv_heads, heads // kv_heads, candidates).max(2)
-    importance = {
-        "union": z.max((0, 1)),
-        "shared-mean": z.mean((0, 1)),
-        "per-head": grouped.mean(0),
-        "per-layer-head": grouped,
-    }[selection]
+    importance = importance_reference(scores, candidates, selection, kv_heads)
+    shape = {"per-head": (kv_heads,), "per-layer-head": (scores.shape[0], kv_heads)}.get(selection, ())
+    importance = importance.reshape(*shape, candidates)
     best = np.argsort(-importance, axis=-1, kind="stable")[..., : keep - recent]
     newest = np.broadcast_to(np.arange(candidates, n), (*best.shape[:-1], recent))
     return np.sort(np.concatenate([best, newest], -1), -1)

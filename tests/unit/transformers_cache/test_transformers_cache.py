@@ -9,7 +9,7 @@ import torch
 from cache_cases import CONFIG, PROMPT, TOKENS, UNLIMITED, Newest, make_cache
 from checkout import ROOT
 from oracle import Oracle, oracle_of
-from sglang_triattn.config import SELECTIONS
+from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.rounds.plan import row_bound
 from sglang_triattn.stats.file import StatsError, load_stats
 from sglang_triattn.transformers_cache.feed import compute_dense, feed, forward, replay
