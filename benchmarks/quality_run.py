@@ -50,7 +50,7 @@ class Runner:
     """Runs streams through a model.
 
     Attributes:
-        model: of transformers, loaded with attention by `transformers_queries.ATTENTION`.
+        model: of transformers, loaded with attention by `transformers_cache.queries.ATTENTION`.
         stats: its statistics; needed by choices that `scores`.
         interval: of rounds, in tokens; None means the server's.
         rows: choices side by side.

@@ -1,8 +1,8 @@
 """Settings that compression cannot work with: refused at launch, each with one sentence.
 
 SGLang parts: the resolved settings (sglang/srt/arg_groups/fields/*), the model configuration, the environment.
-What the model's file tells is checked before, in `model_file`; what only the loaded model can tell (its rotary
-embedding, its KV pool) afterwards, in `served_model`.
+What the model's file tells is checked before, in `model_config`; what only the loaded model can tell (its rotary
+embedding, its KV pool) afterwards, in `patches/model/inspect.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def config_of(server_args: Any) -> Config | None:
 
 
 def calibration_of(server_args: Any) -> Any:
-    """What `calibration_launch` asks the schedulers of this record to measure, or None where they serve."""
+    """What `calibration.engine` asks the schedulers of this record to measure, or None where they serve."""
     return getattr(server_args, _CALIBRATION, None)
 
 

@@ -8,7 +8,7 @@ and retracts requests when it was not. A compressed request never holds more tha
 exactly the rest up to there is reserved, for all of them and in full: the pool is never over-promised.
 
 A prefill that is longer than the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit
-what was reserved for it, with rounds between them (`prefill`).
+what was reserved for it, with rounds between them (`chunked_prefill`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ through which SGLang's own books count rows that no request holds.
 
 A request that names a conversation leaves its row here when it ends: slots, tree lock on the frozen prefix, and the
 token ids that were computed, evicted ones included. The next request of that name whose ids start with all of these
-goes on behind the row, as one does between two chunks of a prefill (`prefill`). Any other starts afresh.
+goes on behind the row, as one does between two chunks of a prefill (`chunked_prefill`). Any other starts afresh.
 
 Who owns a row:
 

@@ -155,7 +155,7 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
         frequencies=sizes.head_dim // 2,
-        columns=columns,
+        num_tokens=columns,
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
