@@ -13,9 +13,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from server import running_server
-from tiny_model import VOCABULARY, build_tiny_model
+from tiny_model import build_tiny_model
 
-__all__ = ["VOCABULARY", "prepared_model", "serving"]
+# As large as those of real models, whose logits take their part of a decode step.
+VOCABULARY = 32768
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def prepared_model(model: str | None, stats: str | None):
         yield model, stats or "auto"
         return
     with tempfile.TemporaryDirectory() as folder:
-        tiny = build_tiny_model(Path(folder))
+        tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY)
         yield str(tiny.path), str(tiny.stats)
 
 
