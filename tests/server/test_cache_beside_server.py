@@ -96,7 +96,7 @@ def margin(ranks: torch.Tensor, kept: int) -> float:
     return float((ranked[..., kept - 1] - ranked[..., kept]).min())
 
 
-# Flags of the server, what they change in the settings, its page size, the prompt: one without rounds too close to call.
+# Flags of the server, what they change in the settings, its page size, a prompt without rounds too close to call.
 CASES = {
     "default": ((), {}, 1, prompt(15, 50)),
     "union-remapped": ((), {"selection": "union"}, 1, prompt(7, 50)),
