@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 
-# They take minutes each: neither of two test processes should be left with one of them when the other has ended.
-FIRST = ("test_interpreted.py", "test_interpreted_selection.py")
-
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    """What takes minutes comes first: neither of two test processes should be left with it when the other has ended."""
+    items.sort(key=lambda item: item.path.parent.name != "slow")
 
 
 @pytest.fixture(scope="session")

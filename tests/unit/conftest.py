@@ -1,33 +1,21 @@
-"""For all tests here: the command `sglang-triattn plan`, and what the quality benchmark is tried on."""
+"""For all tests here: the command `sglang-triattn plan`, and the quality benchmark's modules."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from quality_cases import modules
+from random_model import folder, model
 from sglang_triattn.cli import main as cli
-from tiny_models import COMMON, make_model
+
+__all__ = ["bench", "folder", "model", "run_plan"]
 
 
 @pytest.fixture(scope="module")
 def bench():
     """The quality benchmark's modules."""
     return modules()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of a random model."""
-    return make_model(tmp_path_factory.mktemp("quality") / "model", transformers.LlamaConfig(**COMMON))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    return load(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 
 
 @pytest.fixture

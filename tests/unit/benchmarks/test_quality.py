@@ -1,46 +1,12 @@
 """The quality benchmark measures what it says: answers, agreement, and how sure it is."""
 
 import dataclasses
-import importlib
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from quality_cases import FOLDER, cells_of, random_stats, runner_of, stream_of
+from quality_cases import cells_of, runner_of, stream_of
 from recalling import FILLER, QUESTION, recalling_model
-from sglang_triattn.stats.file import save_stats
-
-
-def test_a_quick_run(folder, model, tmp_path, monkeypatch):
-    """Prevents a benchmark that does not run as users run it, leaves a policy out, or cannot be drawn."""
-    save_stats(random_stats(model), tmp_path / "stats.safetensors")
-    out = tmp_path / "quality.json"
-    command = [sys.executable, str(FOLDER / "quality.py"), "--quick", "--model", str(folder), "--json", str(out)]
-    command += ["--stats", str(tmp_path / "stats.safetensors")]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    content = json.loads(out.read_text())
-    assert set(content) == {"command", "date", "quick", "machine", "versions", "setting", "rows"}
-    assert len(content["setting"]["streams"]) == 3
-    rows = content["rows"]
-    assert set(rows[0]) == {"task", "share", "policy", "questions", "right", "logprob", "low", "high"}
-    policies = {row["policy"] for row in rows}
-    assert {"dense", "default", "union", "shared-mean", "per-head", "per-layer-head", "snapkv", "random"} < policies
-    tasks = {row["task"] for row in rows}
-    assert {"facts", "early", "words", "state", "text"} == tasks
-    assert len(rows) == len(policies) * len(tasks) * 2
-    for row in rows:
-        assert row["low"] == row["high"] == 0 or row["policy"] != "default"
-        assert row["right"] == 1 or (row["policy"], row["task"]) != ("dense", "text")
-        assert row["policy"] in done.stdout
-    monkeypatch.syspath_prepend(str(FOLDER))
-    plot = importlib.import_module("plot")
-    plot.draw_quality(content, tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("fed", [False, True])

@@ -1,0 +1,56 @@
+"""The benchmarks of quality run as users run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import plot
+from quality_cases import FOLDER, random_stats
+from sglang_triattn.stats.file import save_stats
+
+
+def test_a_quick_run_of_quality(folder, model, tmp_path):
+    """Prevents a benchmark that does not run as users run it, leaves a policy out, or cannot be drawn."""
+    save_stats(random_stats(model), tmp_path / "stats.safetensors")
+    out = tmp_path / "quality.json"
+    command = [sys.executable, str(FOLDER / "quality.py"), "--quick", "--model", str(folder), "--json", str(out)]
+    command += ["--stats", str(tmp_path / "stats.safetensors")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(out.read_text())
+    assert set(content) == {"command", "date", "quick", "machine", "versions", "setting", "rows"}
+    assert len(content["setting"]["streams"]) == 3
+    rows = content["rows"]
+    assert set(rows[0]) == {"task", "share", "policy", "questions", "right", "logprob", "low", "high"}
+    policies = {row["policy"] for row in rows}
+    assert {"dense", "default", "union", "shared-mean", "per-head", "per-layer-head", "snapkv", "random"} < policies
+    tasks = {row["task"] for row in rows}
+    assert {"facts", "early", "words", "state", "text"} == tasks
+    assert len(rows) == len(policies) * len(tasks) * 2
+    for row in rows:
+        assert row["low"] == row["high"] == 0 or row["policy"] != "default"
+        assert row["right"] == 1 or (row["policy"], row["task"]) != ("dense", "text")
+        assert row["policy"] in done.stdout
+    plot.draw_quality(content, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("script", ["foretell.py", "calibration_texts.py"])
+def test_a_quick_run_of_foretelling(folder, model, tmp_path, script):
+    """Prevents a benchmark that does not run as users run it."""
+    save_stats(random_stats(model), tmp_path / "stats.safetensors")
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / script), "--quick", "--model", str(folder), "--json", str(out)]
+    command += ["--stats", str(tmp_path / "stats.safetensors")] if script == "foretell.py" else []
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    captures = [row[kind] for row in rows if "criterion" in row for kind in ("attention", "output")]
+    captures += [value for row in rows if "stream" in row for name, value in row.items() if name != "stream"]
+    assert captures
+    assert all(0 < capture < 1 for capture in captures)
