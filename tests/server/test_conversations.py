@@ -101,7 +101,7 @@ def test_everything_else_starts_afresh(serve, page_size):
     released = turn(client, follow(ids, kept, 43), 150, "c", release=True)
     assert (compression(released)["conversation"], compression(released)["conversation_kept"]) == ("resumed", False)
     after = turn(client, follow(follow(ids, kept, 43), released, 44), 5, "c")
-    assert compression(after)["conversation"] in ("new", "lost")
+    assert compression(after)["conversation"] == "new"
     assert_pool_is_whole(client)
 
 
@@ -136,6 +136,7 @@ def test_conversations_give_way(serve):
     wide = client.generate(prompt(99, 600), 200)
     assert wide["meta_info"]["completion_tokens"] == 200
     assert client.slots_in_use() < held
+    # The clock is the server's own, and 30 turns must fit into a conversation's time.
     time.sleep(12.5)
     turn(client, prompt(98, 5), 1, "newcomer")
     assert client.slots_in_use() == 0

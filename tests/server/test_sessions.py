@@ -63,14 +63,6 @@ def test_session_behind_a_conversation(session):
     assert second["meta_info"]["prompt_tokens"] == 40 + 120 + 12
 
 
-def test_streaming_session_is_refused(serve):
-    """Prevents a session whose row SGLang would keep, and go on behind, while a round changes it."""
-    client = serve("--page-size", "1")
-    response = client.post("/open_session", capacity_of_str_len=1000, streaming=True)
-    assert response.status_code == 400
-    assert "Streaming sessions are disabled" in response.text
-
-
 @contextmanager
 def paused(client: Client, mode: str):
     assert client.post("/pause_generation", mode=mode).status_code == 200

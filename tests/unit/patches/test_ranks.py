@@ -8,10 +8,13 @@ import torch
 from sglang_triattn.patches.scheduler.tensor_parallel import merge_over_ranks, own_heads
 
 
-def scheduler(rank: int, parts: torch.Tensor | None = None, ranks: int = 2) -> SimpleNamespace:
-    """What is read of a scheduler; its group gathers `parts`, whatever a rank gives."""
-    group = SimpleNamespace(rank_in_group=rank, world_size=ranks, all_gather=lambda _, dim: parts)
-    return SimpleNamespace(tp_group=group)
+def scheduler(rank: int, others: torch.Tensor | None = None, ranks: int = 2) -> SimpleNamespace:
+    """What is read of a scheduler; its group gathers what this rank gives, and `others` behind it."""
+
+    def all_gather(own: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat([own, others], dim)
+
+    return SimpleNamespace(tp_group=SimpleNamespace(rank_in_group=rank, world_size=ranks, all_gather=all_gather))
 
 
 def test_ranks_share_the_heads_out():
@@ -24,8 +27,8 @@ def test_ranks_share_the_heads_out():
 @pytest.mark.parametrize(("selection", "expected"), [("union", [4.0, 2.0]), ("shared-mean", [2.5, 1.5])])
 def test_importance_of_all_heads(selection, expected):
     """Prevents a kept set by the heads of one rank alone."""
-    parts = torch.tensor([[[[1.0, 2.0]]], [[[4.0, 1.0]]]])
-    merged = merge_over_ranks(scheduler(0, parts), selection)(parts[0])
+    own, others = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[[4.0, 1.0]]]])
+    merged = merge_over_ranks(scheduler(0, others), selection)(own)
     assert merged.tolist() == [[expected]]
 
 
@@ -41,7 +44,7 @@ def test_heads_with_sets_of_their_own_need_nobody():
 
 def test_a_rank_can_work_apart():
     """Prevents ranks that wait for one that failed: what each does for itself gathers nothing."""
-    merge = merge_over_ranks(scheduler(0, torch.tensor([[[[1.0]]], [[[4.0]]]])), "union")
+    merge = merge_over_ranks(scheduler(0, torch.tensor([[[[4.0]]]])), "union")
     own = torch.tensor([[[1.0]]])
     with merge.apart():
         assert torch.equal(merge(own), own)
