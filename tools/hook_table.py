@@ -1,7 +1,7 @@
 """Write the table of every SGLang function that this package hooks into docs/architecture.md, from the hook lists.
 
-    python tools/hook_table.py            writes it
-    python tools/hook_table.py --check    fails if what stands there is stale
+python tools/hook_table.py            writes it
+python tools/hook_table.py --check    fails if what stands there is stale
 """
 
 import argparse
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from documents import DOCS, generated
 from env import fail
-
 from sglang_triattn.config import Config
 from sglang_triattn.patches import request_validation
 from sglang_triattn.patches.calibration import engine as calibration

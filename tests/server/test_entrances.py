@@ -5,6 +5,7 @@ Those that the README names are in test_readme_clients.py, keywords of `sglang.E
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import yaml
@@ -13,6 +14,7 @@ import warm
 from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
 from launches import launch
 from server import free_port
+from sglang_triattn.config import OPTIONS, SWITCH, Config, flag
 
 
 def assert_compresses(client: Client) -> None:
@@ -48,26 +50,9 @@ def test_data_parallel_replicas(serve):
 def test_help_names_every_flag():
     """Prevents settings that a user cannot find."""
     text = " ".join(launch("--help").output.split())
-    for words in (
-        "--enable-triattention",
-        "--triattention-stats auto|PATH",
-        "(default: auto)",
-        "--triattention-budget TOKENS",
-        "(default: 2048)",
-        "--triattention-interval TOKENS",
-        "--triattention-recent TOKENS",
-        "(default: a fifth of the budget",
-        "--triattention-selection",
-        "(default: per-layer-head)",
-        "(default: 0.8 with the selection per-layer-head",
-        "--triattention-aggregation",
-        "(default: mean)",
-        "--triattention-budget-scope",
-        "(default: private)",
-        "--triattention-sinks TOKENS",
-        "--triattention-prompt frozen|compact",
-        "--triattention-pressure-budget TOKENS",
-        "(default: the budget)",
-        "--triattention-conversation-ttl SECONDS",
-    ):
-        assert words in text
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    assert SWITCH in text
+    for option in OPTIONS:
+        default = option.default_note if defaults[option.name] is None else defaults[option.name]
+        described = text.split(f" {flag(option.name)} {option.metavar} ")[-1]
+        assert described.partition("(default: ")[2].startswith(f"{default})"), option.name
