@@ -35,7 +35,7 @@ def test_limits():
     recalled = right("quality-held-out")
     keys = (("default", 0.25), ("dense", 0.25), ("default", 0.125))
     found, dense, least = (recalled["agent", *key] for key in keys)
-    said = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), kept to an eighth {least}."
+    said = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), with an eighth {least}."
     assert said in LIMITS
     agents = results("agents")
     first = [f"{agents[kind]['ttft_ms_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
