@@ -14,7 +14,7 @@ import warm
 from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
 from launches import launch
 from server import free_port
-from sglang_triattn.config import OPTIONS, Config, flag
+from sglang_triattn.config import OPTIONS, SWITCH, Config, flag
 
 
 def assert_compresses(client: Client) -> None:
@@ -50,9 +50,9 @@ def test_data_parallel_replicas(serve):
 def test_help_names_every_flag():
     """Prevents settings that a user cannot find."""
     text = " ".join(launch("--help").output.split())
-    assert "--enable-triattention" in text
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    assert SWITCH in text
     for option in OPTIONS:
-        flagged = text.index(f"{flag(option.name)} {option.metavar}")
-        default = "" if defaults[option.name] is None else defaults[option.name]
-        assert f"(default: {default}{option.default_note})" in text[flagged:]
+        default = option.default_note if defaults[option.name] is None else defaults[option.name]
+        described = text.split(f" {flag(option.name)} {option.metavar} ")[-1]
+        assert described.partition("(default: ")[2].startswith(f"{default})"), option.name

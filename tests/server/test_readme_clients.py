@@ -1,4 +1,7 @@
-"""The commands and examples of the README, as they stand there."""
+"""The commands and examples of README.md and docs/clients.md, as they stand there.
+
+That no example stands there untested is held by tests/unit/tools/test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,16 @@ from pathlib import Path
 import pytest
 
 from checkout import ROOT
+from documents import DOCS, README, example, section
 from harness import STRICT, Client, assert_pool_is_whole, compression
 from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
 
-README = ROOT / "README.md"
 PORT = 30000
 URL = f"http://localhost:{PORT}"
 ROUNDS = (399 - 256) // 64
 """Of an answer of 400 tokens, the last of which is not computed, with the settings of the examples."""
-
-
-def section(name: str) -> str:
-    return re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", README.read_text(), re.DOTALL | re.MULTILINE).group(1)
-
-
-def example(kind: str, word: str, of: str = "Clients") -> str:
-    """The code block of this kind in the section that contains the word."""
-    blocks = re.findall(rf"^```{kind}\n(.*?)^```$", section(of), re.DOTALL | re.MULTILINE)
-    found = [block for block in blocks if word in block]
-    assert len(found) == 1, f"the section {of} has {len(found)} {kind} blocks with {word}"
-    return found[0]
+CLIENTS = DOCS / "clients.md"
 
 
 @pytest.fixture
@@ -55,15 +47,18 @@ def run(tmp_path: Path, source: str, **options) -> list[str]:
 
 def test_curl(client):
     """Prevents an example that users copy from failing, or from compressing nothing."""
-    command = example("bash", "curl").replace(URL, client.url)
+    command = example(README, "Quick start", "bash").replace(URL, client.url)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
-    assert compression(json.loads(done.stdout))["rounds"] == ROUNDS
+    report = compression(json.loads(done.stdout))
+    assert report["rounds"] == ROUNDS
+    said = "reports {rounds} rounds, {evicted_tokens} evicted tokens and {freed_slots} freed slots"
+    assert said.format(**report) in " ".join(section(README, "Quick start").split())
     assert_pool_is_whole(client)
 
 
 def test_openai(client, tmp_path):
     """Prevents an example that users copy from failing."""
-    source = example("python", "import openai").replace(URL, client.url)
+    source = example(CLIENTS, "OpenAI", "python").replace(URL, client.url)
     # A random model ends its answers at any time.
     source = source.replace("extra_body={", 'temperature=0, extra_body={"ignore_eos": True, ')
     before = client.totals()["rounds"]
@@ -75,7 +70,7 @@ def test_openai(client, tmp_path):
 
 def test_program(client, tmp_path):
     """Prevents the backend of the example from losing its settings, or SGLang's methods that it extends from moving."""
-    lines = run(tmp_path, example("python", "sgl.function").replace(URL, client.url))
+    lines = run(tmp_path, example(CLIENTS, "SGLang's frontend language", "python").replace(URL, client.url))
     assert [report["rounds"] for report in ast.literal_eval(lines[-1])] == [ROUNDS, ROUNDS]
     assert_pool_is_whole(client)
 
@@ -91,11 +86,11 @@ def user(tmp_path_factory):
 @pytest.mark.parametrize("program", ["python -m sglang.launch_server", "sglang serve"])
 def test_first_command(user, chat_model, tmp_path, program):
     """Prevents a first command that needs a flag which the README does not name, a GPU, a file, or another folder."""
-    commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section("Use it"), re.MULTILINE)
+    commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section(README, "Quick start"), re.MULTILINE)
     assert [command.endswith(" --model-path M --enable-triattention") for command in commands] == [True]
     command = commands[0].replace(" M ", f" {chat_model.path} ")
     wait_for_port()
-    with running_process(["bash", "-c", command], PORT, user, tmp_path / "server.log", folder=README.parent) as server:
+    with running_process(["bash", "-c", command], PORT, user, tmp_path / "server.log", folder=ROOT) as server:
         wait_until_healthy(server)
         client = Client(server)
         lengths = {"budget": 64, "interval": 32, "recent": 16}
@@ -114,7 +109,7 @@ def wait_for_port() -> None:
 
 def test_engine(user, chat_model, tmp_path):
     """Prevents an example that users copy from failing, or from compressing nothing."""
-    source = example("python", "sglang.Engine", of="Use it").replace('"M"', f'"{chat_model.path}"')
-    lines = run(tmp_path, source, env=user, cwd=str(README.parent))
+    source = example(CLIENTS, "The offline engine", "python").replace('"M"', f'"{chat_model.path}"')
+    lines = run(tmp_path, source, env=user, cwd=str(ROOT))
     reports = [ast.literal_eval(line) for line in lines if line.startswith("{'rounds'")]
     assert [report["rounds"] for report in reports] == [ROUNDS]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from documents import DOCS, fenced_blocks, section
 from plan_cases import LLAMA3_8B, QWEN3_8B, QWEN3_32B, ROOT, SMOLLM2, rows_of
 from sglang_triattn.capacity import Gpus, Workload, peak_tokens, plan
 from sglang_triattn.cli import main as cli
@@ -160,12 +161,12 @@ def test_needs_neither_sglang_nor_transformers():
     assert result.returncode == 0, result.stderr
 
 
-def test_readme_shows_what_the_command_prints(monkeypatch, capsys):
-    """Prevents an example in the README that the command no longer prints."""
+def test_the_docs_show_what_the_command_prints(monkeypatch, capsys):
+    """Prevents an example in docs/capacity.md that the command no longer prints."""
     monkeypatch.chdir(ROOT)
-    section = (ROOT / "README.md").read_text().split("## What fits\n")[1].split("\n## ")[0]
-    command = re.search(r"^    sglang-triattn (plan .*)$", section, re.M)[1]
+    text = section(DOCS / "capacity.md", "What fits")
+    command = re.search(r"^    sglang-triattn (plan .*)$", text, re.M)[1]
     assert cli.main(shlex.split(command)) == 0
-    assert re.search(r"```\n(.*?)```", section, re.S)[1] == capsys.readouterr().out
+    assert fenced_blocks(text) == [("", capsys.readouterr().out)]
     assert cli.main([*shlex.split(command), "--reserve", "0"]) == 0
-    assert f"{rows_of(capsys.readouterr().out)['dense'][3]:,} tokens, close to the report" in section
+    assert f"{rows_of(capsys.readouterr().out)['dense'][3]:,} tokens, close to the report" in " ".join(text.split())

@@ -1,13 +1,12 @@
 """The cache for transformers against the server tests' independent oracle."""
 
 import dataclasses
-import re
 
 import pytest
 import torch
 
 from cache_cases import CONFIG, PROMPT, TOKENS, UNLIMITED, Newest, make_cache
-from checkout import ROOT
+from documents import DOCS, example
 from oracle import Oracle, oracle_of
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.rounds.plan import row_bound
@@ -253,15 +252,14 @@ def test_refusals(model, stats, tiny, ids, tmp_path):
     assert cache.rows.lengths == [0]
 
 
-def test_the_example_in_the_readme(tiny, ids, tmp_path, monkeypatch, capsys):
+def test_the_example_in_the_docs(tiny, ids, tmp_path, monkeypatch, capsys):
     """Prevents an example that does not run."""
-    readme = (ROOT / "README.md").read_text()
-    source = re.search(r"### Without a server\n.*?```python\n(.*?)```", readme, re.DOTALL).group(1)
+    source = example(DOCS / "transformers.md", "A cache for transformers, without a server", "python")
     (tmp_path / "M").symlink_to(tiny.path)
     (tmp_path / "M.safetensors").symlink_to(tiny.stats)
     monkeypatch.chdir(tmp_path)
     found = {"ids": ids.repeat(3), "question": ids[:5]}
-    exec(compile(source, "README.md", "exec"), found)
+    exec(compile(source, "transformers.md", "exec"), found)
     assert found["logits"].shape == (3, 1, VOCABULARY)
     assert "rounds=2" in capsys.readouterr().out
     assert found["cache"].rows.report(2).rounds == 0

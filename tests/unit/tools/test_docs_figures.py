@@ -1,0 +1,44 @@
+"""Figures in README.md against benchmarks/results."""
+
+import json
+
+from checkout import ROOT
+from documents import README, section, tables
+
+LIMITS = " ".join(section(README, "Limits").split())
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def right(name: str) -> dict[tuple[str, str, float], str]:
+    """Share of right answers by task, policy and share kept."""
+    return {(row["task"], row["policy"], row["share"]): f"{row['right']:.2f}" for row in results(name)["rows"]}
+
+
+def test_three_numbers():
+    """Prevents figures that stand in no results file, and a date or machine that is not theirs."""
+    capacity, agents, quality = (results(name) for name in ("capacity", "agents", "quality-held-out"))
+    running, prefilled, numbers = tables(section(README, "Three numbers"))[0][1:]
+    assert running[1:] == [f"{capacity[kind]['mean_running']:.3g}" for kind in ("plain", "compressed")]
+    assert prefilled[1:] == [f"{agents[kind]['prefilled_tokens_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
+    recalled = right("quality-held-out")
+    assert numbers[1:] == [recalled["facts", policy, 0.25] for policy in ("dense", "default")]
+    for found, date in ((capacity, "2026-11-21"), (agents, "2026-11-21"), (quality, "2026-11-22")):
+        assert found["date"].startswith(date)
+        assert [found["machine"][name] for name in ("cpu", "cores", "gpu")] == ["AMD EPYC", 2, "none"]
+
+
+def test_limits():
+    """Prevents limits that were measured otherwise."""
+    recalled = right("quality-held-out")
+    keys = (("default", 0.25), ("dense", 0.25), ("default", 0.125))
+    found, dense, least = (recalled["agent", *key] for key in keys)
+    said = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), with an eighth {least}."
+    assert said in LIMITS
+    agents = results("agents")
+    first = [f"{agents[kind]['ttft_ms_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
+    assert "{} ms instead of {} ms to the first token of turn 8".format(*first) in LIMITS
+    small = right("quality-held-out-smollm2")
+    assert f"({small['text', 'newest', 0.25]}, default {small['text', 'default', 0.25]})" in LIMITS

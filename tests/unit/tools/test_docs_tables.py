@@ -1,0 +1,152 @@
+"""Tables of README.md and docs/ against what the code says."""
+
+import ast
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+from documents import DOCS, README, code, section, table, tables
+from sglang_triattn.config import OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
+from sglang_triattn.kernels.compact.reference import STRATEGIES
+from sglang_triattn.model import support
+from sglang_triattn.patches.launch import incompatible
+from sglang_triattn.patches.launch.model_config import reason_in_file
+from sglang_triattn.patches.observability import metrics
+from sglang_triattn.request import lifecycle
+from sglang_triattn.request.options import FIELDS, LONGEST_NAME
+from sglang_triattn.rounds.plan import Report
+
+CONFIGURATION, COMPATIBILITY = DOCS / "configuration.md", DOCS / "compatibility.md"
+ANY = "…"
+"""Stands in the documents for what a sentence says of one model."""
+
+
+def flags() -> dict[str, str]:
+    """Each flag with its metavar -> its default, as the documents show them."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Config)}
+    shown = {SWITCH: "off"}
+    for option in OPTIONS:
+        default = defaults[option.name]
+        shown[f"{flag(option.name)} {option.metavar}"] = option.default_note if default is None else str(default)
+    return shown
+
+
+def test_flags():
+    """Prevents a flag that the documents lack, and a default of a version before."""
+    rows = table(CONFIGURATION, "Flags", "flag")
+    assert {row[0].strip("`"): row[1] for row in rows} == flags()
+    shown = table(README, "The flags that matter", "flag")
+    assert len(shown) == 6
+    assert {row[0].strip("`"): row[1] for row in shown}.items() <= flags().items()
+
+
+def test_every_flag_named_anywhere_exists():
+    """Prevents prose about a flag that was renamed."""
+    known = {SWITCH, *(flag(option.name) for option in OPTIONS)}
+    for file in (README, *DOCS.glob("*.md")):
+        assert set(re.findall(r"--(?:enable-)?triattention[\w-]*", file.read_text())) <= known, file.name
+
+
+def test_request_fields():
+    """Prevents a field that nobody finds."""
+    rows = table(CONFIGURATION, "Per-request control", "field")
+    assert tuple(code(row[0])[0] for row in rows) == FIELDS
+    assert f"1 to {LONGEST_NAME} characters" in dict(rows)["`conversation`"]
+
+
+def test_selections_and_strategies():
+    """Prevents modes that the documents lack."""
+    rows = table(CONFIGURATION, "Which tokens stay", "`--triattention-selection`")
+    assert {code(row[0])[0] for row in rows} == set(SELECTIONS)
+    assert [code(row[0])[0] for row in rows if "default" in row[0]] == [Config.selection]
+    assert {code(row[0])[0] for row in table(DOCS / "method.md", "Selection", "selection")} == set(SELECTIONS)
+    strategies = table(CONFIGURATION, "Pages and strategies", "strategy")
+    assert {code(row[0])[0] for row in strategies} == {"remap", *STRATEGIES}
+    text = section(CONFIGURATION, "Which tokens stay")
+    assert VALUE_SHARE == 0.8
+    assert "Four fifths of them (`--triattention-value-share`)" in text
+
+
+def test_reports():
+    """Prevents a report of fields that nobody explains."""
+    rows = table(DOCS / "operations.md", "One response", "field")
+    assert [code(row[0])[0] for row in rows] == [field.name for field in dataclasses.fields(Report)]
+    starts = table(DOCS / "clients.md", "Conversations", "`conversation`")
+    known = {lifecycle.NEW, lifecycle.RESUMED, lifecycle.LOST, lifecycle.DIVERGED}
+    assert {code(row[0])[0] for row in starts} == known
+
+
+def test_metrics():
+    """Prevents a dashboard of counters that do not exist."""
+    rows = table(DOCS / "operations.md", "The whole server", "counter")
+    assert {code(row[0])[0] for row in rows} == {f"sglang:triattention_{name}_total" for name in metrics._COUNTERS}
+
+
+def test_transitions():
+    """Prevents a life of requests that is not the code's."""
+    rows = table(DOCS / "architecture.md", "The life of a request", "transition")
+    named = {row[0] for row in rows} - {"arrive"}
+    documented = {
+        name
+        for name, member in vars(lifecycle.CompressedRequest).items()
+        if inspect.isfunction(member) and "->" in (member.__doc__ or "").partition("\n")[0]
+    }
+    assert named == documented
+    drawing = inspect.getdoc(lifecycle).partition("\n\n")[2].partition("\n\n")[0]
+    assert drawing in section(DOCS / "architecture.md", "The life of a request")
+
+
+def test_refused_settings():
+    """Prevents a refusal that the documents lack, or explain otherwise."""
+    rows = table(COMPATIBILITY, "Refused settings", "setting")
+    told = {
+        (name, reason, remedy if remedy.startswith("use ") else "")
+        for names, reason, remedy in rows
+        for name in re.findall(r"`--([\w-]+)", names)
+    }
+    known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in incompatible.SETTINGS}
+    assert told == known
+    variables = table(COMPATIBILITY, "Refused settings", "environment variable")
+    assert {code(name)[0]: reason for name, reason in variables} == incompatible.ENVIRONMENT
+
+
+def reasons_of(function) -> set[str]:
+    """The reasons in a function's tuple of (applies, reason); ANY for what a model puts into them."""
+    tree = ast.parse(inspect.getsource(function).lstrip())
+    (found,) = (
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "reasons"
+    )
+    return {_words(pair.elts[1]) for pair in found.elts}
+
+
+def _words(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return getattr(support, node.id)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values)
+    assert isinstance(node, ast.Constant)
+    return node.value
+
+
+def test_refused_models():
+    """Prevents a refusal that the documents lack, and one that the code no longer makes."""
+    tabled = {reason for _, reason in support._ARCHITECTURES.values()}
+    found = [support._by_attention, support._by_position, incompatible.unsupported]
+    known = tabled.union(*map(reasons_of, found))
+    told = {row[0] for row in table(COMPATIBILITY, "Refused models", "refused, because")}
+    not_implemented = {reason for reason in told if reason.startswith("SGLang has no implementation")}
+    assert len(not_implemented) == 1
+    assert told - not_implemented == known
+    source = re.sub(r'"\s+"', "", inspect.getsource(reason_in_file))
+    assert not_implemented.pop() in source
+
+
+@pytest.mark.parametrize("file", [README, *sorted(DOCS.glob("*.md"))], ids=lambda file: file.name)
+def test_tables_are_whole(file):
+    """Prevents a row with a cell too many or too few, which is shown wrongly."""
+    for rows in tables(file.read_text()):
+        assert len({len(row) for row in rows}) == 1, rows[0]

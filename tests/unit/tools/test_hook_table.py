@@ -1,0 +1,44 @@
+"""The table of hooks in docs/architecture.md."""
+
+import pytest
+
+import hook_table
+from documents import generated
+from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.observability.census import VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_it_is_not_stale():
+    """Prevents a table of other hooks than the package's."""
+    assert not hook_table.is_stale(), "run python tools/hook_table.py"
+
+
+def test_a_new_hook_makes_it_stale(monkeypatch):
+    """Prevents a check that holds whatever is hooked."""
+    hooks = hook_table.all_hooks()
+    hooks["Main process"].pop()
+    monkeypatch.setattr(hook_table, "all_hooks", lambda: hooks)
+    with pytest.raises(SystemExit, match="serve_generate_request is not hooked any more"):
+        hook_table.is_stale()
+    hooks["Main process"].append(Hook("sglang.srt.new.function", "after", plain, ""))
+    with pytest.raises(SystemExit, match=r"sglang\.srt\.new\.function is hooked: say"):
+        hook_table.is_stale()
+
+
+def test_it_is_written_between_its_markers(tmp_path, monkeypatch):
+    """Prevents a tool that loses the text around its table."""
+    file = tmp_path / "architecture.md"
+    before, table, behind = generated(hook_table.FILE, hook_table.NAME)
+    file.write_text(f"{before}stale\n{behind}")
+    monkeypatch.setattr(hook_table, "FILE", file)
+    monkeypatch.setattr("sys.argv", ["hook_table.py", "--check"])
+    with pytest.raises(SystemExit, match="stale"):
+        hook_table.main()
+    monkeypatch.setattr("sys.argv", ["hook_table.py"])
+    hook_table.main()
+    assert file.read_text() == before + table + behind == hook_table.FILE.read_text()
