@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve test soak-properties kernels lint python help
+.PHONY: setup model quality-model demo serve check test soak-properties kernels lint python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -27,11 +27,14 @@ demo: ## serve the model, send requests that outgrow the budget, show what was e
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
 	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
 
+check: lint ## lint, then the short tests of tests/unit: within a minute
+	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile -q tests/unit $(ARGS)
+
 # -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to four
-# servers of 1.3 GB. A file stays in one process, because its tests share servers. First the files that tests/conftest.py
-# names, then in the order of the folders, so that the many short ones of tests/unit come last and both processes end
-# together. One thread for each process: threads
-# that wait for one another spin, and where more of them run than there are cores everything is many times slower.
+# servers of 1.3 GB. A file stays in one process, because its tests share servers. First tests/slow, then in the order of
+# the folders, so that the many short ones of tests/unit come last and both processes end together. One thread for each
+# process: threads that wait for one another spin, and where more of them run than there are cores everything is many
+# times slower.
 test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are more pytest options
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
