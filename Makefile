@@ -51,4 +51,4 @@ python: ## print the path of the environment's python
 	@$(ENV) && echo "$$py"
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\): *[a-z]* *## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[a-z ]* ## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
