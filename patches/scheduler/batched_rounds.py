@@ -68,7 +68,7 @@ class Launch:
         first = 0 if kind.strategy == "remap" else kind.cut
         if first < kind.num_kept:
             place = torch.arange(first, kind.num_kept, device=rows.device)
-            source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.keep
+            source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:

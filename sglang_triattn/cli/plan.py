@@ -149,13 +149,13 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
     from sglang_triattn.kernels.scorer import WorkspacePlan
     from sglang_triattn.rounds.plan import scored_tokens
 
-    columns, longest = scored_tokens(config, sizes.context)
+    num_tokens, longest = scored_tokens(config, sizes.context)
     return WorkspacePlan(
         layers=sizes.layers,
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
         frequencies=sizes.head_dim // 2,
-        columns=columns,
+        num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,
