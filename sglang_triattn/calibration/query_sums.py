@@ -41,6 +41,15 @@ class Sums:
         return mean.to(torch.complex64), abs_mean.float()
 
 
+def join_runs(now: Sums | None, before: Sums | None) -> Sums:
+    """The sums over the tokens of a run and of the one that it goes on from; one of the two has some."""
+    if now is not None:
+        return now.plus(before)
+    if before is None:
+        raise ValueError("neither run has measured a token")
+    return before
+
+
 def join_heads(parts: Sequence[Sums]) -> Sums:
     """The sums of a model whose query heads are split over ranks, in the order of the ranks."""
     return Sums(
@@ -56,8 +65,8 @@ class QuerySums:
 
     def __init__(self, num_layers: int, rope: Rope) -> None:
         self._rope = rope
-        self._total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] complex128
-        self._abs_total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] float64
+        self._layers = num_layers
+        self._totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> [H_q, F] complex128 and float64
         self._seen: list[tuple[int, int]] = []  # (layer, tokens) since the last end_pass
         self._count = 0
         self._head_dim = 0
@@ -70,9 +79,8 @@ class QuerySums:
         z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
         total = z.sum(1, dtype=torch.complex128)
         abs_total = z.abs().sum(1, dtype=torch.float64)
-        if self._total[layer] is not None:
-            total, abs_total = total + self._total[layer], abs_total + self._abs_total[layer]
-        self._total[layer], self._abs_total[layer] = total, abs_total
+        before = self._totals.get(layer)
+        self._totals[layer] = (total, abs_total) if before is None else (total + before[0], abs_total + before[1])
         self._seen.append((layer, query.shape[1]))
         self._head_dim = query.shape[-1]
 
@@ -81,7 +89,7 @@ class QuerySums:
 
         Raises CalibrationError unless each layer was added exactly once, with `tokens` tokens, since the last call.
         """
-        layers = len(self._total)
+        layers = self._layers
         if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
             raise CalibrationError(
                 f"Only {len({layer for layer, _ in self._seen})} of {layers} layers could be observed "
@@ -94,5 +102,6 @@ class QuerySums:
         """The sums so far, or None before the first pass."""
         if self._count == 0:
             return None
-        total, abs_total = torch.stack(self._total).cpu(), torch.stack(self._abs_total).cpu()
-        return Sums(total, abs_total, self._count, self._head_dim)
+        totals = [self._totals[layer] for layer in range(self._layers)]
+        total, abs_total = torch.stack([each for each, _ in totals]), torch.stack([each for _, each in totals])
+        return Sums(total.cpu(), abs_total.cpu(), self._count, self._head_dim)

@@ -159,7 +159,8 @@ class CompactedCache(Cache):
             rows.advance(slots, counts)
             self._pending = None
         pools = (rows.pools.k_buffers[layer], rows.pools.v_buffers[layer])
-        return tuple(pool.unflatten(0, (len(counts), -1))[:, :longest].transpose(1, 2) for pool in pools)
+        k, v = (pool.unflatten(0, (len(counts), -1))[:, :longest].transpose(1, 2) for pool in pools)
+        return k, v
 
 
 class _Layer(CacheLayerMixin):
