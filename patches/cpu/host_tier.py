@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.server_args import ServerArgs
 
 IO_BACKEND = "direct"
 
@@ -36,7 +40,7 @@ def _build_unpinned(original: Callable) -> Callable:
     """`HostKVCache.__init__` without pinned memory, which needs a GPU's driver."""
 
     @functools.wraps(original)
-    def build(pool: Any, **settings: Any) -> None:
+    def build(pool: KVCache, **settings: ServerArgs) -> None:
         original(pool, **{**settings, "pin_memory": False})
 
     return build
