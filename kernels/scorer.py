@@ -126,7 +126,7 @@ class Scorer:
             int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
             [R, L, H_kv, num_kept].
 
-        Raises ValueError unless 0 <= recent <= keep <= N, or if a row exceeds the plan.
+        Raises ValueError unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
         """
         options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
         large = value_count(num_kept, recent, self._value_share)

@@ -113,7 +113,7 @@ def label(settings: dict) -> str:
 def compile_one(architecture: int, name: str, settings: dict) -> dict:
     """Figures of one compiled kernel, or {"error": ...}."""
     import triton
-    from triton import knobs
+    import triton.knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -125,10 +125,10 @@ def compile_one(architecture: int, name: str, settings: dict) -> dict:
         signature[argument] = "constexpr" if argument in constants else POINTERS.get(argument, default)
     options = {key: value for key, value in settings.items() if not key.isupper()}
     log = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
         # An empty cache: what ptxas reports is seen only when it runs.
-        knobs.cache.dir = folder
-        knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.cache.dir = folder
+        triton.knobs.nvidia.dump_ptxas_log = True
         try:
             source = ASTSource(kernel, signature, constants)
             with redirect_stdout(log):

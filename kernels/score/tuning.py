@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton import knobs
+import triton.knobs
 
 from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.kernels.score.reference import CHUNK
@@ -63,7 +63,7 @@ def launch_settings(
         "ALIGN": ALIGN if aligned else 1,
         "BLOCK": rows,
         "CHUNK": CHUNK,
-        "WIDEN": knobs.runtime.interpret,
+        "WIDEN": triton.knobs.runtime.interpret,
         "num_warps": 8 if crowded or (offsets and not tiled) else 4,
         "num_stages": 2 if (tiled and dtype.itemsize > 1) or tile * dtype.itemsize > 128 else 3,
         # Left alone, ptxas trades a few spills for more resident programs here.

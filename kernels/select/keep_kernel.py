@@ -32,7 +32,7 @@ def keep_triton(
     Returns:
         [R, S, num_kept] int64, ascending.
 
-    Raises ValueError unless 0 <= recent <= keep <= N.
+    Raises ValueError unless 0 <= recent <= num_kept <= N.
     """
     requests, sets, num_tokens = importance.shape
     if not 0 <= recent <= num_kept <= num_tokens:

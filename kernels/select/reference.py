@@ -73,7 +73,7 @@ def select_torch(
         [R, L, H_kv, num_kept].
 
     Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
-    "per-layer-head", or unless 0 <= recent <= keep <= N.
+    "per-layer-head", or unless 0 <= recent <= num_kept <= N.
     """
     if value_share and (selection != "per-layer-head" or sizes is None):
         raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 IO_BACKEND = "direct"
 
@@ -40,7 +39,7 @@ def _build_unpinned(original: Callable) -> Callable:
     """`HostKVCache.__init__` without pinned memory, which needs a GPU's driver."""
 
     @functools.wraps(original)
-    def build(pool: KVCache, **settings: ServerArgs) -> None:
+    def build(pool: HostKVCache, **settings: object) -> None:
         original(pool, **{**settings, "pin_memory": False})
 
     return build

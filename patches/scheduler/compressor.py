@@ -224,7 +224,8 @@ class Compressor:
             evicted[index] = plan.evicted_tokens
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
         batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
-        batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue] - SGLang sums anew where it is
+        # SGLang sums anew where there is None, though it declares an int.
+        batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""

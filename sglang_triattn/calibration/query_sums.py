@@ -5,6 +5,7 @@ Each layer's queries are added as they pass and then forgotten, so memory does n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -65,8 +66,8 @@ class QuerySums:
 
     def __init__(self, num_layers: int, rope: Rope) -> None:
         self._rope = rope
-        self._layers = num_layers
-        self._totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> [H_q, F] complex128 and float64
+        self._total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] complex128
+        self._abs_total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] float64
         self._seen: list[tuple[int, int]] = []  # (layer, tokens) since the last end_pass
         self._count = 0
         self._head_dim = 0
@@ -79,8 +80,9 @@ class QuerySums:
         z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
         total = z.sum(1, dtype=torch.complex128)
         abs_total = z.abs().sum(1, dtype=torch.float64)
-        before = self._totals.get(layer)
-        self._totals[layer] = (total, abs_total) if before is None else (total + before[0], abs_total + before[1])
+        before, abs_before = self._total[layer], self._abs_total[layer]
+        self._total[layer] = total if before is None else total + before
+        self._abs_total[layer] = abs_total if abs_before is None else abs_total + abs_before
         self._seen.append((layer, query.shape[1]))
         self._head_dim = query.shape[-1]
 
@@ -89,7 +91,7 @@ class QuerySums:
 
         Raises CalibrationError unless each layer was added exactly once, with `tokens` tokens, since the last call.
         """
-        layers = self._layers
+        layers = len(self._total)
         if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
             raise CalibrationError(
                 f"Only {len({layer for layer, _ in self._seen})} of {layers} layers could be observed "
@@ -102,6 +104,6 @@ class QuerySums:
         """The sums so far, or None before the first pass."""
         if self._count == 0:
             return None
-        totals = [self._totals[layer] for layer in range(self._layers)]
-        total, abs_total = torch.stack([each for each, _ in totals]), torch.stack([each for _, each in totals])
-        return Sums(total.cpu(), abs_total.cpu(), self._count, self._head_dim)
+        # A pass has ended, which adds to every layer.
+        total, abs_total = (cast("list[torch.Tensor]", parts) for parts in (self._total, self._abs_total))
+        return Sums(torch.stack(total).cpu(), torch.stack(abs_total).cpu(), self._count, self._head_dim)

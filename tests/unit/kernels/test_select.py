@@ -167,9 +167,9 @@ def test_no_value_is_read_on_the_host():
 @pytest.mark.parametrize(
     ("keep", "recent", "options", "message"),
     [
-        (4, 5, {}, "recent 5, keep 4"),
+        (4, 5, {}, "recent 5, num_kept 4"),
         (4, -1, {}, "recent -1"),
-        (31, 0, {}, "keep 31"),
+        (31, 0, {}, "num_kept 31"),
         (4, 0, {"selection": "best"}, "selection must be"),
         (4, 0, {"selection": "per-head"}, "needs num_kv_heads"),
     ],
