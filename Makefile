@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve check test soak-properties kernels lint python help
+.PHONY: setup model quality-model demo serve check test soak-properties kernels lint ruff types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -44,11 +44,16 @@ soak-properties: ## random histories under random settings for STEPS=100000 step
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py
 
-lint: ## ruff check and ruff format --check
+lint: ruff types ## ruff and the type checker
+
+ruff: ## ruff check and ruff format --check
 	@$(ENV) && "$$py" -m ruff check . && "$$py" -m ruff format --check .
+
+types: ## basedpyright on everything but tests and benchmarks
+	@$(ENV) && "$$py" -m basedpyright --pythonpath "$$py"
 
 python: ## print the path of the environment's python
 	@$(ENV) && echo "$$py"
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):[a-z ]* ## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):[a-z ]*## */\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18

@@ -68,13 +68,13 @@ class Control(ABC):
         self.pools, self.row = pools, row
 
     def keep(
-        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, keep: int, recent: int
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
     ) -> torch.Tensor:
         """See `sglang_triattn.transformers_cache.policy.Policy`; one row at a time."""
         aged = slots.shape[1] - recent
-        importance = self.importance(slots[0], int(next_positions[0]), aged, keep).float().clone()
+        importance = self.importance(slots[0], int(next_positions[0]), aged, num_kept).float().clone()
         importance[..., aged:] = float("-inf")
-        return keep_torch(importance[None], lengths, keep, recent)
+        return keep_torch(importance[None], lengths, num_kept, recent)
 
     @abstractmethod
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:

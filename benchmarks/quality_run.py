@@ -20,7 +20,7 @@ from quality_choices import DENSE, frozen_of
 from quality_policies import RowFacts
 from quality_queries import QueryLog, recording
 from quality_tokens import TEXT, Asked, Tokens
-from sglang_triattn.rounds.plan import row_bound
+from sglang_triattn.rounds.plan import max_kv_tokens
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.cache import CompactedCache, shape_of
 from sglang_triattn.transformers_cache.feed import CHUNK, compute_dense, feed, replay
@@ -119,7 +119,8 @@ class Runner:
     def _cache(self, settings: Sequence[Setting], stream: Tokens) -> CompactedCache:
         end, prompt = len(stream.prompt) + len(stream.private), len(stream.prompt)
         bounds = [
-            row_bound(setting.config, frozen=frozen_of(setting.config, prompt), logical_end=end) for setting in settings
+            max_kv_tokens(setting.config, frozen=frozen_of(setting.config, prompt), logical_end=end)
+            for setting in settings
         ]
         # A chunk more, which a prompt that is compacted may hold.
         capacity = min(max(bounds) + CHUNK, end)

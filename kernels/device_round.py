@@ -7,6 +7,7 @@ however many requests are due at once. Nothing of it is in the plan by which the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -53,7 +54,7 @@ def compact_rows(
         if ordered is not None:
             ordered[rows] = remap(slots[rows], kept)
         else:
-            mover.move(slots[rows], kept, strategy, cut=cut, lengths=lengths[rows])
+            cast(Mover, mover).move(slots[rows], kept, strategy, cut=cut, lengths=lengths[rows])
         # Not beside the next slice's.
         del kept
     return unchanged, ordered

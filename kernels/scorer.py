@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -16,6 +17,9 @@ from sglang_triattn.kernels.score.value_size import check_values, value_count, v
 from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.kernels.select.reference import kept_sets, select_torch
 from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
+
+# None, which nobody reads but `select_torch`, where it means that the other of scores and sizes decides alone.
+_NOT_MADE = cast(torch.Tensor, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +32,12 @@ class Piece:
 
     rows: slice
     layers: slice
-    scores: torch.Tensor | None = None
-    moments: torch.Tensor | None = None
-    phases: torch.Tensor | None = None
-    scales: torch.Tensor | None = None
-    importance: torch.Tensor | None = None
-    sizes: torch.Tensor | None = None
+    scores: torch.Tensor = _NOT_MADE
+    moments: torch.Tensor = _NOT_MADE
+    phases: torch.Tensor = _NOT_MADE
+    scales: torch.Tensor = _NOT_MADE
+    importance: torch.Tensor = _NOT_MADE
+    sizes: torch.Tensor = _NOT_MADE
 
 
 class Scorer:
@@ -85,15 +89,16 @@ class Scorer:
         self._reduce_ranks = reduce_ranks if selection in SHARED else None
         self._k_buffers, self._tables = k_buffers, tables
         self._selection, self._aggregation = selection, aggregation
-        self._v_buffers, self._value_share = v_buffers, value_share
-        self._pools = self._value_pools = self._memory = None
+        # Empty where `value_share` is 0, so that nothing reads them.
+        self._v_buffers, self._value_share = v_buffers or (), value_share
+        self._pools = None
         if k_buffers[0].is_cuda if kernels is None else kernels:
             from sglang_triattn.kernels.compact.move_kernel import check_movable
             from sglang_triattn.kernels.pools import key_pools
 
             self._pools = key_pools(k_buffers)
             if value_share:
-                self._value_pools = key_pools(v_buffers)
+                self._value_pools = key_pools(self._v_buffers)
                 check_movable(self._value_pools)
             layers, q_heads, frequencies = tables.spread.shape
             self.plan = WorkspacePlan(
@@ -122,7 +127,7 @@ class Scorer:
             int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
             [R, L, H_kv, num_kept].
 
-        Raises ValueError unless 0 <= recent <= keep <= N, or if a row exceeds the plan.
+        Raises ValueError unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
         """
         options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
         large = value_count(num_kept, recent, self._value_share)

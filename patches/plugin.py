@@ -7,9 +7,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.errors import TriAttentionError
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 # Functions of SGLang that load plugins in a child process, by the role of that process.
 _SCHEDULER = "run_scheduler_process"
@@ -24,11 +27,12 @@ def activate() -> None:
         TriAttentionError: SGLang is not the version, or has not the functions, that the hooks were written for.
             SGLang logs it; the launch then fails because the flags are unknown or the handshake is missing.
     """
-    role, server_args = _caller()
-    if role == _DETOKENIZER:
-        return
-    if role is None:
+    caller = _caller()
+    if caller is None:
         _activate_main()
+        return
+    role, server_args = caller
+    if role == _DETOKENIZER:
         return
     from sglang_triattn.patches import hooks
     from sglang_triattn.patches.launch import handshake
@@ -67,7 +71,7 @@ def _activate_main() -> None:
         raise
 
 
-def _enable_main(server_args: Any) -> None:
+def _enable_main(server_args: ServerArgs) -> None:
     """Called in the main process once a launch asks for compression."""
     from sglang_triattn.patches.launch import checks as launch
 
@@ -81,7 +85,7 @@ def _enable_main(server_args: Any) -> None:
     hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
 
 
-def _caller() -> tuple[str | None, Any]:
+def _caller() -> tuple[str, ServerArgs] | None:
     """Which of SGLang's process functions called, and the `server_args` it was started with.
 
     `load_plugins` passes nothing on, and neither is published yet at that time.
@@ -90,6 +94,6 @@ def _caller() -> tuple[str | None, Any]:
     while frame is not None:
         name = frame.f_code.co_name
         if name in (_SCHEDULER, _CONTROLLER, _DETOKENIZER):
-            return name, frame.f_locals.get("server_args")
+            return name, cast("ServerArgs", frame.f_locals.get("server_args"))
         frame = frame.f_back
-    return None, None
+    return None

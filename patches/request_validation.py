@@ -11,13 +11,19 @@ its /generate does not, and is asked before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.request.options import KEY, read_request
+
+if TYPE_CHECKING:
+    from fastapi import Request as HttpRequest
+    from fastapi import Response
+    from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 
 def main_hooks() -> list[Hook]:
@@ -38,14 +44,14 @@ def main_hooks() -> list[Hook]:
     ]
 
 
-def _check_tokenized(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
+def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerManager, *_: object, **__: object) -> None:
     """Raises TriAttentionError, a ValueError, for which SGLang answers 400 and `sglang.Engine` raises it."""
     config = config_of(manager.server_args)
     if config is not None:
         _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width)
 
 
-async def _check_before_stream(original: Callable, obj: Any, request: Any) -> Any:
+async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:
     from sglang.srt.entrypoints import http_server
 
     config = config_of(http_server.get_global_state().tokenizer_manager.server_args)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_triattn.config import Config
 from sglang_triattn.model.sizes import FP8_KV, ModelSizes
-from sglang_triattn.rounds.plan import ceil_align, frozen_length, row_bound
+from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> in
     held = workload.length
     if config is not None:
         frozen = frozen_length(config, 0, workload.prompt, page_size)
-        held = row_bound(config, frozen=frozen, logical_end=held)
+        held = max_kv_tokens(config, frozen=frozen, logical_end=held)
     return ceil_align(held, page_size)
 
 

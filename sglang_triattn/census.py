@@ -158,7 +158,7 @@ def _page_shape_fault(pool: Pool, holders: Holders, entries: Entries) -> Iterato
     wrong = np.flatnonzero((entries.slots != first + offset) | (first % pool.page_size != 0))
     if len(wrong):
         at = wrong[0]
-        name = holders.name(entries.holder[at])
+        name = holders.name(int(entries.holder[at]))
         yield f"slot {entries.slots[at]} is entry {entries.position[at]} of {name}, but another place of its page"
     in_page = np.arange(len(pool.tree)) % pool.page_size
     wrong = np.flatnonzero(pool.tree % pool.page_size != in_page)
@@ -184,13 +184,13 @@ def _fault_of_claims(
     """The things 1 to `last` must be claimed once each, and no others."""
     if len(claimed) and (claimed.min() < 1 or claimed.max() > last):
         outside = np.flatnonzero((claimed < 1) | (claimed > last))
-        yield f"{name(claimed[outside[0]])} does not exist, but {_belongs(owners[outside[:1]], holders)}"
+        yield f"{name(int(claimed[outside[0]]))} does not exist, but {_belongs(owners[outside[:1]], holders)}"
         return
     count = np.bincount(claimed, minlength=last + 1)
     count[0] = 1
     if (count == 1).all():
         return
-    wrong = count.argmax() if count.max() > 1 else count.argmin()
+    wrong = int(count.argmax() if count.max() > 1 else count.argmin())
     yield f"{name(wrong)} {_belongs(owners[claimed == wrong], holders)}"
 
 
@@ -221,8 +221,9 @@ def _frozen_fault(holders: Holders, entries: Entries) -> Iterator[str]:
         at = int(wrong.argmax())
         entry = np.flatnonzero(frozen)[at]
         yield (
-            f"slot {entries.slots[entry]} is entry {entries.position[entry]} of {holders.name(entries.holder[entry])}, "
-            f"which is frozen, but the tree holds it in slot {holders.path[at]}"
+            f"slot {entries.slots[entry]} is entry {entries.position[entry]} of "
+            f"{holders.name(int(entries.holder[entry]))}, which is frozen, "
+            f"but the tree holds it in slot {holders.path[at]}"
         )
 
 
@@ -241,4 +242,4 @@ def _write_fault(
     if len(wrong):
         at = wrong[0]
         what = _belongs(found[at : at + 1], holders) if inside[at] else "does not exist"
-        yield f"slot {slots[at]}, which a queued step writes for {holders.name(number[at])}, {what}"
+        yield f"slot {slots[at]}, which a queued step writes for {holders.name(int(number[at]))}, {what}"

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS
@@ -45,7 +45,7 @@ class Config:
     stats: str = AUTO
     budget: int = 2048
     interval: int = 128
-    recent: int | None = None
+    recent: int = cast("int", None)  # until it follows from the others
     selection: str = "per-layer-head"
     aggregation: str = "mean"
     budget_scope: str = "private"
@@ -53,7 +53,7 @@ class Config:
     prompt: str = "frozen"
     pressure_budget: int | None = None
     conversation_ttl: int = 600
-    value_share: float | None = None
+    value_share: float = cast("float", None)  # likewise
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:

@@ -113,6 +113,7 @@ def label(settings: dict) -> str:
 def compile_one(architecture: int, name: str, settings: dict) -> dict:
     """Figures of one compiled kernel, or {"error": ...}."""
     import triton
+    import triton.knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

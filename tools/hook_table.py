@@ -78,7 +78,10 @@ def all_hooks() -> dict[str, list[Hook]]:
         "Data-parallel controller": handshake.controller_hooks(),
         "Scheduler process": Compression(Config()).hooks(),
         f"Scheduler process with `{VARIABLE}=1`": Census(Conversations(1)).hooks(),
-        "`calibrate --engine sglang`": [*calibration.main_hooks(), *calibration.scheduler_hooks(None)],
+        "`calibrate --engine sglang`": [
+            *calibration.main_hooks(),
+            *calibration.scheduler_hooks(calibration.Request("", "")),
+        ],
     }
 
 
@@ -90,7 +93,7 @@ def short(target: str) -> str:
 
 def place(hook: Hook) -> str:
     """The file of ours, from the root of the repository."""
-    path = Path(inspect.getsourcefile(hook.function))
+    path = Path(inspect.getfile(hook.function))
     return "/".join(path.parts[path.parts.index("patches") :])
 
 
@@ -115,7 +118,9 @@ def is_stale() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description="Write the table of hooks in docs/architecture.md.", allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the table is stale")
     if parser.parse_args().check:
         if is_stale():

@@ -156,7 +156,7 @@ def running_process(
     command: Sequence[str],
     port: int,
     env: dict | None = None,
-    log_path: Path | None = None,
+    log_path: str | Path | None = None,
     folder: Path | None = None,
 ):
     """Runs `command` as the leader of a session of its own and stops that whole session at the end.

@@ -86,6 +86,7 @@ def _count(p_kept, num_kept, steps, b_most, SLOPE: tl.constexpr):
     return b_low
 
 
+# Triton makes constexpr of numbers, which pyright does not know.
 # As in `score_triton`, nothing is specialised on a run-time value.
 @triton.jit(do_not_specialize=list(range(10)))
 def moves_kernel(
@@ -115,13 +116,13 @@ def moves_kernel(
         # Kept tokens of the emptied columns go to the holes of the others, in order.
         emptied = tl.load(lengths + i_r).to(tl.int32) - num_kept
         b_end = tl.zeros_like(o_m) + cut
-        b_first = _count(p_kept, num_kept, steps, b_end - 1, 0)
-        b_behind = _count(p_kept, num_kept, steps, b_end + emptied - 1, 0)
+        b_first = _count(p_kept, num_kept, steps, b_end - 1, 0)  # pyright: ignore[reportArgumentType]
+        b_behind = _count(p_kept, num_kept, steps, b_end + emptied - 1, 0)  # pyright: ignore[reportArgumentType]
         b_which = b_first + o_m
         m_move = m_m & (b_which < b_behind)
         b_hole = tl.where(o_m < cut - b_first, o_m, o_m + emptied - (b_behind - b_first))
         b_source = tl.load(p_kept + b_which, mask=m_move, other=0)
-        b_target = tl.where(m_move, b_hole + _count(p_kept, num_kept, steps, b_hole, 1), 0)
+        b_target = tl.where(m_move, b_hole + _count(p_kept, num_kept, steps, b_hole, 1), 0)  # pyright: ignore[reportArgumentType]
     p_slot = slots + i_r * num_tokens
     p_move = i_set * moves + o_m
     tl.store(sources + p_move, tl.load(p_slot + b_source, mask=m_m, other=0), mask=m_m)

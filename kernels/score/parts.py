@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 
+# Triton declares `static_range` without the methods of an iterator.
 @triton.jit
 def dot(b_x, b_v, b_acc, PARTS: tl.constexpr, WIDEN: tl.constexpr):
     """b_acc + b_x . b_v for float32 b_x, cut into bfloat16 PARTS whose sum is exact."""
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
         if part < PARTS - 1:
             b_high = (b_x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
         else:

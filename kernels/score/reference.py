@@ -190,7 +190,7 @@ def score_torch(
         for start in range(0, num_tokens, column_step):
             span = slice(start, min(start + column_step, num_tokens))
             features = _features(k_buffers[group], slots[:, span], tables)
-            if aggregation == "mean":
+            if vectors is not None:
                 piece = _project(vectors[:, group], features)
             else:
                 piece = _without_collapse(tables, group, next_positions, features, aggregation)

@@ -76,7 +76,7 @@ def score_triton(
     aligned = not any(step % ALIGN for step in steps)
     warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
     settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups)
-    split = triton.cdiv(group, settings["GP"])
+    split, align = triton.cdiv(group, settings["GP"]), settings["ALIGN"]
     score_kernel[(layers * tables.num_kv_heads * split, chunks, requests)](
         pools.addresses,
         pools.scales,
@@ -92,7 +92,9 @@ def score_triton(
         split,
         num_tokens,
         recent,
-        *(step // settings["ALIGN"] for step in steps),
+        frequencies // align,
+        pool.stride(0) // align,
+        pool.stride(1) // align,
         slots.stride(0),
         phases.shape[1],
         *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
@@ -101,6 +103,8 @@ def score_triton(
     return scores, moments
 
 
+# What the branches of a constexpr bind is bound wherever it is read, and Triton makes constexpr of numbers: pyright
+# knows neither.
 # Nothing is specialised on a run-time value: what is compiled ahead of time is what is launched.
 @triton.jit(do_not_specialize=list(range(23)))
 def score_kernel(
@@ -143,7 +147,7 @@ def score_kernel(
     `split` programs share a KV head, GP query heads each. `frequencies`, `stride_slot` and `stride_head` count ALIGN
     elements. `shift` to `beyond` decode float8.
     """
-    PARTS: tl.constexpr = 3 if KIND == "fp32" else (2 if KIND == "fp16" else 1)
+    PARTS: tl.constexpr = 3 if KIND == "fp32" else (2 if KIND == "fp16" else 1)  # pyright: ignore[reportAssignmentType]
     NC: tl.constexpr = 4 * GP
     i_ljs, i_c, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_lj, first = i_ljs // split, (i_ljs % split) * GP
@@ -192,11 +196,11 @@ def score_kernel(
 
         b_acc = tl.zeros([BLOCK, NC], tl.float32)
         if not TILED:
-            b_kre, b_kim = load_keys(p_key, m_n, o_f, m_f, 0, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED)
-            b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+            b_kre, b_kim = load_keys(p_key, m_n, o_f, m_f, 0, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED)  # pyright: ignore[reportPossiblyUnboundVariable]
+            b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)  # pyright: ignore[reportArgumentType, reportPossiblyUnboundVariable]
             if not MAX:
-                b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
-                b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
+                b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
+                b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
             for tile in range(tl.cdiv(F, FT)):
                 o_f = tile * FT + tl.arange(0, FT)
@@ -205,7 +209,7 @@ def score_kernel(
                     p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
                 )
                 b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
-                b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)
+                b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)  # pyright: ignore[reportArgumentType]
                 if not MAX:
                     b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
                     b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, m_f, b_part, F)
@@ -217,9 +221,9 @@ def score_kernel(
                 p_unit = p_phases + i_o * 2 * F
                 b_trig = b_acc
                 if not TILED:
-                    b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
-                    b_trig = dot(b_kre, b_vre, b_trig, PARTS, WIDEN)
-                    b_trig = dot(b_kim, b_vim, b_trig, PARTS, WIDEN)
+                    b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)  # pyright: ignore[reportPossiblyUnboundVariable]
+                    b_trig = dot(b_kre, b_vre, b_trig, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
+                    b_trig = dot(b_kim, b_vim, b_trig, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
                 else:
                     # The block's keys do not fit in registers beside this; they come from the cache again.
                     for tile in range(tl.cdiv(F, FT)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.knobs
 
 from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.kernels.score.reference import CHUNK

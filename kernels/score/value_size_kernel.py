@@ -51,6 +51,7 @@ def value_size_triton(
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
     slots = slots.to(torch.int32)
     settings = value_settings(pool.dtype, width)
+    align = settings["ALIGN"]
     value_size_kernel[(len(pools.buffers) * heads, triton.cdiv(num_tokens, TOKENS), requests)](
         pools.addresses,
         slots,
@@ -60,7 +61,9 @@ def value_size_triton(
         num_tokens,
         recent,
         min(recent, NEWEST),
-        *(step // settings["ALIGN"] for step in (width, pool.stride(0), pool.stride(1))),
+        width // align,
+        pool.stride(0) // align,
+        pool.stride(1) // align,
         slots.stride(0),
         *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
         **settings,

@@ -65,7 +65,8 @@ def importance_triton(
     if importance is None:
         importance = scores.new_empty((requests, sets, num_tokens))
     grid = (triton.cdiv(rows, SCALE_ROWS), requests)
-    scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)
+    # Triton makes constexpr of numbers, which pyright does not know.
+    scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)  # pyright: ignore[reportArgumentType]
     group = q_heads // num_kv_heads
     alone = selection == "per-layer-head"
     terms = {"shared-mean": q_heads, "per-head": 1}.get(selection, 0) * (before + layers + after)

@@ -32,7 +32,7 @@ def keep_triton(
     Returns:
         [R, S, num_kept] int64, ascending.
 
-    Raises ValueError unless 0 <= recent <= keep <= N.
+    Raises ValueError unless 0 <= recent <= num_kept <= N.
     """
     requests, sets, num_tokens = importance.shape
     if not 0 <= recent <= num_kept <= num_tokens:
@@ -61,6 +61,7 @@ def _ordered(p_row, o_n, candidates):
     return tl.where(m_n, b_order, 0)
 
 
+# Beside what is said of `score_kernel`, Triton declares `static_range` and `sum` as other than they are.
 # As in `score_triton`, nothing is specialised on a run-time value.
 @triton.jit(do_not_specialize=list(range(6)))
 def keep_kernel(
@@ -87,19 +88,19 @@ def keep_kernel(
     # The kept integer of rank `need` begins with `prefix`; `need` counts within those that do.
     prefix = tl.zeros([], tl.uint32)
     need = tl.maximum(chosen, 1)
-    for digit in tl.static_range(4):
+    for digit in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
         b_count = tl.zeros([256], tl.int32)
         for start in range(0, candidates, BLOCK):
             if not SINGLE:
                 b_order = _ordered(p_row, start + o_b, candidates)
             m_n = start + o_b < candidates
             if digit > 0:
-                m_n = m_n & ((b_order >> (32 - 8 * digit)) == prefix)
-            b_digit = ((b_order >> (24 - 8 * digit)) & 0xFF).to(tl.int32)
+                m_n = m_n & ((b_order >> (32 - 8 * digit)) == prefix)  # pyright: ignore[reportPossiblyUnboundVariable]
+            b_digit = ((b_order >> (24 - 8 * digit)) & 0xFF).to(tl.int32)  # pyright: ignore[reportPossiblyUnboundVariable]
             b_count += tl.histogram(b_digit, 256, mask=m_n)
         b_above = tl.sum(b_count, axis=0) - tl.cumsum(b_count, axis=0)  # [256], in higher bins
         # Falls with the bin: so many bins have enough in them and above them.
-        here = tl.sum((b_above + b_count >= need).to(tl.int32), axis=0) - 1
+        here = tl.sum((b_above + b_count >= need).to(tl.int32), axis=0) - 1  # pyright: ignore[reportOperatorIssue]
         need -= tl.sum(tl.where(o_bin > here, b_count, 0), axis=0)
         prefix = (prefix << 8) | here.to(tl.uint32)
 
@@ -109,8 +110,8 @@ def keep_kernel(
         if not SINGLE:
             b_order = _ordered(p_row, start + o_b, candidates)
         m_n = (start + o_b < candidates) & (chosen > 0)
-        b_tie = ((b_order == prefix) & m_n).to(tl.int32)
-        m_take = m_n & ((b_order > prefix) | ((b_tie > 0) & (ties + tl.cumsum(b_tie, axis=0) <= need)))
+        b_tie = ((b_order == prefix) & m_n).to(tl.int32)  # pyright: ignore[reportPossiblyUnboundVariable]
+        m_take = m_n & ((b_order > prefix) | ((b_tie > 0) & (ties + tl.cumsum(b_tie, axis=0) <= need)))  # pyright: ignore[reportPossiblyUnboundVariable]
         b_take = m_take.to(tl.int32)
         o_place = taken + tl.cumsum(b_take, axis=0) - 1
         tl.store(p_kept + o_place, (start + o_b).to(tl.int64), mask=m_take & (o_place < chosen))

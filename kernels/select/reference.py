@@ -18,6 +18,7 @@ others are chosen by importance: the two criteria do not compete, each has place
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -68,23 +69,25 @@ def select_torch(
         [R, L, H_kv, num_kept].
 
     Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
-    "per-layer-head", or unless 0 <= recent <= keep <= N.
+    "per-layer-head", or unless 0 <= recent <= num_kept <= N.
     """
     if value_share and (selection != "per-layer-head" or sizes is None):
         raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
-    num_tokens = (sizes if scores is None else scores).shape[-1]
+    num_tokens = cast(torch.Tensor, sizes if scores is None else scores).shape[-1]
     if not 0 <= recent <= num_kept <= num_tokens:
         raise ValueError(f"need 0 <= recent <= num_kept <= {num_tokens}, got recent {recent}, num_kept {num_kept}")
     large = value_count(num_kept, recent, value_share)
-    if value_share:
+    if value_share and sizes is not None:
         outside = ~_candidates(num_tokens, lengths, recent)[:, None, None]
         sizes = sizes.masked_fill(outside, float("-inf"))
         if large == num_kept - recent:
             return keep_torch(sizes, lengths, num_kept, recent)
-    importance = importance_torch(scores, lengths, recent, selection=selection, num_kv_heads=num_kv_heads)
+    importance = importance_torch(
+        cast(torch.Tensor, scores), lengths, recent, selection=selection, num_kv_heads=num_kv_heads
+    )
     if reduce_ranks is not None:
         importance = reduce_ranks(importance[:, None])[:, 0]
-    if large > 0:
+    if large > 0 and sizes is not None:
         importance.scatter_(-1, keep_torch(sizes, lengths, large, 0), float("inf"))
     return keep_torch(importance, lengths, num_kept, recent)
 
@@ -104,7 +107,8 @@ def importance_torch(
     Returns:
         float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".
     """
-    kept_sets(selection, scores.shape[1], num_kv_heads or 1)
+    kv_heads = num_kv_heads or 1
+    kept_sets(selection, scores.shape[1], kv_heads)
     if selection.endswith("head") and num_kv_heads is None:
         raise ValueError(f"selection {selection!r} needs num_kv_heads")
     candidates = _candidates(scores.shape[-1], lengths, recent)  # [R, N]
@@ -114,7 +118,7 @@ def importance_torch(
     elif selection == "shared-mean":
         merged = z.mean((1, 2))
     else:
-        merged = z.unflatten(2, (num_kv_heads, -1)).amax(3)  # [R, L, H_kv, N]
+        merged = z.unflatten(2, (kv_heads, -1)).amax(3)  # [R, L, H_kv, N]
         if selection == "per-head":
             merged = merged.mean(1)
     outside = ~candidates.view(candidates.shape[0], *[1] * (merged.ndim - 2), -1)

@@ -13,16 +13,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 # Keeps the requests out of every prefix that the tree may hold.
 _NAMESPACE = "sglang-triattn"
 
 
 @contextmanager
-def eager(model_runner: Any) -> Iterator[None]:
+def eager(model_runner: ModelRunner) -> Iterator[None]:
     """While open, `model_runner` replays no captured graph, so that every module's own forward runs."""
     kept = model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner
     model_runner.decode_cuda_graph_runner = model_runner.prefill_cuda_graph_runner = None
@@ -33,13 +40,13 @@ def eager(model_runner: Any) -> Iterator[None]:
         model_runner.decode_cuda_graph_runner, model_runner.prefill_cuda_graph_runner = kept
 
 
-def forward_stream_of(scheduler: Any) -> Any:
+def forward_stream_of(scheduler: Scheduler) -> torch.Stream:
     """The stream on which SGLang runs forward passes, and rounds run with them."""
     return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
 
 
 @contextmanager
-def on_forward_stream(scheduler: Any) -> Iterator[None]:
+def on_forward_stream(scheduler: Scheduler) -> Iterator[None]:
     """While open, work is enqueued on the stream that SGLang's own forward passes use.
 
     PyTorch keeps freed memory for the stream that it was allocated on, so what is allocated here can serve those
@@ -60,11 +67,11 @@ def on_forward_stream(scheduler: Any) -> Iterator[None]:
 class EagerBatch:
     """Requests that are prefilled together and then decode in step. Close it, whatever happens."""
 
-    def __init__(self, scheduler: Any, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, scheduler: Scheduler, texts: Sequence[Sequence[int]]) -> None:
         """texts: token ids of each request; together they must fit into the pools."""
         self._scheduler = scheduler
         self._requests = [_request(scheduler, index, ids) for index, ids in enumerate(texts)]
-        self._batch: Any = None
+        self._batch: ScheduleBatch
 
     def prefill(self) -> torch.Tensor:
         """Logits [requests, vocabulary] of each text's next token, on the model's device."""
@@ -85,7 +92,7 @@ class EagerBatch:
             scheduler.spec_algorithm,
         )
         self._batch.prepare_for_extend()
-        self._batch.input_ids = self._batch.prefill_input_ids_cpu.to(self._batch.device)
+        self._batch.input_ids = cast(torch.Tensor, self._batch.prefill_input_ids_cpu).to(self._batch.device)
         self._batch.prefill_input_ids_cpu = None
         return self._forward()
 
@@ -114,9 +121,10 @@ class EagerBatch:
 
         runner = self._scheduler.tp_worker.model_runner
         forward = ForwardBatch.init_new(self._batch, runner, return_hidden_states_before_norm=False)
-        return runner.forward(forward).logits_output.next_token_logits
+        output = cast("LogitsProcessorOutput", runner.forward(forward).logits_output)
+        return cast(torch.Tensor, output.next_token_logits)
 
-    def _release(self, request: Any) -> None:
+    def _release(self, request: Req) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache
 
         if request.kv.holds_kv:
@@ -126,7 +134,7 @@ class EagerBatch:
             request.lock = None
 
 
-def _request(scheduler: Any, index: int, ids: Sequence[int]) -> Any:
+def _request(scheduler: Scheduler, index: int, ids: Sequence[int]) -> Req:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 

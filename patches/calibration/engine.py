@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -29,6 +29,12 @@ from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import ENVIRONMENT, named, unsupported
 from sglang_triattn.patches.launch.model_config import reason_in_file
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 # Settings under which a forward pass of one's own, or the split of the heads over ranks, is not what is assumed here.
 _REFUSED = {
@@ -66,7 +72,7 @@ class Made:
 
     layers: int
     heads: int
-    tokens: int
+    tokens: int | None
 
 
 def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, server_args: Sequence[str]) -> Made:
@@ -130,9 +136,9 @@ class _Scheduler:
             "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "
             "without other SGLang plugins."
         )
-        self._made: dict[str, int] = {}
+        self._made: dict[str, int | None] = {}
 
-    def on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    def on_built(self, _: object, scheduler: Scheduler, *__: object, **___: object) -> None:
         try:
             self._calibrate(scheduler)
             self._refusal = None
@@ -144,10 +150,10 @@ class _Scheduler:
                 "leave the engine's pool less with -- --mem-fraction-static 0.7."
             )
 
-    def on_init_info(self, info: dict, _: Any) -> dict:
+    def on_init_info(self, info: dict, _: object) -> dict:
         return {**info, handshake.KEY: handshake.answer(self._refusal) | {"calibrated": self._made}}
 
-    def _calibrate(self, scheduler: Any) -> None:
+    def _calibrate(self, scheduler: Scheduler) -> None:
         from sglang_triattn.patches.calibration.measure import calibrate_scheduler
         from sglang_triattn.stats.file import save_stats
 
@@ -165,7 +171,7 @@ class _Scheduler:
         self._made = {"layers": layers, "heads": heads, "tokens": stats.token_count}
 
 
-def _check(record: Any) -> None:
+def _check(record: ServerArgs) -> None:
     """Raises TriAttentionError for settings and models that cannot be calibrated."""
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
     from sglang.srt.environ import envs
@@ -209,10 +215,10 @@ def _engine_class() -> type:
 class _NoTokenizer:
     """What Engine sets on a tokenizer manager while it starts."""
 
-    _subprocess_watchdog: Any = None
+    _subprocess_watchdog: object = None
     max_req_input_len: int = 0
 
-    def set_startup_time(self, startup_time: Any) -> None:
+    def set_startup_time(self, startup_time: float) -> None:
         pass
 
 
@@ -249,12 +255,12 @@ def _all_alive(processes: list) -> bool:
     return all(process.is_alive() for process in processes)
 
 
-def _on_child_failure(*_: Any) -> None:
+def _on_child_failure(*_: object) -> None:
     """SGLang's schedulers send SIGQUIT when they fail, and its own handler would kill this process too."""
     raise CalibrationError("SGLang failed while it loaded or ran the model: see its error above.")
 
 
-def _answer(engine: Any) -> dict[str, int]:
+def _answer(engine: Engine) -> dict[str, int]:
     return engine._scheduler_init_result.scheduler_infos[0][handshake.KEY]["calibrated"]
 
 

@@ -7,18 +7,24 @@ any query norm, and rotated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
-from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads
+from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.inspect import UnsupportedModel, attention_layers, read_shape
 from sglang_triattn.stats.file import ModelShape, QueryStats
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 TRACES_AT_ONCE = 8
 
@@ -28,7 +34,7 @@ _UNFINISHED = ("q_descale", "q_rope", "cos_sin_cache", "mxfp8_norm_rope_position
 
 
 def calibrate_scheduler(
-    scheduler: Any, job: CalibrationJob, on_progress: Callable[[int, int], None] | None = None
+    scheduler: Scheduler, job: CalibrationJob, on_progress: Callable[[int, int], object] | None = None
 ) -> QueryStats:
     """Measures the query statistics of the model that `scheduler` serves.
 
@@ -69,7 +75,9 @@ def calibrate_scheduler(
 class _Run:
     """The passes of one job on one rank; every rank takes the same decisions."""
 
-    def __init__(self, scheduler: Any, job: CalibrationJob, sums: QuerySums, on_progress: Callable | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, job: CalibrationJob, sums: QuerySums, on_progress: Callable | None
+    ) -> None:
         self._scheduler = scheduler
         self._job = job
         self._sums = sums
@@ -153,7 +161,7 @@ class _Run:
     def _total(self) -> Sums:
         """Sums over all heads and all tokens so far."""
         parts = self._group.all_gather_object(self._sums.read())
-        return self._before.sums if parts[0] is None else join_heads(parts).plus(self._before.sums)
+        return join_runs(None if parts[0] is None else join_heads(parts), self._before.sums)
 
 
 class _Sampler:
@@ -174,10 +182,10 @@ class _Sampler:
 
 
 @contextmanager
-def _capture(layers: Sequence[Any], sums: QuerySums) -> Iterator[None]:
+def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None]:
     """While open, the queries that reach each of `layers` are added to `sums`."""
 
-    def before(attention: Any, args: tuple, kwargs: dict) -> None:
+    def before(attention: RadixAttention, args: tuple, kwargs: dict) -> None:
         query = args[0] if args else kwargs["q"]
         _check_finished(attention.layer_id, query, kwargs)
         forward = args[3] if len(args) > 3 else kwargs["forward_batch"]
@@ -194,7 +202,7 @@ def _capture(layers: Sequence[Any], sums: QuerySums) -> Iterator[None]:
             handle.remove()
 
 
-def _check_finished(layer: int, query: torch.Tensor, call: dict[str, Any]) -> None:
+def _check_finished(layer: int, query: torch.Tensor, call: Mapping[str, object]) -> None:
     """Raises CalibrationError unless `query` is what meets the cached keys: rotated, and not scaled any more."""
     reason = next((f"with {name}" for name in _UNFINISHED if call.get(name) is not None), None)
     if query.dtype.itemsize == 1:
@@ -207,24 +215,24 @@ def _check_finished(layer: int, query: torch.Tensor, call: dict[str, Any]) -> No
         )
 
 
-def _free(scheduler: Any) -> tuple[int, int]:
+def _free(scheduler: Scheduler) -> tuple[int, int]:
     """Free slots and rows."""
     return scheduler.token_to_kv_pool_allocator.available_size(), scheduler.req_to_token_pool.available_size()
 
 
-def room_of(scheduler: Any) -> int:
+def room_of(scheduler: Scheduler) -> int:
     """Tokens that a window, or a prompt and its trace, may have in `scheduler`."""
     return min(*_room(scheduler).values(), _chunk(scheduler))
 
 
-def _room(scheduler: Any) -> dict[str, int]:
+def _room(scheduler: Scheduler) -> dict[str, int]:
     return {
         "the KV pool": scheduler.max_total_num_tokens - scheduler.page_size,
         "the context length": scheduler.model_config.context_len,
     }
 
 
-def _check_room(scheduler: Any, job: CalibrationJob) -> None:
+def _check_room(scheduler: Scheduler, job: CalibrationJob) -> None:
     """Raises CalibrationError unless every unit fits into the pools and the model's context."""
     room = _room(scheduler)
     place, limit = min((room | {"a prefill chunk": _chunk(scheduler)}).items(), key=lambda item: item[1])
@@ -240,12 +248,12 @@ def _check_room(scheduler: Any, job: CalibrationJob) -> None:
         )
 
 
-def _chunk(scheduler: Any) -> int:
+def _chunk(scheduler: Scheduler) -> int:
     """Most tokens that one prefill may hold."""
     return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
-def _traces_at_once(scheduler: Any, job: CalibrationJob, first: int) -> int:
+def _traces_at_once(scheduler: Scheduler, job: CalibrationJob, first: int) -> int:
     """How many traces from `first` on may run together, at least one."""
     prompts = job.prompts[first : first + TRACES_AT_ONCE]
     longest = max(map(len, prompts))
@@ -257,7 +265,7 @@ def _traces_at_once(scheduler: Any, job: CalibrationJob, first: int) -> int:
     return max(1, min(len(prompts), room))
 
 
-def _statistics(model_config: Any, shape: ModelShape, total: Sums) -> QueryStats:
+def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> QueryStats:
     mean, abs_mean = total.means()
     return QueryStats(
         mean=mean,

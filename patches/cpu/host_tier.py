@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 IO_BACKEND = "direct"
 
@@ -36,7 +39,7 @@ def _build_unpinned(original: Callable) -> Callable:
     """`HostKVCache.__init__` without pinned memory, which needs a GPU's driver."""
 
     @functools.wraps(original)
-    def build(pool: Any, **settings: Any) -> None:
+    def build(pool: HostKVCache, **settings: object) -> None:
         original(pool, **{**settings, "pin_memory": False})
 
     return build

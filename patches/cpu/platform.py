@@ -51,7 +51,7 @@ def __getattr__(name: str):
         device_name = "cpu"
         device_type = "cpu"
 
-        def get_device(self, device_id=None) -> str:
+        def get_device(self, device_id=None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
             # The base class promises a string and the mixin gives a torch.device, on which a launch without
             # --device ends: SGLang splits the index off.
             return "cpu"

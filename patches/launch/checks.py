@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
@@ -13,19 +13,22 @@ from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.stats.file import load_stats
 
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
 # A late step: the settings that it sees are final.
 _STEP = "handle_other_validations"
 
 _registered = False
 
 
-def check_files(server_args: Any) -> None:
+def check_files(server_args: ServerArgs) -> None:
     """Raises TriAttentionError for a statistics file, or a model's config.json, with which nothing can work.
 
     The first of all checks: SGLang has neither read the model's configuration nor imported its server yet.
     """
     config = args_patch.config_of(server_args)
-    if config.stats != AUTO:
+    if config is not None and config.stats != AUTO:
         load_stats(config.stats)
     check_model_file(server_args)
 
@@ -40,7 +43,7 @@ def check_at_resolution() -> None:
         _registered = True
 
 
-def _check(server_args: Any, previous: Callable[[Any], None]) -> None:
+def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
     previous(server_args)

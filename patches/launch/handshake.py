@@ -12,7 +12,7 @@ says why in its answer instead of raising: a raise there would reach the user as
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -21,10 +21,16 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch import server_args as args_patch
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+
 KEY = "triattention"
 
+# On a DataParallelController.
+_REFUSAL = "_triattention_refusal"
+
 # What a refused launch had built in the main process. See `stop_launch`.
-_abandoned: list[dict[str, Any]] = []
+_abandoned: list[dict[str, object]] = []
 
 
 def answer(refusal: str | None) -> dict[str, str | None]:
@@ -71,15 +77,15 @@ def controller_hooks() -> list[Hook]:
     ]
 
 
-def _on_replicas_ready(_: Any, controller: Any, infos: list[dict[str, Any]]) -> None:
+def _on_replicas_ready(_: object, controller: DataParallelController, infos: list[dict[str, Any]]) -> None:
     try:
         check_answers(infos)
     except TriAttentionError as error:
-        controller._triattention_refusal = str(error)
+        setattr(controller, _REFUSAL, str(error))
 
 
-def _on_controller_info(info: dict[str, Any], controller: Any) -> dict[str, Any]:
-    return {**info, KEY: answer(getattr(controller, "_triattention_refusal", None))}
+def _on_controller_info(info: dict[str, Any], controller: DataParallelController) -> dict[str, Any]:
+    return {**info, KEY: answer(getattr(controller, _REFUSAL, None))}
 
 
 def _on_schedulers_ready(infos: list[dict[str, Any]], readers: list, processes: list) -> None:
@@ -116,7 +122,7 @@ def stop_launch(schedulers: list) -> None:
     psutil.wait_procs(doomed, timeout=30)
 
 
-def _locals_of(function: str) -> dict[str, Any]:
+def _locals_of(function: str) -> dict[str, object]:
     """The local variables of the nearest caller with that name."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:

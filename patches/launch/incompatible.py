@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch.model_config import refused_model
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,17 @@ class Refusal:
     reason: str
     remedy: str = ""
 
-    def message(self, value: Any) -> str:
+    def message(self, value: object) -> str:
         name = "--" + self.field.replace("_", "-")
         remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
         return f"{name} {value} does not work with --enable-triattention, because {self.reason}: {remedy}."
 
 
-def _set(value: Any) -> bool:
+def _set(value: object) -> bool:
     return bool(value)
 
 
-def _many(value: Any) -> bool:
+def _many(value: int | None) -> bool:
     return value is not None and value > 1
 
 
@@ -49,7 +52,7 @@ _BESIDE_ROWS = "it keeps data beside each request's row that a round does not co
 _SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
 
 
-def _sparse(value: Any) -> bool:
+def _sparse(value: object) -> bool:
     return value in _SPARSE_BACKENDS
 
 
@@ -122,7 +125,7 @@ ENVIRONMENT = {
 }
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings: object) -> None:
     """Raises TriAttentionError for the first setting that compression cannot work with.
 
     Args:
@@ -147,7 +150,7 @@ def check_settings(settings: Any) -> None:
             )
 
 
-def check_model(model: Any) -> None:
+def check_model(model: ModelConfig) -> None:
     """Raises TriAttentionError for a model whose attention compression does not cover.
 
     Args:
@@ -158,12 +161,12 @@ def check_model(model: Any) -> None:
         raise refused_model(named(model), reason)
 
 
-def named(model: Any) -> str:
+def named(model: ModelConfig) -> str:
     """Path and architecture of a ModelConfig, for messages."""
     return f"{model.model_path} ({', '.join(model.hf_config.architectures or ['unknown'])})"
 
 
-def unsupported(model: Any) -> str | None:
+def unsupported(model: ModelConfig) -> str | None:
     """Why a ModelConfig's attention is not covered, to complete "because ...", or None if it is."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch

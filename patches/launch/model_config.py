@@ -23,7 +23,8 @@ def check_model_file(settings: Any) -> None:
     """Raises TriAttentionError for a model that its config.json shows not to be covered.
 
     Args:
-        settings: SGLang's record of settings, resolved or not.
+        settings: SGLang's record of settings, resolved or not. Its class gets its fields at run time, so that there
+            is no type to name.
     """
     found = reason_in_file(settings)
     if found is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
@@ -16,10 +16,13 @@ from sglang_triattn.rounds.plan import Totals, ceil_align
 from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
+if TYPE_CHECKING:
+    from sglang_triattn.patches.sglang_parts import Scheduler
+
 logger = logging.getLogger(__name__)
 
 
-def at_launch(scheduler: Any, config: Config, shape: ModelShape) -> Iterator[str]:
+def at_launch(scheduler: Scheduler, config: Config, shape: ModelShape) -> Iterator[str]:
     """The lines for a scheduler that is built and compresses."""
     dims = shape.rope.rotary_dim
     if dims < shape.head_dim:
@@ -61,7 +64,7 @@ class WeightUpdates:
         # All ways to update weights end there once they have.
         return [Hook(f"{target}.record_weight_version_after_update", "after", self._on_update, "self weight_version")]
 
-    def _on_update(self, *_: Any, **__: Any) -> None:
+    def _on_update(self, *_: object, **__: object) -> None:
         found = self._read()
         # An update may come in hundreds of parts, with no round between them.
         if found is None or found[1].rounds == self._said_after:

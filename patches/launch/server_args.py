@@ -8,32 +8,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_triattn.config import SWITCH, Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
+
+if TYPE_CHECKING:
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_triattn.patches.calibration.engine import Request
 
 _CONFIG = "_triattention"
 _FROM_CLI = "_triattention_from_cli"
 _CALIBRATION = "_triattention_calibration"
 
 
-def config_of(server_args: Any) -> Config | None:
+def config_of(server_args: ServerArgs) -> Config | None:
     """The Config that this record of settings carries, or None where compression is off."""
     return getattr(server_args, _CONFIG, None)
 
 
-def calibration_of(server_args: Any) -> Any:
+def calibration_of(server_args: ServerArgs) -> Request | None:
     """What `calibration.engine` asks the schedulers of this record to measure, or None where they serve."""
     return getattr(server_args, _CALIBRATION, None)
 
 
-def ask_for_calibration(server_args: Any, request: Any) -> None:
+def ask_for_calibration(server_args: ServerArgs, request: Request) -> None:
     setattr(server_args, _CALIBRATION, request)
 
 
-def refuse(server_args: Any, error: TriAttentionError) -> None:
+def refuse(server_args: ServerArgs, error: TriAttentionError) -> None:
     """Ends the launch because of `error`: one line and exit status 2 at a command line, the exception in Python."""
     if not getattr(server_args, _FROM_CLI, False):
         raise error
@@ -46,10 +53,10 @@ def exit_if_asked_for(error: TriAttentionError) -> None:
         _exit(error)
 
 
-def hooks(enable: Callable[[Any], None]) -> list[Hook]:
+def hooks(enable: Callable[[ServerArgs], None]) -> list[Hook]:
     """Hooks on the command line; `enable(server_args)` is called once compression is asked for."""
 
-    def from_cli_args(original: Callable, cls: type, args: Any) -> Any:
+    def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> ServerArgs:
         try:
             config = read_settings(vars(args))
             record = original(cls, args)
@@ -67,14 +74,14 @@ def hooks(enable: Callable[[Any], None]) -> list[Hook]:
     ]
 
 
-def engine_arguments(server_args_class: type, enable: Callable[[Any], None]) -> type:
+def engine_arguments(server_args_class: type, enable: Callable[[ServerArgs], None]) -> type:
     """A stand-in for `Engine.server_args_class` that takes the `triattention` keywords too.
 
     It builds a record of the original class: SGLang tests records with isinstance and pickles them by class.
     """
 
     class EngineArguments:
-        def __new__(cls, **keywords: Any) -> Any:
+        def __new__(cls, **keywords: Any) -> ServerArgs:
             config = read_settings(keywords)
             plain = {name: value for name, value in keywords.items() if "triattention" not in name}
             record = server_args_class(**plain)
@@ -85,15 +92,15 @@ def engine_arguments(server_args_class: type, enable: Callable[[Any], None]) -> 
     return EngineArguments
 
 
-def _attach(record: Any, config: Config, enable: Callable[[Any], None]) -> None:
+def _attach(record: ServerArgs, config: Config, enable: Callable[[ServerArgs], None]) -> None:
     setattr(record, _CONFIG, config)
     enable(record)
 
 
-def _add_cli_args(_: Any, parser: Any) -> None:
+def _add_cli_args(_: object, parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-def _exit(error: TriAttentionError) -> None:
+def _exit(error: TriAttentionError) -> NoReturn:
     print(f"sglang-triattn: error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(2)

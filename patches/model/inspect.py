@@ -6,7 +6,7 @@ SGLang parts: `RadixAttention` (sglang/srt/layers/radix_attention.py), `RotaryEm
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,11 @@ from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.stats.file import ModelShape
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 # Largest difference between the cosines of a table and those of the frequencies taken from the same module: a table
 # may be kept in bfloat16, which has 8 bits.
@@ -32,7 +37,7 @@ class UnsupportedModel(TriAttentionError):
         self.reason = reason
 
 
-def read_shape(model_runner: Any, ranks: int) -> ModelShape:
+def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
     """The shape of the model that `model_runner` serves, heads of all `ranks` tensor-parallel ranks together.
 
     Raises:
@@ -74,7 +79,7 @@ def read_shape(model_runner: Any, ranks: int) -> ModelShape:
     )
 
 
-def read_rope(rotary: Any) -> Rope:
+def read_rope(rotary: RotaryEmbedding) -> Rope:
     """The frequencies of one of SGLang's rotary embedding modules.
 
     They come from the module's own formula in float32, not from its table, which may be kept in bfloat16; the table
@@ -113,7 +118,7 @@ def read_rope(rotary: Any) -> Rope:
     )
 
 
-def check_pool(model_runner: Any) -> None:
+def check_pool(model_runner: ModelRunner) -> None:
     """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot per row of every layer's buffer."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
@@ -130,7 +135,7 @@ def check_pool(model_runner: Any) -> None:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
 
 
-def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+def attention_layers(model: torch.nn.Module) -> list[tuple[RadixAttention, RotaryEmbedding]]:
     """(RadixAttention, rotary embedding) of every layer, by layer number.
 
     Raises:
@@ -152,7 +157,7 @@ def attention_layers(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     return sorted(pairs, key=lambda pair: pair[0].layer_id)
 
 
-def _check_attention(attention: Any) -> None:
+def _check_attention(attention: RadixAttention) -> None:
     reasons = (
         (
             attention.sliding_window_size > 0,

@@ -10,7 +10,7 @@ import logging
 import time
 from contextlib import nullcontext
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -23,6 +23,11 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
 from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +45,7 @@ _PROBE_TRACE_TOKENS = 6
 _PROBE_STEPS = 3
 
 
-def find_stats(scheduler: Any, wanted: str, shape: ModelShape) -> QueryStats:
+def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QueryStats:
     """Statistics that fit the served model; every tensor-parallel rank calls this.
 
     Args:
@@ -73,7 +78,7 @@ def find_stats(scheduler: Any, wanted: str, shape: ModelShape) -> QueryStats:
     return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
 
 
-def launch_job(scheduler: Any) -> CalibrationJob:
+def launch_job(scheduler: Scheduler) -> CalibrationJob:
     """What is measured at launch: the package's own text, and answers of the model to the package's prompts.
 
     Raises:
@@ -88,7 +93,7 @@ def launch_job(scheduler: Any) -> CalibrationJob:
     return CalibrationJob(windows=windows, prompts=prompts if trace_tokens > 0 else (), trace_tokens=trace_tokens)
 
 
-def _measure(scheduler: Any, shown: bool) -> QueryStats:
+def _measure(scheduler: Scheduler, shown: bool) -> QueryStats:
     job = launch_job(scheduler)
     if shown:
         logger.info(
@@ -108,7 +113,7 @@ def _measure(scheduler: Any, shown: bool) -> QueryStats:
         ) from error
 
 
-def _rehearse(scheduler: Any, job: CalibrationJob) -> float:
+def _rehearse(scheduler: Scheduler, job: CalibrationJob) -> float:
     """Seconds that `job` will take, from one short window and a few steps of its traces."""
     probe = CalibrationJob(
         windows=(job.windows[0][:_PROBE_WINDOW],),
@@ -125,14 +130,16 @@ def _rehearse(scheduler: Any, job: CalibrationJob) -> float:
     return per_token * prefilled + per_step * job.trace_tokens
 
 
-def _tokenizer(scheduler: Any) -> Any:
+def _tokenizer(scheduler: Scheduler) -> PreTrainedTokenizerBase:
     """The served model's tokenizer, also where SGLang runs without it."""
-    if getattr(scheduler, "tokenizer", None) is not None:
-        return scheduler.tokenizer
+    tokenizer = getattr(scheduler, "tokenizer", None)
+    if tokenizer is not None:
+        return tokenizer
     from sglang.srt.runtime_context import get_server_args
     from sglang.srt.utils.hf_transformers import get_tokenizer
 
-    args = get_server_args()
+    # SGLang puts the fields of the record together at run time.
+    args: Any = get_server_args()
     try:
         return get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)
     except Exception as error:

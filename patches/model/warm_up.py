@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,18 +22,22 @@ from sglang_triattn.patches.calibration.eager_batch import forward_stream_of
 from sglang_triattn.patches.model.inspect import UnsupportedModel
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, width_for
 
+if TYPE_CHECKING:
+    from sglang_triattn.patches.scheduler.compressor import Compressor
+    from sglang_triattn.patches.sglang_parts import Scheduler
+
 logger = logging.getLogger(__name__)
 
 PADDING_SLOT = 0
 """Where SGLang writes the K/V of padding; its allocators never hand it out."""
 
 
-def runs_kernels(device: Any) -> bool:
+def runs_kernels(device: torch.device | str) -> bool:
     """Whether rounds on this device run Triton kernels, and not their references."""
     return torch.device(device).type == "cuda"
 
 
-def rehearse(scheduler: Any, compressor: Any) -> None:
+def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
     """Rehearses every kind of launch on the stream on which rounds run, and waits for the device.
 
     Nothing is compiled for a server without kernels, which is left alone.
@@ -54,7 +58,7 @@ def rehearse(scheduler: Any, compressor: Any) -> None:
     device.synchronize()
 
 
-def rehearsals(compressor: Any) -> list[Launch]:
+def rehearsals(compressor: Compressor) -> list[Launch]:
     """One launch of each kind that rounds can take, over the padding slot.
 
     Rows are as wide as one program reads at once, and wider; the widest are as long as any, where these take the

@@ -8,7 +8,7 @@ charged to the pool's share by both.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from sglang_triattn.kernels.scorer import WorkspacePlan
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.model.inspect import attention_layers, read_rope
 from sglang_triattn.rounds.plan import scored_tokens
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,7 @@ class Workspace:
         target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
         return [Hook(target, "before", self._reserve, "self pre_model_load_memory")]
 
-    def _reserve(self, configurator: Any, *_: Any, **__: Any) -> None:
+    def _reserve(self, configurator: KVCacheConfigurator, *_: object, **__: object) -> None:
         if configurator.device == "cpu" or self.memory is not None:
             return
         try:
@@ -49,7 +52,7 @@ class Workspace:
         logger.info("TriAttention holds %d MiB of device memory for scoring", self.plan.bytes() >> 20)
 
 
-def plan_workspace(configurator: Any, config: Config) -> WorkspacePlan:
+def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> WorkspacePlan:
     """The memory that scoring needs for the model of a KVCacheConfigurator.
 
     Raises:

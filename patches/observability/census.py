@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,15 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.request import evicted_of
+from sglang_triattn.patches.scheduler.request import beams_of, evicted_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
+
+    from sglang_triattn.patches.scheduler.conversations import Conversation
+    from sglang_triattn.patches.sglang_parts import BeamGroup, Scheduler
 
 VARIABLE = "SGLANG_TRIATTN_CHECK"
 
@@ -49,20 +57,20 @@ class Census:
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
-        self._scheduler: Any = None
+        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
 
     def hooks(self) -> list[Hook]:
         return [Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "before", self.on_idle, "self")]
 
-    def attach(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
 
-    def on_idle(self, scheduler: Any) -> None:
+    def on_idle(self, scheduler: Scheduler) -> None:
         if self._scheduler is not None:
             self._check("idle after", scheduler.running_batch, scheduler.last_batch)
 
-    def around_rounds(self, running_batch: Any, last_batch: Any) -> AbstractContextManager:
+    def around_rounds(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> AbstractContextManager:
         """A context for the rounds of a step, to be made before they are planned, and entered only if there are any.
 
         Raises IntegrityError, at either end, where it finds the books wrong.
@@ -70,13 +78,21 @@ class Census:
         return self._around_rounds(running_batch, last_batch, self._marks(running_batch, last_batch))
 
     @contextmanager
-    def _around_rounds(self, running_batch: Any, last_batch: Any, at_start: dict[int, tuple]) -> Iterator[None]:
+    def _around_rounds(
+        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None, at_start: dict[int, tuple]
+    ) -> Iterator[None]:
         # What rounds are planned for may have changed already: the tree took a chunk of a prefill that has one.
         self._check("before the rounds of", running_batch, last_batch, at_start)
         yield
         self._check("after the rounds of", running_batch, last_batch, at_start)
 
-    def _check(self, when: str, running_batch: Any, last_batch: Any, at_start: dict[int, tuple] | None = None) -> None:
+    def _check(
+        self,
+        when: str,
+        running_batch: ScheduleBatch,
+        last_batch: ScheduleBatch | None,
+        at_start: dict[int, tuple] | None = None,
+    ) -> None:
         """Raises IntegrityError for the first fault.
 
         Args:
@@ -89,7 +105,7 @@ class Census:
         if fault is not None:
             raise IntegrityError(f"Integrity: {when} step {self._scheduler.forward_ct}, {fault}.")
 
-    def _fault(self, running_batch: Any, last_batch: Any, moved: set[int]) -> str | None:
+    def _fault(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None, moved: set[int]) -> str | None:
         requests, idle = self._requests(running_batch, last_batch), self._conversations.idle()
         queued = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
         chunked = self._scheduler.chunked_req
@@ -107,7 +123,7 @@ class Census:
             return f"the tree counts {counted} slots, but holds {len(pool.tree)}"
         return find_fault(pool, holders, list(_writes(queued, requests, holders, moved)))
 
-    def _requests(self, running_batch: Any, last_batch: Any) -> list[Any]:
+    def _requests(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> list[Req]:
         """Every request that holds a row, wherever SGLang keeps it."""
         scheduler = self._scheduler
         chunked = scheduler.chunked_req
@@ -119,27 +135,27 @@ class Census:
         ]
         return [request for request in {id(request): request for request in found}.values() if request.kv.holds_kv]
 
-    def _marks(self, running_batch: Any, last_batch: Any) -> dict[int, tuple]:
+    def _marks(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> dict[int, tuple]:
         """What tells of each request's row whether a round or the tree has changed it."""
         return {
             id(request): (evicted_of(request), request.kv.cache_protected_len)
             for request in self._requests(running_batch, last_batch)
         }
 
-    def _holders(self, requests: Sequence[Any], idle: Mapping[str, Any], lengths: Lengths) -> Holders:
+    def _holders(self, requests: Sequence[Req], idle: Mapping[str, Conversation], lengths: Lengths) -> Holders:
         places = [(request.last_node, request.lock) for request in requests]
         places += [(parked.last_node, parked.lock) for parked in idle.values()]
         paths = [
             self._locked_path(frozen, *place) for frozen, place in zip(lengths.frozen.tolist(), places, strict=True)
         ]
         length, more = lengths.allocated, {}
-        searches = [(n, request.beam_group) for n, request in enumerate(requests) if request.beam_group is not None]
-        searches = [(n, beams) for n, beams in searches if beams.member_rows is not None]
+        found = [(n, beams_of(request)) for n, request in enumerate(requests)]
+        searches = [(n, beams) for n, beams in found if beams is not None and beams.member_rows is not None]
         if searches:
             length = length.copy()
             length[[n for n, _ in searches]] = [beams.prompt_len for _, beams in searches]
             others = [self._slots_of_beams(beams) for _, beams in searches]
-            rows = [beams.member_rows_cpu.numpy().astype(np.int64) for _, beams in searches]
+            rows = [_to_host(cast(torch.Tensor, beams.member_rows_cpu)) for _, beams in searches]
             numbers = np.array([n for n, _ in searches])
             more = {
                 "more_rows": np.concatenate(rows),
@@ -157,7 +173,7 @@ class Census:
             **more,
         )
 
-    def _locked_path(self, frozen: int, node: Any, lock: Any) -> torch.Tensor:
+    def _locked_path(self, frozen: int, node: NodeId, lock: TreeLock | None) -> torch.Tensor:
         """Slots of the `frozen` first tokens in the tree, as far as a lock keeps them there."""
         tree = self._scheduler.tree_cache
         # An unlocked path may be evicted at any moment: then nothing vouches for what is frozen.
@@ -165,7 +181,7 @@ class Census:
             return self._no_slots
         return tree.path_device_indices(node)[:frozen]
 
-    def _slots_of_beams(self, beams: Any) -> np.ndarray:
+    def _slots_of_beams(self, beams: BeamGroup) -> np.ndarray:
         """Slots that beams share behind their prompt, those included that no beam needs any more."""
         scheduler = self._scheduler
         if scheduler.enable_overlap and scheduler.req_to_token_pool.req_to_token.is_cuda:
@@ -184,14 +200,16 @@ class Census:
         return Pool(
             page_size=allocator.page_size,
             pages=allocator.size // allocator.page_size,
-            free=_to_host(allocator.get_all_free_pages()),
+            free=_to_host(cast(torch.Tensor, allocator.get_all_free_pages())),
             tree=_to_host(tree.all_values_flatten()),
             table=rows.req_to_token,
             free_rows=rows.free_slots,
         )
 
 
-def _writes(queued: Sequence[Any], requests: Sequence[Any], holders: Holders, moved: set[int]) -> Iterator[Write]:
+def _writes(
+    queued: Sequence[ScheduleBatch], requests: Sequence[Req], holders: Holders, moved: set[int]
+) -> Iterator[Write]:
     """What queued steps write for rows that are still held as they were when the steps were planned."""
     if not queued:
         return

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_triattn.patches.scheduler.request import evicted_of
+from sglang_triattn.patches.scheduler.request import beams_of, end_of_chunk, evicted_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+
+    from sglang_triattn.patches.scheduler.conversations import Conversation
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Lengths:
         due: [n] int64: entries that the row must have if it is in prefill, else those and the evicted ones.
     """
 
-    owners: Sequence[Any]
+    owners: Sequence[Req | str]
     in_prefill: np.ndarray
     row: np.ndarray
     allocated: np.ndarray
@@ -54,7 +59,7 @@ class Lengths:
             return f"{has}, but is prefilled to {self.due[n]}"
         return f"{has} and {self.evicted[n]} evicted ones, but computed {self.due[n]} tokens"
 
-    def fault_of_batch(self, batch: Any, chunked: Any) -> str | None:
+    def fault_of_batch(self, batch: ScheduleBatch, chunked: Req | None) -> str | None:
         """What is wrong with the lengths of a batch's tensors, at requests that go on.
 
         `seq_lens`, `seq_lens_cpu` and `orig_seq_lens` are [batch]; members of a beam search follow behind.
@@ -90,7 +95,9 @@ class Lengths:
         return None
 
 
-def read_lengths(requests: Sequence[Any], idle: Mapping[str, Any], in_prefill: set[int], queued: set[int]) -> Lengths:
+def read_lengths(
+    requests: Sequence[Req], idle: Mapping[str, Conversation], in_prefill: set[int], queued: set[int]
+) -> Lengths:
     """The lengths of requests and of idle conversations by their names.
 
     Args:
@@ -106,15 +113,15 @@ def read_lengths(requests: Sequence[Any], idle: Mapping[str, Any], in_prefill: s
     return Lengths([*requests, *idle], np.array(filling, bool), *np.array(figures, np.int64).reshape(-1, 6).T)
 
 
-def _books(kv: Any) -> tuple[int, int, int, int]:
+def _books(kv: ReqKvInfo) -> tuple[int | None, int, int, int]:
     return kv.req_pool_idx, kv.kv_allocated_len, kv.kv_committed_len, kv.cache_protected_len
 
 
-def _due(request: Any, in_prefill: bool, ahead: bool) -> int:
+def _due(request: Req, in_prefill: bool, ahead: bool) -> int:
     if in_prefill:
         # Its ids are shown without the evicted ones.
-        return request.extend_end
-    beams = request.beam_group
+        return end_of_chunk(request)
+    beams = beams_of(request)
     # A search counts what its queued steps select, its leader what it knows.
     generated = len(request.output_ids) + ahead if beams is None else beams.num_generated
     return len(request.origin_input_ids) + generated - 1

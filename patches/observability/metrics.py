@@ -5,8 +5,6 @@ SGLang part: `SchedulerMetricsCollector` (sglang/srt/observability/metrics_colle
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang_triattn.rounds.plan import Totals
 
 _COUNTERS = {
@@ -23,7 +21,7 @@ class RoundMetrics:
         labels: the scheduler's own metric labels.
     """
 
-    def __init__(self, labels: dict[str, Any]) -> None:
+    def __init__(self, labels: dict[str, str]) -> None:
         # SGLang sets the multi-process folder before it builds a scheduler; prometheus_client reads it on import.
         from prometheus_client import Counter
 

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.request import owner_of
 from sglang_triattn.rounds.plan import Report, Totals
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 KEY = "triattention"
 
@@ -24,7 +30,7 @@ _NOTHING = Report(0, 0, 0, 0, 0, 0)
 def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Hook]:
     """For the scheduler process; `read()` returns its settings and totals, or None before it is built."""
 
-    def add_to_log_line(parts: list[str], _: Any) -> list[str]:
+    def add_to_log_line(parts: list[str], _: object) -> list[str]:
         found = read()
         if found is None:
             return parts
@@ -36,7 +42,7 @@ def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Ho
         )
         return [*parts, *shown]
 
-    def add_to_server_info(output: Any, *_: Any) -> None:
+    def add_to_server_info(output: GetInternalStateReqOutput, *_: object) -> None:
         found = read()
         if found is not None:
             config, totals = found
@@ -77,13 +83,13 @@ def main_hooks() -> list[Hook]:
     ]
 
 
-def _add_to_outputs(streamer: type, _: Any) -> type:
+def _add_to_outputs(streamer: type[SchedulerOutputStreamer], _: object) -> type[SchedulerOutputStreamer]:
     """Lets SGLang's output streamer carry the report of each finished request."""
 
     class ReportingStreamer(streamer):
         has_additional_customized_info = True
 
-        def build_additional_customized_info(self, reqs: list) -> dict[str, list]:
+        def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
             reports = [(owner_of(req).report or _NOTHING).to_dict() if req.finished() else None for req in reqs]
             return {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
 
@@ -92,9 +98,9 @@ def _add_to_outputs(streamer: type, _: Any) -> type:
 
 def _add_to_meta_info(
     original: Callable,
-    manager: Any,
+    manager: TokenizerManager,
     meta_info: dict,
-    state: Any,
+    state: ReqState,
     customized_info: dict,
     index: int,
     finish_reason: dict | None,

@@ -4,7 +4,7 @@ SGLang parts: `PrefillAdder` (sglang/srt/managers/schedule_policy.py), `Schedule
 `validate_input_length` (sglang/srt/managers/{scheduler,utils}.py).
 
 SGLang reserves for each request the tokens that it may still generate, or a share of them that it found to be enough,
-and retracts requests when it was not. A compressed request never holds more than its bound (`row_bound`), so that
+and retracts requests when it was not. A compressed request never holds more than its bound (`max_kv_tokens_of`), so that
 exactly the rest up to there is reserved, for all of them and in full: the pool is never over-promised.
 
 A prefill that is longer than the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit
@@ -15,62 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, growth_of, longest_answer, max_kv_tokens_of
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.request import (
     attach_options,
-    evicted_of,
     frozen_of,
+    settings_in_use,
     settings_of,
-    wants_prompt_logprobs,
     write_tree_rule,
 )
 from sglang_triattn.request.options import CompressionOptions, read_request
-from sglang_triattn.rounds.plan import ceil_align, row_bound
+from sglang_triattn.rounds.plan import ceil_align
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_policy import PrefillAdder
 
-def logical_end(request: Any) -> int:
-    """Tokens that the request computes at most, prompt included."""
-    return len(request.origin_input_ids) + max(request.sampling_params.max_new_tokens - 1, 0)
-
-
-def bound_of(request: Any, page_size: int) -> int:
-    """Most KV entries that a request with settings holds while it decodes, as far as is known now."""
-    settings = settings_of(request)
-    frozen = frozen_of(request, settings, page_size)
-    if not request.kv.holds_kv:
-        frozen = max(frozen, request.prefix_len + request.host_hit_length)
-    return row_bound(settings, frozen=frozen, logical_end=logical_end(request) - evicted_of(request))
-
-
-def growth_of(request: Any, page_size: int, *, held: int) -> int:
-    """Slots, whole pages, that a request may still take on top of `held` entries.
-
-    One token at least: what was prefilled at once may be above the bound until the first round.
-    """
-    return ceil_align(max(bound_of(request, page_size), held + 1), page_size) - ceil_align(held, page_size)
-
-
-def reserved_of(request: Any, page_size: int) -> int:
-    """Slots, whole pages, that a running request holds or may still take."""
-    return ceil_align(max(bound_of(request, page_size), request.kv.kv_allocated_len), page_size)
-
-
-def can_prefill_in_rounds(request: Any) -> bool:
-    """Whether rounds may run between the chunks of a request's prefill.
-
-    They change the places by which a prompt's log-probabilities and embeddings are looked up.
-    """
-    compacts_prompt = settings_of(request).prompt == "compact"
-    return (
-        not (compacts_prompt and wants_prompt_logprobs(request))
-        and request.input_embeds is None
-        and request.positional_embed_overrides is None
-    )
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 
 class Admission:
@@ -84,7 +50,7 @@ class Admission:
     def __init__(self, config: Config, conversations: Conversations) -> None:
         self._config = config
         self._conversations = conversations
-        self._scheduler: Any = None
+        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
 
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -106,14 +72,14 @@ class Admission:
             ),
         ]
 
-    def attach(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Scheduler) -> None:
         """Called once the scheduler is built; requests come later."""
         self._scheduler = scheduler
 
-    def _bound_adder(self, adder: type, _: Any) -> type:
+    def _bound_adder(self, adder: type[PrefillAdder], _: object) -> type[PrefillAdder]:
         return bounded_adder(adder, self._conversations)
 
-    def _attach_and_limit(self, original: Callable, scheduler: Any, req: Any) -> None:
+    def _attach_and_limit(self, original: Callable, scheduler: Scheduler, req: Req) -> None:
         """Reads a new request's settings, and lifts the cap on its answer that follows from the size of the pool."""
         try:
             options = read_request(self._config, req.sampling_params.custom_params)
@@ -135,10 +101,10 @@ class Admission:
         limit = scheduler.model_config.context_len - 2 - len(req.origin_input_ids)
         for other in (most, scheduler.max_new_tokens_limit or None):
             limit = limit if other is None else min(limit, other)
-        params.max_new_tokens = max(limit, params.max_new_tokens)
+        params.max_new_tokens = max(limit, longest_answer(req))
         params.min_new_tokens = min(least, params.max_new_tokens)
 
-    def _validate_length(self, original: Callable, req: Any, max_req_input_len: int, allow_auto_truncate: bool):
+    def _validate_length(self, original: Callable, req: Req, max_req_input_len: int, allow_auto_truncate: bool):
         """Lets prompts that are compacted be longer than the pool."""
         longest = self._scheduler.model_config.context_len - 6
         if settings_of(req) is None or len(req.origin_input_ids) < max_req_input_len:
@@ -146,11 +112,11 @@ class Admission:
         if self._fits(req):
             return original(req, longest, allow_auto_truncate)
         error = original(req, max_req_input_len, allow_auto_truncate)
-        if error and len(req.origin_input_ids) < longest and settings_of(req).prompt == "frozen":
+        if error and len(req.origin_input_ids) < longest and settings_in_use(req).prompt == "frozen":
             error += " A prompt that is compacted may be longer: see --triattention-prompt compact."
         return error
 
-    def _check_prompt(self, scheduler: Any, req: Any, *_: Any, **__: Any) -> None:
+    def _check_prompt(self, scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
         """Holds a prompt to the pool that was to be compacted, but whose prefill allows no rounds."""
         settings = settings_of(req)
         if settings is None or req.to_finish is not None or settings.prompt == "frozen" or can_prefill_in_rounds(req):
@@ -166,19 +132,19 @@ class Admission:
         page_size = self._page_size()
         room = self._capacity() - page_size - ceil_align(len(req.origin_input_ids), page_size)
         params = req.sampling_params
-        params.max_new_tokens = max(min(params.max_new_tokens, room - 1), 0)
+        params.max_new_tokens = max(min(longest_answer(req), room - 1), 0)
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
-    def _limit_prefix(self, length: int, req: Any, _: int) -> int | None:
+    def _limit_prefix(self, length: int, req: Req, _: int) -> int | None:
         """Matches less of a prompt in the tree where the whole match, which is frozen, would fill the pool."""
         settings = settings_of(req)
         if settings is None or settings.prompt == "frozen":
             return None
         return max(min(length, self._capacity() - settings.trigger(0) - 2 * self._page_size()), 0)
 
-    def _fits(self, req: Any) -> bool:
+    def _fits(self, req: Req) -> bool:
         """Whether the pool, empty, holds the request at its bound, prefilled in rounds if need be."""
-        settings = settings_of(req)
+        settings = settings_in_use(req)
         if self._scheduler.chunked_prefill_size is None:
             return False
         page_size = self._page_size()
@@ -192,7 +158,7 @@ class Admission:
         return self._scheduler.token_to_kv_pool_allocator.page_size
 
 
-def bounded_adder(adder: type, conversations: Conversations) -> type:
+def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> type[PrefillAdder]:
     """SGLang's PrefillAdder, with requests that have settings reserved by their bound.
 
     Rows of idle conversations make way for whoever is admitted.
@@ -200,7 +166,7 @@ def bounded_adder(adder: type, conversations: Conversations) -> type:
 
     class BoundedPrefillAdder(adder):
         _chunk_in_progress = False
-        _preempting: set | None = None
+        _preempting: set[Req] | None = None
 
         def add_one_req(self, req, has_chunked_req, truncation_align_size):
             if settings_of(req) is None:
@@ -223,7 +189,7 @@ def bounded_adder(adder: type, conversations: Conversations) -> type:
             if settings_of(req) is None or not can_prefill_in_rounds(req):
                 return super().add_chunked_req(req)
             # What is left without the running requests' growth, but never less than was reserved for this one.
-            room = max(self._room() - self.page_size, bound_of(req, self.page_size) - req.prefix_len, 1)
+            room = max(self._room() - self.page_size, max_kv_tokens_of(req, self.page_size) - req.prefix_len, 1)
             self.chunked_req_limit = min(room, self.chunked_req_limit or room)
             unfinished = super().add_chunked_req(req)
             if unfinished is not None:
@@ -269,7 +235,7 @@ def bounded_adder(adder: type, conversations: Conversations) -> type:
                 return True, chunk_limit
             if chunk_limit is None or self._chunk_in_progress or not can_prefill_in_rounds(req):
                 return False, None
-            bound = ceil_align(bound_of(req, self.page_size), self.page_size) - held
+            bound = ceil_align(max_kv_tokens_of(req, self.page_size), self.page_size) - held
             fits = max(bound, 2 * self.page_size) <= room
             return (True, min(chunk_limit, room - self.page_size)) if fits else (False, None)
 
@@ -287,7 +253,7 @@ def bounded_adder(adder: type, conversations: Conversations) -> type:
 
 
 @contextmanager
-def _attribute(owner: Any, name: str, value: Any):
+def _attribute(owner: object, name: str, value: object):
     """Sets an attribute for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)

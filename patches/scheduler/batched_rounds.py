@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, needs_order
 from sglang_triattn.rounds.plan import Plan, ceil_align
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 
 class Kind(NamedTuple):
@@ -54,7 +57,7 @@ class Launch:
     """
 
     kind: Kind
-    rounds: Sequence[tuple[Any, Plan]]
+    rounds: Sequence[tuple[Req, Plan]]
     slots: torch.Tensor
     facts: torch.Tensor
 
@@ -104,7 +107,7 @@ def width_for(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Any, Plan]], kind_of: Callable[..., Kind]) -> list[Launch]:
+def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Callable[..., Kind]) -> list[Launch]:
     """The launches for `rounds` (request, plan), in the order in which their kinds come up.
 
     All counts go to the device in one copy.
@@ -113,7 +116,7 @@ def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Any, Plan]], kind_of: Ca
         rows: SGLang's `req_to_token`, [rows, context] int32.
         kind_of: of a request and its plan.
     """
-    groups: dict[Kind, list[tuple[Any, Plan]]] = {}
+    groups: dict[Kind, list[tuple[Req, Plan]]] = {}
     for request, plan in rounds:
         groups.setdefault(kind_of(request, plan), []).append((request, plan))
     ordered = [member for group in groups.values() for member in group]

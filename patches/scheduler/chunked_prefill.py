@@ -16,12 +16,15 @@ and those before them are read by nobody, because a row with holes never enters 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.request import evicted_of, show_all_ids, show_ids_behind
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 def hooks() -> list[Hook]:
@@ -32,13 +35,13 @@ def hooks() -> list[Hook]:
     ]
 
 
-def _show_ids_behind_row(original: Callable, req: Any, *args: Any, **kwargs: Any) -> None:
+def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
     show_all_ids(req)
     original(req, *args, **kwargs)
     show_ids_behind(req)
 
 
-def evicted_in(batch: Any) -> torch.Tensor | None:
+def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
     """[batch] int64 on the batch's device: tokens evicted from each row; None where no row has lost any."""
     evicted = [evicted_of(request) for request in batch.reqs]
     if not any(evicted):
@@ -47,7 +50,7 @@ def evicted_in(batch: Any) -> torch.Tensor | None:
     return host.to(batch.seq_lens.device, non_blocking=True)
 
 
-def _keep_logical_lengths(_: None, batch: Any) -> None:
+def _keep_logical_lengths(_: None, batch: ScheduleBatch) -> None:
     """Makes `orig_seq_lens` the logical lengths, from which the positions of decoded tokens follow."""
     evicted = evicted_in(batch)
     if evicted is not None:

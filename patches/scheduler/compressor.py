@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,24 +29,31 @@ from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SHARED
-from sglang_triattn.patches.scheduler.admission import reserved_of
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
+from sglang_triattn.patches.scheduler.bounds import reserved_of
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
 from sglang_triattn.patches.scheduler.request import (
     can_compact,
+    end_of_chunk,
     lengths_of,
     long_enough,
     owner_of,
     recent_of,
     resume_behind,
-    settings_of,
+    settings_in_use,
     wait_until_due,
     write_row_length,
     write_tree_rule,
 )
 from sglang_triattn.request.lifecycle import FirstEvicted
 from sglang_triattn.rounds.plan import Plan, Totals, plan_round
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 
 class Compressor:
@@ -61,7 +68,7 @@ class Compressor:
     """
 
     def __init__(
-        self, scheduler: Any, config: Config, scorer: Scorer, mover: Mover | None, conversations: Conversations
+        self, scheduler: Scheduler, config: Config, scorer: Scorer, mover: Mover | None, conversations: Conversations
     ) -> None:
         self.config = config
         self.totals = Totals()
@@ -92,10 +99,10 @@ class Compressor:
 
     def run_due_rounds(
         self,
-        batch: Any,
+        batch: ScheduleBatch,
         *,
-        joining: Any = None,
-        chunked: Any = None,
+        joining: ScheduleBatch | None = None,
+        chunked: Req | None = None,
         around: AbstractContextManager = nullcontext(),  # noqa: B008
     ) -> None:
         """One round for every request that has outgrown its budget, or that must make room.
@@ -112,7 +119,7 @@ class Compressor:
         self.totals.pressure_rounds += len(pressed)
         rounds = [(batch.reqs[index], plan) for index, plan in due]
         between_chunks = self._plan_chunked(chunked)
-        if between_chunks is not None:
+        if chunked is not None and between_chunks is not None:
             rounds.append((chunked, between_chunks))
         if not rounds:
             return
@@ -121,18 +128,18 @@ class Compressor:
             self._compact(rounds)
             if due:
                 self._shorten(batch, due)
-            if between_chunks is not None:
+            if chunked is not None and between_chunks is not None:
                 resume_behind(chunked, between_chunks.new_length)
         # SGLang reopens admission only when a request leaves. As a rule a round gives a waiting request nothing: what
         # it frees stays reserved for the same request's growth.
         if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
             batch.batch_is_full = False
 
-    def _kind_of(self, request: Any, plan: Plan) -> Kind:
+    def _kind_of(self, request: Req, plan: Plan) -> Kind:
         moves = self._mover is not None
-        return kind_for(settings_of(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
+        return kind_for(settings_in_use(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
 
-    def _compact(self, rounds: Sequence[tuple[Any, Plan]]) -> None:
+    def _compact(self, rounds: Sequence[tuple[Req, Plan]]) -> None:
         """The rounds of a step: however many launches they take, each stream waits for the other once."""
         launches = snapshot(self._rows, rounds, self._kind_of)
         with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
@@ -170,44 +177,44 @@ class Compressor:
         freed = torch.cat([page for launch, slots in pairs for page in launch.emptied(slots, page_size)]).long()
         self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
 
-    def _plan(self, requests: Sequence[Any]) -> list[tuple[int, Plan]]:
+    def _plan(self, requests: Sequence[Req]) -> list[tuple[int, Plan]]:
         """(index, plan) of each due request."""
         due = []
         for index in long_enough(requests):
             request = requests[index]
             if not can_compact(request):
                 continue
-            plan = plan_round(settings_of(request), **lengths_of(request, self._page_size))
+            plan = plan_round(settings_in_use(request), **lengths_of(request, self._page_size))
             if plan is None:
                 wait_until_due(request, self._page_size)
             else:
                 due.append((index, plan))
         return due
 
-    def _plan_chunked(self, request: Any) -> Plan | None:
+    def _plan_chunked(self, request: Req | None) -> Plan | None:
         """The round that is due between two chunks of a prefill.
 
         What the tree may have of the row it gets first: SGLang would give it later in the same step.
         """
-        if request is None or not can_compact(request) or request.extend_end <= request.prefix_len:
+        if request is None or not can_compact(request) or end_of_chunk(request) <= request.prefix_len:
             return None
-        settings = settings_of(request)
+        settings = settings_in_use(request)
         if plan_round(settings, **lengths_of(request, self._page_size)) is None:
             return None
         self._scheduler.stash_chunked_request(request)
         # The tree may have taken tokens that counted as private.
         return plan_round(settings, **lengths_of(request, self._page_size))
 
-    def _record(self, request: Any, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+    def _record(self, request: Req, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
         """Books the round with the request, and writes what follows from it."""
         owner = owner_of(request)
-        unordered_len = kind.unordered_len(plan, owner.record.unordered_len)
+        unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
         self.totals.add(plan)
         write_row_length(request, plan.new_length)
         write_tree_rule(request)
 
-    def _shorten(self, batch: Any, due: list[tuple[int, Plan]]) -> None:
+    def _shorten(self, batch: ScheduleBatch, due: list[tuple[int, Plan]]) -> None:
         """Lowers the batch's physical lengths; `orig_seq_lens` stays, it is the logical length.
 
         The length tensors are replaced, never written: queued work still refers to the old ones.
@@ -217,7 +224,8 @@ class Compressor:
             evicted[index] = plan.evicted_tokens
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
         batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
-        batch.seq_lens_sum = None
+        # SGLang sums anew where there is None, though it declares an int.
+        batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""
@@ -241,7 +249,7 @@ class Compressor:
                 tensor.record_stream(scheduler.schedule_stream)
 
 
-def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | None = None) -> Mover | None:
+def make_mover(config: Config, page_size: int, pool: KVCache, *, kernels: bool | None = None) -> Mover | None:
     """What moves K/V in SGLang's KV pool `pool`.
 
     None where a round moves nothing: slots can be freed one by one, and all heads keep the same tokens.
@@ -251,7 +259,7 @@ def make_mover(config: Config, page_size: int, pool: Any, *, kernels: bool | Non
     return Mover(*kv_buffers(pool), kernels=kernels)
 
 
-def kv_buffers(pool: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def kv_buffers(pool: KVCache) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
     layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
     return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]

@@ -23,7 +23,7 @@ import time
 from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.request import (
@@ -42,6 +42,13 @@ from sglang_triattn.patches.scheduler.request import (
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, RowRecord, Stage
 from sglang_triattn.rounds.plan import Report
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
+
 REMEMBERED = 4096
 """Dropped conversations whose next turn is still told so."""
 
@@ -59,9 +66,9 @@ class Conversation:
         used: when its last turn arrived, seconds.
     """
 
-    kv: Any
-    lock: Any
-    last_node: Any
+    kv: ReqKvInfo
+    lock: TreeLock | None
+    last_node: NodeId
     ids: array
     owner: tuple
     record: RowRecord
@@ -73,7 +80,7 @@ class Conversations:
 
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
-        self._scheduler: Any = None
+        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission stands behind.
@@ -90,10 +97,10 @@ class Conversations:
             Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "after", self._on_flush, "self empty_cache"),
         ]
 
-    def attach(self, scheduler: Any) -> None:
+    def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def on_arrival(self, request: Any) -> None:
+    def on_arrival(self, request: Req) -> None:
         """Drops what is too old; called for each request that names a conversation."""
         group = self._scheduler.tp_group
         now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
@@ -101,7 +108,7 @@ class Conversations:
             self._drop(name)
         owner_of(request).arrived_at = now
 
-    def acquire(self, request: Any) -> bool:
+    def acquire(self, request: Req) -> bool:
         """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
         owner = owner_of(request)
         name = owner.conversation
@@ -115,14 +122,15 @@ class Conversations:
         take_row(request, idle.kv, idle.last_node)
         return True
 
-    def rollback(self, request: Any) -> None:
+    def rollback(self, request: Req) -> None:
         """The attempt failed: the row is the conversation's again."""
         owner = owner_of(request)
-        self._idle[owner.conversation], self._acquired = self._acquired, None
+        # Both are there: an attempt has begun.
+        self._idle[cast(str, owner.conversation)], self._acquired = cast(Conversation, self._acquired), None
         owner.rollback()
         leave_row(request)
 
-    def commit(self, request: Any) -> None:
+    def commit(self, request: Req) -> None:
         """A request was admitted: an acquired row is its own now, and its conversation knows how it started."""
         owner = owner_of(request)
         idle, self._acquired = self._acquired, None
@@ -143,7 +151,7 @@ class Conversations:
             return DIVERGED
         return LOST if name in self._lost else NEW
 
-    def park(self, request: Any, report: Report) -> bool:
+    def park(self, request: Req, report: Report) -> bool:
         """Takes over the row of a request that has ended; False where it must be released.
 
         report: on the request, of whose row `physical_length` entries stay.
@@ -195,7 +203,7 @@ class Conversations:
         """All idle rows by name."""
         return dict(self._idle)
 
-    def records(self) -> dict[str, Any]:
+    def records(self) -> dict[str, ReqKvInfo]:
         """SGLang's records of the idle rows, for its books."""
         return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
 
@@ -206,7 +214,8 @@ class Conversations:
         tree = self._scheduler.tree_cache
         tree.free_kv_row(idle.kv, [(idle.kv.cache_protected_len, idle.kv.kv_allocated_len)])
         tree.unlock(idle.lock)
-        self._scheduler.req_to_token_pool.free(idle)
+        # It frees the row of the record `kv`, and looks at nothing else.
+        self._scheduler.req_to_token_pool.free(cast("Req", idle))
         idle.kv.mark_kv_released()
         self._remember_lost(name)
 
@@ -215,7 +224,7 @@ class Conversations:
         if len(self._lost) > REMEMBERED:
             self._lost.popitem(last=False)
 
-    def _on_flush(self, flushed: bool, *_: Any, **__: Any) -> None:
+    def _on_flush(self, flushed: bool, *_: object, **__: object) -> None:
         """Forgets every row after a flush; one that SGLang refused takes nothing from anybody.
 
         Tree, slots and rows have been reset as a whole. Nothing of a row is read: a memory saver may have unmapped it.
@@ -226,11 +235,11 @@ class Conversations:
             self._remember_lost(name)
         self._idle.clear()
 
-    def _add_records(self, records: dict, _: Any) -> dict:
+    def _add_records(self, records: dict, _: object) -> dict:
         return {**records, **self.records()}
 
 
-def _continues(idle: Conversation, request: Any) -> bool:
+def _continues(idle: Conversation, request: Req) -> bool:
     ids = request.origin_input_ids + request.output_ids
     return (
         not wants_prompt_logprobs(request)
@@ -242,11 +251,11 @@ def _continues(idle: Conversation, request: Any) -> bool:
     )
 
 
-def _owner(request: Any) -> tuple:
+def _owner(request: Req) -> tuple:
     return request.lora_id, request.extra_key, request.cache_salt
 
 
-def _was_aborted(request: Any) -> bool:
+def _was_aborted(request: Req) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return not request.finished() or isinstance(request.finished_reason, FINISH_ABORT)

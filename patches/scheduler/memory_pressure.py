@@ -8,16 +8,21 @@ what is decided here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_of
+from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_in_use
 from sglang_triattn.rounds.plan import Plan, plan_eviction
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 
 def early_rounds(
-    scheduler: Any,
-    requests: Sequence[Any],
-    joining: Any,
+    scheduler: Scheduler,
+    requests: Sequence[Req],
+    joining: ScheduleBatch | None,
     due: Sequence[tuple[int, Plan]],
     drop_one: Callable[[], bool],
 ) -> list[tuple[int, Plan]]:
@@ -47,24 +52,24 @@ def early_rounds(
     return chosen
 
 
-def slots_of_next_step(requests: Sequence[Any], joining: Any, page_size: int) -> int:
+def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
     """KV slots, whole pages, that the next decode step allocates; one for each beam, at page size 1."""
-    joining = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
-    holders = [request for request in (*requests, *joining) if request.kv.holds_kv and not request.finished()]
+    others = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
+    holders = [request for request in (*requests, *others) if request.kv.holds_kv and not request.finished()]
     return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
 
 
-def free_slots(scheduler: Any) -> int:
+def free_slots(scheduler: Scheduler) -> int:
     """KV slots that are free or that the tree gives up on demand."""
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
 
 
-def worthwhile(candidates: Iterator[tuple[int, Any]], page_size: int) -> Iterator[tuple[int, Plan]]:
+def worthwhile(candidates: Iterator[tuple[int, Req]], page_size: int) -> Iterator[tuple[int, Plan]]:
     """Rounds that free enough to be worth their scoring: a quarter of what a regular round frees."""
     for index, request in candidates:
         if not can_compact(request):
             continue
-        settings = settings_of(request)
+        settings = settings_in_use(request)
         plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
         if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,11 @@ from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, 
 from sglang_triattn.rounds.plan import Totals
 from sglang_triattn.rounds.scoring import build_scorer
 from sglang_triattn.stats.file import QueryStats
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sglang_triattn.patches.sglang_parts import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +77,7 @@ class Compression:
             *(self._census.hooks() if self._census is not None else ()),
         ]
 
-    def _on_built(self, _: Any, scheduler: Any, *__: Any, **___: Any) -> None:
+    def _on_built(self, _: object, scheduler: Scheduler, *__: object, **___: object) -> None:
         self._admission.attach(scheduler)
         self._conversations.attach(scheduler)
         try:
@@ -87,7 +92,7 @@ class Compression:
             self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
         logger.info("TriAttention is active: %s", self.compressor.config)
 
-    def _start(self, scheduler: Any) -> Compressor:
+    def _start(self, scheduler: Scheduler) -> Compressor:
         """A compressor whose rounds have been rehearsed; raises TriAttentionError, with the words for the user."""
         check_in_place(self._hooks)
         merge = merge_over_ranks(scheduler, self.config.selection)
@@ -105,7 +110,9 @@ class Compression:
                 warm_up.rehearse(scheduler, compressor)
         return compressor
 
-    def _on_next_batch(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    def _on_next_batch(
+        self, scheduler: Scheduler, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
+    ) -> None:
         if self.compressor is None:
             return
         self._conversations.make_rows(scheduler.waiting_queue)
@@ -116,14 +123,14 @@ class Compression:
         if self.metrics is not None:
             self.metrics.publish(self.compressor.totals)
 
-    def _on_init_info(self, info: dict, _: Any) -> dict:
+    def _on_init_info(self, info: dict, _: object) -> dict:
         return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
     def _read(self) -> tuple[Config, Totals] | None:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
 
-def served_stats(scheduler: Any, config: Config) -> QueryStats:
+def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     """Statistics of the served model, all heads of it; every tensor-parallel rank calls this.
 
     Raises:
@@ -143,7 +150,7 @@ def served_stats(scheduler: Any, config: Config) -> QueryStats:
 
 
 def build_compressor(
-    scheduler: Any,
+    scheduler: Scheduler,
     config: Config,
     stats: QueryStats,
     memory: torch.Tensor | None,

@@ -14,12 +14,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.chunked_prefill import evicted_in
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 PARAMETERS = (
     "cls batch model_runner capture_hidden_mode return_hidden_states_before_norm extend_position_info "
@@ -38,7 +44,7 @@ def hooks() -> list[Hook]:
     ]
 
 
-def _use_logical_positions(forward: Any, cls: type, batch: Any, *_: Any, **__: Any) -> None:
+def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatch, *_: object, **__: object) -> None:
     """Moves each token from its physical position to its logical one; a no-op for requests without rounds.
 
     Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
@@ -52,11 +58,13 @@ def _use_logical_positions(forward: Any, cls: type, batch: Any, *_: Any, **__: A
         if evicted is not None:
             setattr(forward, _EVICTED, evicted)
             forward.positions = forward.positions + torch.repeat_interleave(
-                evicted, forward.extend_seq_lens.long(), output_size=len(forward.positions)
+                evicted, cast(torch.Tensor, forward.extend_seq_lens).long(), output_size=len(forward.positions)
             )
 
 
-def _draw(original: Callable, runner: Any, logits_output: Any, forward_batch: Any) -> torch.Tensor:
+def _draw(
+    original: Callable, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
+) -> torch.Tensor:
     """Draws a request's first token by its seed at the logical position of the prefill's last token.
 
     Sampling reads nothing else from `seq_lens`, [batch].

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.request import (
+    end_of_chunk,
     frozen_of,
     keep_private,
     owner_of,
@@ -23,6 +24,10 @@ from sglang_triattn.patches.scheduler.request import (
     write_tree_rule,
 )
 from sglang_triattn.rounds.plan import Report
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 
 class Rows:
@@ -38,21 +43,21 @@ class Rows:
             Hook(f"{target}.release_kv_cache", "around", self.release, "req tree_cache checkpoint"),
         ]
 
-    def checkpoint(self, original: Callable, req: Any, tree_cache: Any) -> None:
+    def checkpoint(self, original: Callable, req: Req, tree_cache: BasePrefixCache) -> None:
         """Keeps the regenerated output of a retracted request private.
 
         SGLang prefills prompt and output of such a request again and would give both to the tree, where they are
         frozen: each retraction would raise the request's memory for good.
         """
         prompt_length = len(req.origin_input_ids)
-        if not req.retracted_stain or req.skip_radix_cache_insert or req.extend_end <= prompt_length:
+        if not req.retracted_stain or req.skip_radix_cache_insert or end_of_chunk(req) <= prompt_length:
             original(req, tree_cache)
             return
         if req.kv.cache_protected_len < prompt_length:
             tree_cache.checkpoint(req, up_to=prompt_length)
         keep_private(req)
 
-    def release(self, original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+    def release(self, original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
         """Writes the request's report, and gives its row to its conversation or back to SGLang."""
         if not req.kv.holds_kv:
             original(req, tree_cache, checkpoint=checkpoint)
@@ -82,7 +87,7 @@ class Rows:
             write_tree_rule(req)
 
 
-def publish_start(req: Any, exact: int, tree_cache: Any) -> None:
+def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
     """Gives the tree a finished row's first `exact` entries, if these are more than it has.
 
     No more than SGLang's release takes for the request's: with --strip-thinking-cache it frees what was generated.
@@ -95,7 +100,7 @@ def publish_start(req: Any, exact: int, tree_cache: Any) -> None:
         tree_cache.checkpoint(req, up_to=exact)
 
 
-def give_back(original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
+def give_back(original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
     """SGLang's release of a row, of which the tree may own more than the prompt.
 
     With --strip-thinking-cache SGLang frees everything behind the prompt. A retracted request may have found its own
@@ -112,7 +117,7 @@ def give_back(original: Callable, req: Any, tree_cache: Any, *, checkpoint: bool
         req.reasoning_tokens = reasoning
 
 
-def report_on(req: Any, page_size: int) -> Report:
+def report_on(req: Req, page_size: int) -> Report:
     """The report of a request that gives its row back."""
     owner = owner_of(req)
     protected = req.kv.cache_protected_len

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align, frozen_length
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
+
+    from sglang_triattn.patches.sglang_parts import BeamGroup
 
 _OWNER = "triattention"
 _SHORTENED = "triattention_shortened_ids"
@@ -23,7 +30,7 @@ _NOT_COMPRESSED = CompressionOptions(None)
 # What is known of a request
 
 
-def attach_options(request: Any, options: CompressionOptions) -> CompressedRequest:
+def attach_options(request: Req, options: CompressionOptions) -> CompressedRequest:
     """A request arrives and asks for `options`; one of a beam search is not compressed."""
     owner = CompressedRequest(
         options if request.beam_group is None else _NOT_COMPRESSED, withheld=request.skip_radix_cache_insert
@@ -34,35 +41,50 @@ def attach_options(request: Any, options: CompressionOptions) -> CompressedReque
     return owner
 
 
-def owner_of(request: Any) -> CompressedRequest:
+def owner_of(request: Req) -> CompressedRequest:
     """Of a request that never arrived by SGLang's usual way, one that is not compressed."""
     owner = getattr(request, _OWNER, None)
     return attach_options(request, _NOT_COMPRESSED) if owner is None else owner
 
 
-def settings_of(request: Any) -> Config | None:
+def settings_of(request: Req) -> Config | None:
     """Settings of a request that may be compressed, None of any other (beam search, compression declined)."""
     return owner_of(request).settings
 
 
-def evicted_of(request: Any) -> int:
+def settings_in_use(request: Req) -> Config:
+    """Settings of a request that is compressed."""
+    return cast(Config, owner_of(request).settings)
+
+
+def beams_of(request: Req) -> BeamGroup | None:
+    """The beam search of a request; SGLang declares the attribute as one that is always None."""
+    return cast("BeamGroup | None", request.beam_group)
+
+
+def end_of_chunk(request: Req) -> int:
+    """Where the chunk ends that a request prefills, or prefilled last."""
+    return cast(int, request.extend_end)
+
+
+def evicted_of(request: Req) -> int:
     """Tokens evicted from the request's current row."""
     return owner_of(request).evicted_tokens
 
 
-def tokens_tell_all(request: Any) -> bool:
+def tokens_tell_all(request: Req) -> bool:
     """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
     return not owner_of(request).withheld and request.input_embeds is None
 
 
-def frozen_of(request: Any, settings: Config, page_size: int) -> int:
+def frozen_of(request: Req, settings: Config, page_size: int) -> int:
     """First position of the request's row that a round may touch."""
     record = owner_of(request).record
     prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len
     return frozen_length(settings, request.kv.cache_protected_len, prompt_len, page_size)
 
 
-def long_enough(requests: Sequence[Any]) -> list[int]:
+def long_enough(requests: Sequence[Req]) -> list[int]:
     """Indices of the requests that may have outgrown their budget, as far as two comparisons of integers tell.
 
     Called for every request in every step; only a few have a round.
@@ -75,43 +97,44 @@ def long_enough(requests: Sequence[Any]) -> list[int]:
     return found
 
 
-def wait_until_due(request: Any, page_size: int) -> None:
+def wait_until_due(request: Req, page_size: int) -> None:
     """Lets `long_enough` leave out a request that has settings and no round now, until its row has grown enough."""
-    settings = settings_of(request)
+    settings = settings_in_use(request)
     frozen = frozen_of(request, settings, page_size)
     owner_of(request).wait_until(frozen + settings.trigger(frozen), request.kv.cache_protected_len)
 
 
-def lengths_of(request: Any, page_size: int) -> dict[str, int]:
+def lengths_of(request: Req, page_size: int) -> dict[str, int]:
     """What a plan is made of, see `sglang_triattn.rounds.plan.plan_round`; the request has settings and holds a row."""
     return {
-        "frozen": frozen_of(request, settings_of(request), page_size),
+        "frozen": frozen_of(request, settings_in_use(request), page_size),
         "length": request.kv.kv_allocated_len,
         "evicted_before": evicted_of(request),
         "page_size": page_size,
     }
 
 
-def rows_of(request: Any) -> int:
+def rows_of(request: Req) -> int:
     """Rows that a request takes: one for each of its beams."""
-    return 1 if request.beam_group is None else request.beam_group.beam_width
+    beams = beams_of(request)
+    return 1 if beams is None else beams.beam_width
 
 
-def recent_of(request: Any) -> int:
+def recent_of(request: Req) -> int:
     """Recency window of a request's next round: `recent`, or what was appended since a round permuted the row.
 
     Fewer only where little came since then: at page sizes above 1, early rounds, and turns with other settings.
     """
-    owner = owner_of(request)
-    return min(owner.settings.recent, request.kv.kv_allocated_len - owner.record.unordered_len)
+    appended = request.kv.kv_allocated_len - owner_of(request).held_record.unordered_len
+    return min(settings_in_use(request).recent, appended)
 
 
-def wants_prompt_logprobs(request: Any) -> bool:
+def wants_prompt_logprobs(request: Req) -> bool:
     """Whether log-probabilities of prompt tokens were asked for, which are looked up by the tokens' places."""
     return request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
 
 
-def can_compact(request: Any) -> bool:
+def can_compact(request: Req) -> bool:
     """Whether a request may be compressed, goes on, and holds its row alone."""
     return (
         settings_of(request) is not None
@@ -126,29 +149,29 @@ def can_compact(request: Any) -> bool:
 # What is written to a request
 
 
-def write_tree_rule(request: Any) -> None:
+def write_tree_rule(request: Req) -> None:
     """Lets SGLang give the whole row to the tree, or keeps it from that; after every transition."""
     request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
 
 
-def write_row_length(request: Any, length: int) -> None:
+def write_row_length(request: Req, length: int) -> None:
     """The row holds `length` entries, all of them computed."""
     request.kv.kv_committed_len = request.kv.kv_allocated_len = length
 
 
-def resume_behind(request: Any, length: int) -> None:
+def resume_behind(request: Req, length: int) -> None:
     """Lets the next chunk of a request start behind its row, which a round has shortened to `length` entries."""
     request.prefix_len = request.extend_end = length
     # SGLang counts what lies before a chunk and was not computed by the request as cached tokens.
     request.already_computed = length
 
 
-def keep_private(request: Any) -> None:
+def keep_private(request: Req) -> None:
     """Counts the chunk that was just prefilled as done, without giving it to the tree."""
-    request.prefix_len = request.extend_end
+    request.prefix_len = end_of_chunk(request)
 
 
-def take_row(request: Any, kv: Any, last_node: Any) -> None:
+def take_row(request: Req, kv: ReqKvInfo, last_node: NodeId) -> None:
     """Puts a waiting request behind a row that rounds have compacted; nothing of its prompt is looked for elsewhere.
 
     Args:
@@ -162,18 +185,18 @@ def take_row(request: Any, kv: Any, last_node: Any) -> None:
     request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
 
 
-def leave_row(request: Any) -> None:
+def leave_row(request: Req) -> None:
     """Lets a waiting request have no row again, after `take_row`."""
     request.detach_kv()
     request.prefix_len, request.last_node = 0, None
 
 
-def count_as_cached(request: Any, tokens: int) -> None:
+def count_as_cached(request: Req, tokens: int) -> None:
     """Tokens of a resumed row that were evicted: they were not computed again either."""
     request.cached_tokens += tokens
 
 
-def show_ids_behind(request: Any) -> None:
+def show_ids_behind(request: Req) -> None:
     """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
     evicted = evicted_of(request)
     if evicted:
@@ -181,7 +204,7 @@ def show_ids_behind(request: Any) -> None:
         setattr(request, _SHORTENED, True)
 
 
-def show_all_ids(request: Any) -> None:
+def show_all_ids(request: Req) -> None:
     """Lets SGLang see all ids of a request again."""
     if getattr(request, _SHORTENED, False):
         # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
@@ -189,7 +212,7 @@ def show_all_ids(request: Any) -> None:
         setattr(request, _SHORTENED, False)
 
 
-def free_tail(kv: Any, length: int, tree_cache: Any) -> None:
+def free_tail(kv: ReqKvInfo, length: int, tree_cache: BasePrefixCache) -> None:
     """Frees the pages of a row that lie wholly behind its first `length` entries."""
     first_empty = ceil_align(length, tree_cache.page_size)
     if first_empty < kv.kv_allocated_len:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SHARED
 
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-def own_heads(scheduler: Any, q_heads: int) -> slice:
+    from sglang_triattn.patches.sglang_parts import Scheduler
+
+
+def own_heads(scheduler: Scheduler, q_heads: int) -> slice:
     """The query heads of this rank among all `q_heads` of the model."""
     group = scheduler.tp_group
     count = q_heads // group.world_size
@@ -30,7 +35,7 @@ class RankMerge:
     everywhere, which a reduction in the network does not promise.
     """
 
-    def __init__(self, group: Any, selection: str) -> None:
+    def __init__(self, group: GroupCoordinator, selection: str) -> None:
         self._group, self._selection = group, selection
         self._together = True
 
@@ -50,14 +55,14 @@ class RankMerge:
             self._together = True
 
 
-def merge_over_ranks(scheduler: Any, selection: str) -> RankMerge | None:
+def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
     """What merges the ranks' importance; None on a single rank, and where every head has a kept set of its own."""
     group = scheduler.tp_group
     return None if group.world_size == 1 or selection not in SHARED else RankMerge(group, selection)
 
 
 @contextmanager
-def agreed(scheduler: Any) -> Iterator[None]:
+def agreed(scheduler: Scheduler) -> Iterator[None]:
     """Lets every rank refuse with a TriAttentionError where one of them does.
 
     The others would wait for it at the next gather, and the launch with them.

@@ -5,6 +5,7 @@ Each layer's queries are added as they pass and then forgotten, so memory does n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -41,6 +42,15 @@ class Sums:
         return mean.to(torch.complex64), abs_mean.float()
 
 
+def join_runs(now: Sums | None, before: Sums | None) -> Sums:
+    """The sums over the tokens of a run and of the one that it goes on from; one of the two has some."""
+    if now is not None:
+        return now.plus(before)
+    if before is None:
+        raise ValueError("neither run has measured a token")
+    return before
+
+
 def join_heads(parts: Sequence[Sums]) -> Sums:
     """The sums of a model whose query heads are split over ranks, in the order of the ranks."""
     return Sums(
@@ -70,9 +80,9 @@ class QuerySums:
         z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
         total = z.sum(1, dtype=torch.complex128)
         abs_total = z.abs().sum(1, dtype=torch.float64)
-        if self._total[layer] is not None:
-            total, abs_total = total + self._total[layer], abs_total + self._abs_total[layer]
-        self._total[layer], self._abs_total[layer] = total, abs_total
+        before, abs_before = self._total[layer], self._abs_total[layer]
+        self._total[layer] = total if before is None else total + before
+        self._abs_total[layer] = abs_total if abs_before is None else abs_total + abs_before
         self._seen.append((layer, query.shape[1]))
         self._head_dim = query.shape[-1]
 
@@ -94,5 +104,6 @@ class QuerySums:
         """The sums so far, or None before the first pass."""
         if self._count == 0:
             return None
-        total, abs_total = torch.stack(self._total).cpu(), torch.stack(self._abs_total).cpu()
-        return Sums(total, abs_total, self._count, self._head_dim)
+        # A pass has ended, which adds to every layer.
+        total, abs_total = (cast("list[torch.Tensor]", parts) for parts in (self._total, self._abs_total))
+        return Sums(torch.stack(total).cpu(), torch.stack(abs_total).cpu(), self._count, self._head_dim)

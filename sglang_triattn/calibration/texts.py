@@ -86,8 +86,9 @@ def _messages(line: str, where: str) -> list[dict[str, str]]:
         ) from error
     if isinstance(chat, dict):
         chat = chat.get("messages", chat.get("conversations"))
-    messages = [_message(entry) for entry in chat] if isinstance(chat, list) else []
-    if not messages or None in messages:
+    entries = chat if isinstance(chat, list) else []
+    messages = [message for message in map(_message, entries) if message is not None]
+    if not messages or len(messages) < len(entries):
         raise CalibrationError(
             f'{where} is not a chat: it must be a list of messages, each with "role" and "content", or an object with '
             'such a list as "messages" or "conversations".'

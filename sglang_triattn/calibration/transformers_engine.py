@@ -18,7 +18,7 @@ from sglang_triattn.calibration.job import (
     CalibrationError,
     CalibrationJob,
 )
-from sglang_triattn.calibration.query_sums import QuerySums
+from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
@@ -104,9 +104,9 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
             bar.update(len(ids))
             saved += len(ids)
             if saved >= SAVE_EVERY_TOKENS:
-                save_progress(job, Progress(index + 1, sums.read().plus(start.sums)))
+                save_progress(job, Progress(index + 1, join_runs(sums.read(), start.sums)))
                 saved = 0
-    total = start.sums if sums.read() is None else sums.read().plus(start.sums)
+    total = join_runs(sums.read(), start.sums)
     mean, abs_mean = total.means()
     return QueryStats(
         mean=mean,

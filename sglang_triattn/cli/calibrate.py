@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join(["concentration of the queries", *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
 
 
-def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int]:
+def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int | None]:
     from sglang_triattn.calibration.resume import partial_path
     from sglang_triattn.calibration.transformers_engine import calibrate
     from sglang_triattn.stats.file import save_stats
@@ -103,7 +103,7 @@ def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, i
     return stats.mean.shape[0], stats.mean.shape[1], stats.token_count
 
 
-def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int]:
+def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, int | None]:
     from sglang_triattn.calibration.inputs import Texts, prepare_job
     from sglang_triattn.calibration.resume import partial_path, remove_progress
     from sglang_triattn.calibration.transformers_engine import device_and_dtype

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from sglang_triattn.capacity import Capacity, Gpus, Workload, plan
-from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
+from sglang_triattn.config import BUDGET_SCOPES, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.sizes import FP8_KV, WEIGHT_DTYPES, ModelSizes, load_config, read_sizes, weight_bytes
 
@@ -78,10 +78,15 @@ def run(arguments: argparse.Namespace) -> None:
     rows = plan(sizes, gpus, config, workload, sizes.kv_dtype if arguments.kv_dtype == "auto" else arguments.kv_dtype)
     print("\n".join([*_facts(sizes, gpus, config, workload, origin), "", *_table(rows)]))
     if arguments.json:
-        parts = (sizes, gpus, config, workload)
-        named = dict(zip(("model", "gpus", "settings", "request"), map(dataclasses.asdict, parts), strict=True))
-        named["gpus"]["kv_bytes"] = gpus.kv_bytes
-        _write_json(Path(arguments.json), {**named, "weights": origin, "rows": [dataclasses.asdict(r) for r in rows]})
+        content = {
+            "model": dataclasses.asdict(sizes),
+            "gpus": {**dataclasses.asdict(gpus), "kv_bytes": gpus.kv_bytes},
+            "settings": dataclasses.asdict(config),
+            "request": dataclasses.asdict(workload),
+            "weights": origin,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        _write_json(Path(arguments.json), content)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -95,8 +100,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
-    unit = match and _UNITS.get(match[2].upper())
-    if not unit or not float(match[1]):
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or not unit or not float(match[1]):
         raise TriAttentionError(f"{name} is {text}, but a size such as 24G, 24GiB or 900M was expected (2^30, 2^20).")
     return int(float(match[1]) * unit)
 
@@ -117,8 +122,7 @@ def _workload(arguments: argparse.Namespace, sizes: ModelSizes) -> Workload:
 
 
 def _settings(arguments: argparse.Namespace) -> Config:
-    given = {PREFIX + name: getattr(arguments, name) for name in ("budget", "interval", "budget_scope")}
-    return read_settings({ENABLE: True, **given})
+    return Config(budget=arguments.budget, interval=arguments.interval, budget_scope=arguments.budget_scope)
 
 
 def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: Config) -> tuple[Gpus, str]:
@@ -149,13 +153,13 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
     from sglang_triattn.kernels.scorer import WorkspacePlan
     from sglang_triattn.rounds.plan import scored_tokens
 
-    columns, longest = scored_tokens(config, sizes.context)
+    num_tokens, longest = scored_tokens(config, sizes.context)
     return WorkspacePlan(
         layers=sizes.layers,
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
         frequencies=sizes.head_dim // 2,
-        num_tokens=columns,
+        num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
         aggregation=config.aggregation,

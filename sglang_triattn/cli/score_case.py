@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def score_case(
     next_position = torch.tensor([int(fields["next_position"])], device=device)
     row = slots, lengths, next_position
 
-    def scorer(**options: str) -> Scorer:
+    def scorer(**options: Any) -> Scorer:
         return Scorer(pools, tables, num_tokens=count, longest=count, **options)
 
     answers = {
@@ -93,7 +94,8 @@ def save_answers(answers: dict[str, np.ndarray], out: str | os.PathLike) -> None
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            np.savez_compressed(file, **answers)
+            # pyright takes any of the names for that of an option, which none of them is.
+            np.savez_compressed(file, **answers)  # pyright: ignore[reportArgumentType]
         os.replace(temporary, out)
     except OSError as error:
         raise TriAttentionError(f"Cannot write {out}: {error.strerror}.") from error

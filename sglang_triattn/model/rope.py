@@ -5,6 +5,7 @@ RoPE turns complex component f of a vector at position p: `x_f -> s * x_f * exp(
 
 import sys
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -86,7 +87,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
             f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
             f"ones: use a model with one of {', '.join(STATIC_TYPES)}."
         )
-    inv_freq = rotary.inv_freq.detach()
+    inv_freq = _frequencies(rotary).detach()
     if inv_freq.dtype not in (torch.float32, torch.float64):
         raise RopeError(
             f"The model's RoPE frequencies were rounded to {inv_freq.dtype}: load the model with dtype=... "
@@ -110,15 +111,19 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
             f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
             "TriAttention needs one: use a model that has."
         )
-    first = found[0].inv_freq
-    if any(m.inv_freq.shape != first.shape or not torch.equal(m.inv_freq, first) for m in found[1:]):
+    first, *others = map(_frequencies, found)
+    if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
         raise RopeError(f"{type(model).__name__} has several different rotary embeddings; only one is supported")
     return found[0]
 
 
+def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, rotary.inv_freq)
+
+
 def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
     """`rope` with the style by which `apply`, the model's own function, turns a probe vector."""
-    device = rotary.inv_freq.device
+    device = _frequencies(rotary).device
     positions = torch.tensor(_PROBE_POSITIONS, device=device)
     probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))
     probe = probe.to(device)

@@ -48,7 +48,7 @@ class ModelSizes:
 
     @property
     def parameters(self) -> int | None:
-        return None if self.matrices is None else self.matrices + self.others
+        return None if self.matrices is None or self.others is None else self.matrices + self.others
 
     def check_ranks(self, ranks: int) -> None:
         """Raises TriAttentionError unless the heads split evenly over `ranks` GPUs."""
@@ -118,7 +118,7 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
 
     Raises TriAttentionError where that or the layers' shapes are not known.
     """
-    if sizes.matrices is None:
+    if sizes.matrices is None or sizes.others is None:
         raise TriAttentionError(
             f"The weights of the model type {sizes.model_type} cannot be estimated: give their size, such as "
             "--weights 18.5G."
@@ -200,11 +200,11 @@ def _quantized_bits(quantized: Mapping[str, Any]) -> tuple[float, str]:
     else:
         groups = [group.get("weights") or {} for group in (quantized.get("config_groups") or {}).values()]
     bits = {(group.get("num_bits"), group.get("group_size")) for group in groups}
-    if len(bits) != 1 or not isinstance(next(iter(bits))[0], int):
+    count, group = bits.pop() if len(bits) == 1 else (None, None)
+    if not isinstance(count, int):
         raise TriAttentionError(
             f"The size of weights quantised by {method} cannot be estimated: give it, such as --weights 18.5G."
         )
-    count, group = bits.pop()
     return _with_groups(count, group), f"{method}, {count} bits"
 
 

@@ -65,13 +65,13 @@ def unsupported(config: Config) -> str | None:
     return _by_architecture(merged) or _by_attention(merged) or _by_position(merged)
 
 
-def _architecture(config: Config) -> str | None:
-    return (config.get("architectures") or [None])[0]
+def _architecture(config: Config) -> str:
+    return (config.get("architectures") or [""])[0]
 
 
 def _by_architecture(config: Config) -> str | None:
-    applies, reason = _ARCHITECTURES.get(_architecture(config), (None, None))
-    return reason if applies is not None and applies(config) else None
+    found = _ARCHITECTURES.get(_architecture(config))
+    return found[1] if found is not None and found[0](config) else None
 
 
 def _by_attention(config: Config) -> str | None:

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.request.options import CompressionOptions
@@ -133,6 +134,11 @@ class CompressedRequest:
         return self.options.settings
 
     @property
+    def held_record(self) -> RowRecord:
+        """The record of a request that holds a row."""
+        return cast(RowRecord, self.record)
+
+    @property
     def conversation(self) -> str | None:
         """The name under which its row is kept."""
         return self.options.conversation
@@ -165,7 +171,7 @@ class CompressedRequest:
     def compact_prompt(self) -> None:
         """Before admission: its prompt will be compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
-        self.options = replace(self.options, settings=replace(self.settings, prompt="compact"))
+        self.options = replace(self.options, settings=replace(cast(Config, self.settings), prompt="compact"))
 
     def acquire(self, record: RowRecord) -> None:
         """ARRIVED -> ACQUIRED: it stands behind its conversation's row for one attempt at admission.
@@ -222,7 +228,7 @@ class CompressedRequest:
         self._leave(Stage.ADMITTED)
         if self.settings is None:
             raise LifecycleError("a request that is not compressed cannot have a round")
-        self.record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
+        self.held_record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
 
@@ -279,7 +285,7 @@ class CompressedRequest:
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:
         self._leave(Stage.ADMITTED)
-        record, self.record, self._inherited = self.record, None, False
+        record, self.record, self._inherited = self.held_record, None, False
         self.report, self.stage = report, stage
         self._due_protected = -1
         return record

@@ -84,7 +84,7 @@ def frozen_length(config: Config, protected: int, prompt_length: int, page_size:
     return max(protected, config.sinks, prompt_length - prompt_length % page_size)
 
 
-def row_bound(config: Config, *, frozen: int, logical_end: int) -> int:
+def max_kv_tokens(config: Config, *, frozen: int, logical_end: int) -> int:
     """Most KV entries that a decoding request ever holds.
 
     A round runs before the step that would take the row past its trigger, so that it never does.

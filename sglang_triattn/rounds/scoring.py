@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.model.rope import Rope
 from sglang_triattn.rounds.plan import scored_tokens
 from sglang_triattn.stats.file import QueryStats
 
@@ -17,7 +19,7 @@ def score_tables(
     stats: QueryStats, num_kv_heads: int, device: torch.device | str, heads: slice = slice(None)
 ) -> ScoreTables:
     """The constants of a model's scores, of some of its query heads; arguments as for `build_scorer`."""
-    rope = stats.rope
+    rope = cast(Rope, stats.rope)
     means = stats.mean[:, heads], stats.abs_mean[:, heads]
     return build_tables(*means, rope.inv_freq, rope.attention_scaling, rope.style, num_kv_heads, device)
 

@@ -11,6 +11,7 @@ import pickle
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -196,7 +197,9 @@ def _read_pt(path: Path) -> QueryStats:
     try:
         metadata, entries = content["metadata"], content["stats"]
         style = metadata.get("rope_style", "half")
-        where = {tuple(map(int, _PT_KEY.fullmatch(key).groups())): entry for key, entry in entries.items()}
+        # A key of another form has none, which is one of the errors below.
+        matches = {key: cast(re.Match, _PT_KEY.fullmatch(key)) for key in entries}
+        where = {tuple(map(int, matches[key].groups())): entry for key, entry in entries.items()}
         layers, heads = (1 + max(column) for column in zip(*where, strict=True))
         if len(where) != layers * heads:
             raise StatsError(

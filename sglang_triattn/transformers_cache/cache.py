@@ -67,7 +67,7 @@ class CompactedCache(Cache):
             model: a transformers model for causal language modelling.
             settings: one for each row; a Config stands for Setting(config).
             stats: the model's query statistics; needed by settings that name no policy.
-            capacity: KV entries that a row can hold: for a decoding request at most `row_bound`.
+            capacity: KV entries that a row can hold: for a decoding request at most `max_kv_tokens`.
             prompt_length, protected, page_size: see `KVRows`.
 
         Raises CacheError or another TriAttentionError when the model, the statistics or a number cannot work.
@@ -159,7 +159,8 @@ class CompactedCache(Cache):
             rows.advance(slots, counts)
             self._pending = None
         pools = (rows.pools.k_buffers[layer], rows.pools.v_buffers[layer])
-        return tuple(pool.unflatten(0, (len(counts), -1))[:, :longest].transpose(1, 2) for pool in pools)
+        k, v = (pool.unflatten(0, (len(counts), -1))[:, :longest].transpose(1, 2) for pool in pools)
+        return k, v
 
 
 class _Layer(CacheLayerMixin):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.policy import CacheError
@@ -116,9 +117,9 @@ def replay(cache: CompactedCache, dense: DynamicCache, until: int | None = None,
         raise CacheError(f"Rows of {sorted(done)} tokens cannot be replayed to {until} of the {there} computed ones.")
     for size in rows.pieces(until - start, chunk):
         slots, span = rows.slots(size), slice(start, start + size)
-        for number, layer in enumerate(dense.layers):
-            parts = (part[:, :, span].expand(len(rows.lengths), -1, -1, -1) for part in (layer.keys, layer.values))
-            rows.write(number, slots, *parts)
+        for number, layer in enumerate(cast("list[DynamicLayer]", dense.layers)):
+            kv = cast("tuple[torch.Tensor, torch.Tensor]", (layer.keys, layer.values))
+            rows.write(number, slots, *(part[:, :, span].expand(len(rows.lengths), -1, -1, -1) for part in kv))
         rows.advance(slots, [size] * len(rows.lengths))
         start += size
 

@@ -33,6 +33,7 @@ class Policy(Protocol):
         Returns:
             int64 [R, num_kept], or [R, H_kv, num_kept], or [R, L, H_kv, num_kept]; each set ascending.
         """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,8 @@ class Pools:
     def like(self, slots: int) -> Pools:
         """Empty pools of the same model."""
         k = self.k_buffers[0]
-        return Pools.empty(slots, len(self.k_buffers), *k.shape[1:], k.dtype, k.device)
+        kv_heads, head_dim = k.shape[1:]
+        return Pools.empty(slots, len(self.k_buffers), kv_heads, head_dim, k.dtype, k.device)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from content import contents
 from memory import ROWS
 from running import Running
-from sglang_triattn.patches.scheduler.admission import bound_of
+from sglang_triattn.patches.scheduler.bounds import max_kv_tokens_of
 from simulation import Simulation
 from whole_server import take_census
 
@@ -130,7 +130,7 @@ def room_for_others(sim: Simulation) -> int:
     room = sim.allocator.available_size() + sim.tree.evictable_size()
     for running in (running for running in sim.running if running.settings is not None):
         held = -(-running.req.kv.kv_allocated_len // page) * page
-        room -= max(-(-bound_of(running.req, page) // page) * page - held, 0)
+        room -= max(-(-max_kv_tokens_of(running.req, page) // page) * page - held, 0)
     return room
 
 

@@ -6,7 +6,7 @@ import functools
 import pytest
 
 from sglang_triattn.config import Config
-from sglang_triattn.rounds.plan import frozen_length, plan_eviction, plan_round, row_bound
+from sglang_triattn.rounds.plan import frozen_length, max_kv_tokens, plan_eviction, plan_round
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
 
@@ -67,8 +67,8 @@ def test_first_tokens_and_shared_prefix_stay_of_a_compacted_prompt():
 
 def test_bound_is_where_a_round_runs_or_the_end():
     """Prevents reserving less than a request comes to hold, or more than it can."""
-    assert row_bound(CONFIG, frozen=64, logical_end=10_000) == 64 + 130
-    assert row_bound(CONFIG, frozen=64, logical_end=100) == 100
+    assert max_kv_tokens(CONFIG, frozen=64, logical_end=10_000) == 64 + 130
+    assert max_kv_tokens(CONFIG, frozen=64, logical_end=100) == 100
 
 
 def test_rounds_under_pressure_keep_less():

@@ -1,0 +1,35 @@
+"""SGLang's classes with the types of parts that it declares as object or None and fills in at run time.
+
+For the type checker alone: nothing imports this module at run time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.beam_search import beam_group
+    from sglang.srt.managers import scheduler
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    class Scheduler(scheduler.Scheduler):
+        """A scheduler as it is once built, on a device for which compression is allowed."""
+
+        chunked_req: Req | None
+        req_to_token_pool: ReqToTokenPool
+        schedule_stream: torch.Stream
+        spec_algorithm: SpeculativeAlgorithm
+        token_to_kv_pool_allocator: PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
+        tree_cache: UnifiedRadixCache
+
+    class BeamGroup(beam_group.BeamGroup):
+        """A beam search whose prompt has been prefilled."""
+
+        leader: Req
+        prompt_len: int
