@@ -4,7 +4,7 @@ SGLang parts: `PrefillAdder` (sglang/srt/managers/schedule_policy.py), `Schedule
 `validate_input_length` (sglang/srt/managers/{scheduler,utils}.py).
 
 SGLang reserves for each request the tokens that it may still generate, or a share of them that it found to be enough,
-and retracts requests when it was not. A compressed request never holds more than its bound (`max_kv_tokens_of`), so that
+and retracts requests when it was not. A compressed request never holds more than its bound (`bounds.py`), so that
 exactly the rest up to there is reserved, for all of them and in full: the pool is never over-promised.
 
 A prefill that is longer than the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit
