@@ -34,9 +34,8 @@ from quality_queries import QueryLog, recording
 from quality_streams import FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from quality_tokens import Tokens, tokenized
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.score.value_size import value_size_torch
-from sglang_triattn.kernels.select.reference import select_torch
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.rounds.scoring import score_tables
 from sglang_triattn.stats.concentration import concentration
 from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
@@ -204,9 +203,8 @@ def _chosen(
     found = {}
     for name, one in stats.items():
         tables = score_tables(one, kv_heads, older.device)
-        scores = score_torch(keys, slots, older.new_tensor([place]), tables)
-        kept = select_torch(scores, lengths, count, 0, selection="per-layer-head", num_kv_heads=kv_heads)
-        found[score_name(name)] = kept[0]
+        scorer = Scorer(keys, tables, num_tokens=len(older), longest=len(older), selection="per-layer-head")
+        found[score_name(name)] = scorer.keep(slots, lengths, older.new_tensor([place]), count, 0)[0]
     # The center is of tokens that come behind those that are ranked.
     row = torch.arange(int(older[0]), place, device=older.device)[None]
     sizes = value_size_torch(values, row, lengths + RECENT, RECENT)[0, ..., : len(older)]

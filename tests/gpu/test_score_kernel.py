@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernel_cases import KernelCase, may_race, published_means
+from kernel_cases import GOLDEN_SCORES, KernelCase, may_race, published_means
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.reference import CHUNK, build_tables
 from sglang_triattn.kernels.score.score_kernel import score_triton
@@ -191,10 +191,7 @@ def test_unusable_pools_are_refused(device):
             key_pools(pools)
 
 
-# Tolerances as for the reference: the reference's phases are float32.
-@pytest.mark.parametrize(("aggregation", "field", "tolerance"), [
-    ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
-])  # fmt: skip
+@pytest.mark.parametrize(("aggregation", "field", "tolerance"), GOLDEN_SCORES)
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
 def test_golden_scores(device, reference_files, name, aggregation, field, tolerance):
     """Prevents drifting from the published method on a real model's statistics."""

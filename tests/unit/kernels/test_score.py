@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernel_cases import GOLDEN_SCORES
 from sglang_triattn.kernels.score import reference as score
 from sglang_triattn.kernels.score.reference import OFFSETS, build_tables, phase_vectors, score_torch
 from sglang_triattn.stats.file import load_stats
@@ -236,11 +237,7 @@ def qwen3_8b(reference_files):
     return load_stats(reference_files / "qwen3_8b.pt")
 
 
-# The reference's phases are float32: at T + delta near 10^5 they are off by up to 0.008 radians. The mean
-# over the offsets damps the high frequencies that suffer most, a maximum does not.
-@pytest.mark.parametrize(("aggregation", "field", "tolerance"), [
-    ("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3),
-])  # fmt: skip
+@pytest.mark.parametrize(("aggregation", "field", "tolerance"), GOLDEN_SCORES)
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
 def test_golden_scores(reference_files, qwen3_8b, name, aggregation, field, tolerance):
     """Prevents drifting from the published method on a real model's statistics."""
