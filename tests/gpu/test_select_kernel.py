@@ -172,7 +172,7 @@ def test_keys_to_kept_sets(device, selection, aggregation):
 def test_impossible_requests_are_refused(device):
     """Prevents a silent negative slice or an unknown way to merge rows."""
     scores = torch.zeros(1, 1, 2, 30)
-    for keep, recent, selection, message in ((4, 5, "union", "recent 5"), (31, 0, "union", "keep 31"),
+    for keep, recent, selection, message in ((4, 5, "union", "recent 5"), (31, 0, "union", "num_kept 31"),
                                              (4, 0, "best", "selection")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             select(device, scores, [30], keep, recent, selection, 1)
