@@ -43,7 +43,8 @@ class Hook:
 def register(hooks: Sequence[Hook]) -> None:
     """Checks and registers `hooks`; SGLang applies them once all plugins are loaded.
 
-    Raises TriAttentionError if SGLang is another version, or a target is missing or has other parameters.
+    Raises:
+        TriAttentionError: SGLang is another version, or a target is missing or has other parameters.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -59,8 +60,9 @@ def install(hooks: Sequence[Hook]) -> None:
 
     Skips hooks that are already in place.
 
-    Raises TriAttentionError as `register` does, if another plugin hooks a target, or if a hook is not in place
-    afterwards.
+    Raises:
+        TriAttentionError: as `register` does, if another plugin hooks a target, or if a hook is not in place
+            afterwards.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -23,8 +23,9 @@ _DETOKENIZER = "run_detokenizer_process"
 def activate() -> None:
     """Registers the hooks that this process needs.
 
-    Raises TriAttentionError if SGLang is not the version that the hooks were written for, or lacks one of their
-    targets. SGLang logs the error; the launch then fails because the flags are unknown or the handshake is missing.
+    Raises:
+        TriAttentionError: SGLang is not the version that the hooks were written for, or lacks one of their targets.
+            SGLang logs the error; the launch then fails because the flags are unknown or the handshake is missing.
     """
     caller = _caller()
     if caller is None:

@@ -38,7 +38,8 @@ class Config:
     Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
     budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0.
 
-    Raises TriAttentionError if a value has the wrong type or range, or the values contradict one another.
+    Raises:
+        TriAttentionError: a value has the wrong type or range, or the values contradict one another.
     """
 
     stats: str = AUTO
@@ -229,7 +230,8 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     Args:
         values: `vars()` of a parsed command line, or the keywords of `sglang.Engine`; other names are ignored.
 
-    Raises TriAttentionError if a `triattention_*` value is wrong, unknown, or given without `enable_triattention`.
+    Raises:
+        TriAttentionError: a `triattention_*` value is wrong, unknown, or given without `enable_triattention`.
     """
     enabled = values.get(ENABLE, False)
     if not isinstance(enabled, bool):

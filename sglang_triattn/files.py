@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Atomically replaces `path` with a safetensors file whose mode follows the umask.
 
-    Raises OSError or SafetensorError if it cannot be written; `path` is then unchanged.
+    Raises:
+        OSError or SafetensorError: it cannot be written; `path` is then unchanged.
     """
     temporary = None
     try:

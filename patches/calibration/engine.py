@@ -84,8 +84,9 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     Args:
         server_args: flags of SGLang's own command line. One that SGLang does not know ends the process with status 2.
 
-    Raises TriAttentionError, with one sentence, if the model, its settings or a text cannot be used, or the engine does
-    not start.
+    Raises:
+        TriAttentionError: with one sentence, if the model, its settings or a text cannot be used, or the engine does
+            not start.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

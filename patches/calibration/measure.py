@@ -49,7 +49,8 @@ def calibrate_scheduler(
     Returns:
         Statistics of all query heads of the model, the same on every rank.
 
-    Raises CalibrationError, with one sentence, if the model, its settings or a text cannot be used.
+    Raises:
+        CalibrationError: with one sentence, if the model, its settings or a text cannot be used.
     """
     runner = scheduler.tp_worker.model_runner
     try:

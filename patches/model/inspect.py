@@ -40,8 +40,10 @@ class UnsupportedModel(TriAttentionError):
 def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
     """The shape of the model that `model_runner` serves, with the heads of all `ranks` tensor-parallel ranks.
 
-    Raises TriAttentionError if an attention layer has a sliding window, a bias by position, or no rotary embedding; if
-    its rotary embedding or number of heads differs from the other layers'; or if its rotary embedding cannot be scored.
+    Raises:
+        TriAttentionError: an attention layer has a sliding window, a bias by position, or no rotary embedding; if
+            its rotary embedding or number of heads differs from the other layers'; or if its rotary embedding cannot be
+            scored.
     """
     layers = attention_layers(model_runner.model)
     pool = model_runner.token_to_kv_pool
@@ -84,7 +86,8 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
     They come from the module's own formula in float32, not from its table, which may be stored in bfloat16; the table
     is then checked against them.
 
-    Raises TriAttentionError for a kind of module for which this is not known to be right.
+    Raises:
+        TriAttentionError: for a kind of module for which this is not known to be right.
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
@@ -136,7 +139,8 @@ def check_pool(model_runner: ModelRunner) -> None:
 def attention_layers(model: torch.nn.Module) -> list[tuple[RadixAttention, RotaryEmbedding]]:
     """(RadixAttention, rotary embedding) of every layer, by layer number.
 
-    Raises UnsupportedModel if there are none, or one has no rotary embedding.
+    Raises:
+        UnsupportedModel: there are none, or one has no rotary embedding.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 

@@ -51,7 +51,8 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     Args:
         wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached.
 
-    Raises TriAttentionError if the file does not fit the model, or the model cannot be measured.
+    Raises:
+        TriAttentionError: the file does not fit the model, or the model cannot be measured.
     """
     if wanted != AUTO:
         stats = load_stats(wanted)
@@ -80,7 +81,8 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
 def launch_job(scheduler: Scheduler) -> CalibrationJob:
     """The job measured at launch: the package's own text, and the model's answers to the package's prompts.
 
-    Raises TriAttentionError if there is no tokenizer.
+    Raises:
+        TriAttentionError: there is no tokenizer.
     """
     tokenizer = _tokenizer(scheduler)
     room = room_of(scheduler)

@@ -57,7 +57,8 @@ class Workspace:
 def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> WorkspacePlan:
     """Plans the memory that scoring needs for the model of a KVCacheConfigurator.
 
-    Raises TriAttentionError if its attention layers are of a kind that cannot be scored.
+    Raises:
+        TriAttentionError: its attention layers are of a kind that cannot be scored.
     """
     layers = attention_layers(configurator.model)
     attention, rotary = layers[0]

@@ -43,7 +43,8 @@ VARIABLE = "SGLANG_TRIATTN_CHECK"
 def is_wanted() -> bool:
     """Whether the environment enables the census.
 
-    Raises TriAttentionError if it says neither yes nor no.
+    Raises:
+        TriAttentionError: it says neither yes nor no.
     """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
@@ -76,7 +77,8 @@ class Census:
     def around_rounds(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> AbstractContextManager:
         """A context for the rounds of a step: make it before they are planned, and enter it only if there are any.
 
-        Raises IntegrityError, on entry or exit, if the books are wrong.
+        Raises:
+            IntegrityError: on entry or exit, if the books are wrong.
         """
         return self._around_rounds(running_batch, last_batch, self._marks(running_batch, last_batch))
 

@@ -133,7 +133,8 @@ class Compression:
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     """Statistics of all heads of the served model; every tensor-parallel rank calls this.
 
-    Raises TriAttentionError if the model, its KV pool or its statistics do not allow compression.
+    Raises:
+        TriAttentionError: the model, its KV pool or its statistics do not allow compression.
     """
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
@@ -163,7 +164,8 @@ def build_compressor(
         memory: workspace for the scorer, see `Workspace`.
         merge: from `merge_over_ranks`.
 
-    Raises ValueError if the kernels cannot read the KV pool, or the statistics do not fit it.
+    Raises:
+        ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
     """
     runner = scheduler.tp_worker.model_runner
     k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool)

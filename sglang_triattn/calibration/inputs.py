@@ -51,7 +51,8 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
         identity: what the result depends on besides the model and the texts.
         partial: file for the calibration's progress; if an earlier run left one, a line on stderr says so.
 
-    Raises CalibrationError if the model or a text cannot be used.
+    Raises:
+        CalibrationError: the model or a text cannot be used.
     """
     check_lengths(texts.max_tokens, texts.window)
     _check_traces(texts)

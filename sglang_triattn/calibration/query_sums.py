@@ -37,7 +37,8 @@ class Sums:
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Means of the components, [L, H_q, F] complex64, and of their absolute values, float32.
 
-        Raises CalibrationError if they are not finite.
+        Raises:
+            CalibrationError: they are not finite.
         """
         mean, abs_mean = self.total / self.count, self.abs_total / self.count
         if not torch.isfinite(abs_mean).all():
@@ -94,7 +95,8 @@ class QuerySums:
     def end_pass(self, tokens: int) -> None:
         """Ends a forward pass.
 
-        Raises CalibrationError unless each layer was added exactly once, with `tokens` tokens, since the last call.
+        Raises:
+            CalibrationError: unless each layer was added exactly once, with `tokens` tokens, since the last call.
         """
         layers = len(self._total)
         if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:

@@ -54,7 +54,8 @@ def load_progress(job: CalibrationJob) -> Progress:
 def save_progress(job: CalibrationJob, progress: Progress) -> None:
     """Atomically writes the job's file; does nothing for a job without a file, or before there are sums.
 
-    Raises CalibrationError if it cannot be written.
+    Raises:
+        CalibrationError: it cannot be written.
     """
     if job.partial is None or progress.sums is None:
         return

@@ -24,7 +24,8 @@ def read_windows(paths: Sequence[str], tokenizer: Any, *, max_tokens: int, windo
         paths: UTF-8 files, read in this order.
         tokenizer: a tokenizer of transformers.
 
-    Raises CalibrationError if a file cannot be used.
+    Raises:
+        CalibrationError: a file cannot be used.
     """
     windows: list[tuple[int, ...]] = []
     left = max_tokens

@@ -53,7 +53,8 @@ def calibrate(
         progress: whether to show a progress bar.
         partial: progress file (.safetensors), from which the same call resumes after an interruption.
 
-    Raises CalibrationError if the model or the text cannot be used.
+    Raises:
+        CalibrationError: the model or the text cannot be used.
     """
     device, dtype = device_and_dtype(device, dtype)
     try:
@@ -77,7 +78,8 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
 def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
     """Runs the windows of a job; traces need SGLang. The caller removes its partial file.
 
-    Raises CalibrationError if the model cannot be used.
+    Raises:
+        CalibrationError: the model cannot be used.
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)

@@ -54,7 +54,8 @@ def score_case(
         score_mean, score_max, score_norm_only: [L, H_q, N] float32; kept_union [keep], kept_per_head [H_kv, keep],
         kept_per_layer_head [L, H_kv, keep]: int64, ascending.
 
-    Raises TriAttentionError if a file is unusable or the two do not fit together.
+    Raises:
+        TriAttentionError: a file is unusable or the two do not fit together.
     """
     fields = _read(Path(case))
     loaded = load_stats(stats)
@@ -88,7 +89,8 @@ def score_case(
 def save_answers(answers: dict[str, np.ndarray], out: str | os.PathLike) -> None:
     """Atomically writes the answers to `out` (.npz).
 
-    Raises TriAttentionError if it cannot be written.
+    Raises:
+        TriAttentionError: it cannot be written.
     """
     out = Path(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

@@ -81,8 +81,9 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     Args:
         config: the model's configuration, for messages.
 
-    Raises RopeError if the model has no RoPE, several different ones, one whose frequencies change while serving, or
-    one that turns vectors in an unknown way.
+    Raises:
+        RopeError: the model has no RoPE, several different ones, one whose frequencies change while serving, or one
+            that turns vectors in an unknown way.
     """
     rotary = _rotary_module(model)
     rope_type = getattr(rotary, "rope_type", "default")

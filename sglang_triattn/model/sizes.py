@@ -68,7 +68,8 @@ class ModelSizes:
 def load_config(model: str) -> dict[str, Any]:
     """Content of a config.json, given as the file or its folder.
 
-    Raises TriAttentionError if it cannot be read.
+    Raises:
+        TriAttentionError: it cannot be read.
     """
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
@@ -88,7 +89,8 @@ def load_config(model: str) -> dict[str, Any]:
 def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes in the content of a config.json.
 
-    Raises TriAttentionError if compression does not cover the model, or a size is missing.
+    Raises:
+        TriAttentionError: compression does not cover the model, or a size is missing.
     """
     merged = {**config, **(config.get("text_config") or {})}
     name = str(config.get("model_type") or "unknown")
@@ -123,7 +125,8 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
     Args:
         dtype: one of WEIGHT_DTYPES; None follows the config's quantization_config, or means 16 bits without one.
 
-    Raises TriAttentionError if the dtype or the shapes of the layers are unknown.
+    Raises:
+        TriAttentionError: the dtype or the shapes of the layers are unknown.
     """
     if sizes.matrices is None or sizes.others is None:
         raise TriAttentionError(

@@ -109,7 +109,8 @@ class CompressedRequest:
         arrived_at: arrival time, in seconds of the scheduler's clock.
         report: what compression did to it; set when it gives its row back.
 
-    Raises LifecycleError from every transition called in the wrong stage.
+    Raises:
+        LifecycleError: from every transition called in the wrong stage.
     """
 
     def __init__(self, options: CompressionOptions, *, withheld: bool) -> None:

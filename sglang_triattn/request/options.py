@@ -40,7 +40,8 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
         config: the server's settings.
         custom_params: from the request's sampling parameters; keys other than KEY are ignored.
 
-    Raises TriAttentionError if a field is unknown, of the wrong type, out of range, or contradicts another.
+    Raises:
+        TriAttentionError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
     asked = (custom_params or {}).get(KEY)
     if asked is None:

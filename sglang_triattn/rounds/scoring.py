@@ -46,7 +46,8 @@ def build_scorer(
         heads: the query heads whose keys the pool holds; all of them except under tensor parallelism.
         reduce_ranks, memory, kernels: see `Scorer`.
 
-    Raises ValueError if the statistics do not fit the pool, or the kernels cannot read it.
+    Raises:
+        ValueError: the statistics do not fit the pool, or the kernels cannot read it.
     """
     tables = score_tables(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
     num_tokens, longest = scored_tokens(config, context)

@@ -71,7 +71,8 @@ class QueryStats:
 def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
     """Atomically writes `stats` to `path`.
 
-    Raises StatsError if the name does not end in .safetensors or the file cannot be written.
+    Raises:
+        StatsError: the name does not end in .safetensors or the file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -108,7 +109,8 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
 
     A .pt is unpickled with `weights_only=True` and leaves num_kv_heads, rope, fingerprint and token_count None.
 
-    Raises StatsError if the file is missing, unreadable, of another kind, or holds impossible numbers.
+    Raises:
+        StatsError: the file is missing, unreadable, of another kind, or holds impossible numbers.
     """
     path = Path(path)
     if not path.is_file():
@@ -129,7 +131,8 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
 def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     """Compares every stored field with the served model, and fills in KV heads and RoPE where the file has none.
 
-    Raises StatsError naming the first field that differs and both values.
+    Raises:
+        StatsError: naming the first field that differs and both values.
     """
     layers, q_heads, frequencies = stats.mean.shape
     _same(stats, "layers", layers, shape.num_layers)

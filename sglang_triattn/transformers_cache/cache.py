@@ -70,7 +70,8 @@ class CompactedCache(Cache):
             capacity: KV entries that a row can hold; a decoding request needs at most `max_kv_tokens`.
             prompt_length, protected, page_size: see `KVRows`.
 
-        Raises CacheError or another TriAttentionError if the model, the statistics or a number cannot work.
+        Raises:
+            CacheError or another TriAttentionError: the model, the statistics or a number cannot work.
         """
         settings = [one if isinstance(one, Setting) else Setting(one) for one in settings]
         if not settings:
@@ -108,7 +109,8 @@ class CompactedCache(Cache):
             attention_mask [1 or B, 1, size, longest row] in the cache's dtype, to be added; position_ids [B, size],
             logical; past_key_values and use_cache.
 
-        Raises CacheError if a row has no room, or `counts` does not fit.
+        Raises:
+            CacheError: a row has no room, or `counts` does not fit.
         """
         rows = self.rows
         counts = [size] * len(rows.lengths) if counts is None else list(counts)
@@ -137,7 +139,8 @@ class CompactedCache(Cache):
             rows: the rows to copy, in this order, possibly repeated; all by default.
             room: free KV entries of the longest copied row; by default the copy has this cache's capacity.
 
-        Raises CacheError if a row does not exist.
+        Raises:
+            CacheError: a row does not exist.
         """
         mine = self.rows
         chosen = list(range(len(mine.lengths))) if rows is None else list(rows)
@@ -196,7 +199,8 @@ class _Layer(CacheLayerMixin):
 def shape_of(model: Any) -> ModelShape:
     """The shape of a loaded transformers model, to check statistics against.
 
-    Raises TriAttentionError if its attention cannot be compacted, or is computed in another way than "eager" or "sdpa".
+    Raises:
+        TriAttentionError: its attention cannot be compacted, or is computed in another way than "eager" or "sdpa".
     """
     config = model.config.get_text_config()
     reason = unsupported({**config.to_dict(), "architectures": [type(model).__name__]})

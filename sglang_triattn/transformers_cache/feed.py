@@ -35,7 +35,8 @@ def forward(
     Returns:
         [B, logits, vocabulary].
 
-    Raises CacheError if ids and cache do not fit.
+    Raises:
+        CacheError: ids and cache do not fit.
     """
     ids = _for_rows(cache, ids)
     size = ids.shape[1]
@@ -64,7 +65,8 @@ def feed(
     Returns:
         [B, logits, vocabulary].
 
-    Raises CacheError if ids and cache do not fit.
+    Raises:
+        CacheError: ids and cache do not fit.
     """
     ids = _for_rows(cache, ids)
     _check_chunk(chunk)
@@ -82,7 +84,8 @@ def feed(
 def compute_dense(model: Any, ids: Sequence[int] | torch.Tensor, *, chunk: int = CHUNK) -> DynamicCache:
     """K and V of the tokens `ids` [n], each computed with all earlier ones visible, `chunk` tokens per forward pass.
 
-    Raises CacheError if `chunk` is less than one.
+    Raises:
+        CacheError: `chunk` is less than one.
     """
     _check_chunk(chunk)
     ids, dense = torch.as_tensor(ids, device=model.device).view(1, -1), DynamicCache()
@@ -106,7 +109,8 @@ def replay(cache: CompactedCache, dense: DynamicCache, until: int | None = None,
         until: how many tokens to hold in the end; all of `dense` by default.
         chunk: see `feed`.
 
-    Raises CacheError if `dense` does not reach from the cache's logical length to `until`.
+    Raises:
+        CacheError: `dense` does not reach from the cache's logical length to `until`.
     """
     _check_chunk(chunk)
     rows = cache.rows

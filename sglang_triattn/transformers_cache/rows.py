@@ -44,7 +44,8 @@ class KVRows:
         totals: what rounds did to each row.
         after_round: unless None, called after each round with the row's number and its plan.
 
-    Raises CacheError if a number is out of range.
+    Raises:
+        CacheError: a number is out of range.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class KVRows:
     def slots(self, size: int) -> torch.Tensor:
         """[B, size] int64: slots for the next tokens of each row.
 
-        Raises CacheError if a row would exceed its capacity.
+        Raises:
+            CacheError: a row would exceed its capacity.
         """
         longest = max(self.lengths)
         if longest + size > self.capacity:
@@ -179,7 +181,8 @@ class KVRows:
     def branch(self, rows: Sequence[int], capacity: int) -> KVRows:
         """Copies of some rows, possibly several of one, that share nothing with these.
 
-        Raises CacheError if a row does not exist or exceeds the capacity.
+        Raises:
+            CacheError: a row does not exist or exceeds the capacity.
         """
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise CacheError(f"rows is {list(rows)}, but it must name some of the {len(self.lengths)} rows.")
