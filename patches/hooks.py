@@ -1,8 +1,8 @@
-"""Hooks into SGLang that either all hold or stop the launch.
+"""Hooks into SGLang: either all of them apply, or the launch stops.
 
-SGLang's HookRegistry logs a hook that it cannot apply and goes on without it, which here would mean a server that
-runs uncompressed while its user believes otherwise. So every target is checked before it is hooked (does it exist,
-with the parameters that the hook was written for?) and after (did the registry apply it?).
+SGLang's HookRegistry logs a hook that it cannot apply and carries on without it, which here would mean a server that
+runs uncompressed while its user believes otherwise. So every target is checked before it is hooked (does it exist, with
+the parameters that the hook was written for?) and afterwards (did the registry apply it?).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hook:
 
 
 def register(hooks: Sequence[Hook]) -> None:
-    """Checks and registers `hooks`; SGLang applies them when all plugins are loaded.
+    """Checks and registers `hooks`; SGLang applies them once all plugins are loaded.
 
     Raises:
         TriAttentionError: SGLang is another version, or a target is missing or has other parameters.
@@ -56,12 +56,13 @@ def register(hooks: Sequence[Hook]) -> None:
 
 
 def install(hooks: Sequence[Hook]) -> None:
-    """`register` and apply now, for hooks that are wanted only once compression is asked for.
+    """Registers hooks and applies them at once, for hooks that are needed only if compression is enabled.
 
-    Does nothing for hooks that are in place already.
+    Skips hooks that are already in place.
 
     Raises:
-        TriAttentionError: as `register`, or a hook is not in place afterwards.
+        TriAttentionError: as `register` does, if another plugin hooks a target, or if a hook is not in place
+            afterwards.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -89,7 +90,7 @@ def check_in_place(hooks: Sequence[Hook]) -> None:
 
 
 def in_place(hook: Hook) -> bool:
-    """Whether the target, as it is called now, runs through the hook."""
+    """Whether a call of the target now runs through the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     registered = any(function is hook.function for _, function, _ in HookRegistry._hooks.get(hook.target, ()))
@@ -97,7 +98,7 @@ def in_place(hook: Hook) -> bool:
 
 
 def check_version() -> None:
-    """Raises TriAttentionError unless the installed SGLang is the one that every hook was written for."""
+    """Raises TriAttentionError unless the installed SGLang is the version that the hooks were written for."""
     import sglang
 
     if sglang.__version__ != SGLANG_VERSION:
@@ -126,7 +127,7 @@ def check_target(hook: Hook) -> None:
 
 
 def resolve(target: str) -> Callable:
-    """The function behind a dotted path; of a classmethod or staticmethod the plain function."""
+    """The function behind a dotted path; for a classmethod or staticmethod, the plain function."""
     owner_path, name = target.rsplit(".", 1)
     owner = pkgutil.resolve_name(owner_path)
     attribute = inspect.getattr_static(owner, name)

@@ -1,7 +1,7 @@
-"""The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that is touched.
+"""The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that it touches.
 
-`activate` is the entry point of the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
---enable-triattention only the two hooks that define and read the flags are in place, in the main process.
+`activate` is the entry point in the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
+--enable-triattention, only the two hooks that define and read the flags are in place, in the main process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_triattn.errors import TriAttentionError
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# Functions of SGLang that load plugins in a child process, by the role of that process.
+# SGLang functions that load plugins in a child process, by the role of that process.
 _SCHEDULER = "run_scheduler_process"
 _CONTROLLER = "run_data_parallel_controller_process"
 _DETOKENIZER = "run_detokenizer_process"
@@ -24,8 +24,8 @@ def activate() -> None:
     """Registers the hooks that this process needs.
 
     Raises:
-        TriAttentionError: SGLang is not the version, or has not the functions, that the hooks were written for.
-            SGLang logs it; the launch then fails because the flags are unknown or the handshake is missing.
+        TriAttentionError: SGLang is not the version that the hooks were written for, or lacks one of their targets.
+            SGLang logs the error; the launch then fails because the flags are unknown or the handshake is missing.
     """
     caller = _caller()
     if caller is None:
@@ -61,8 +61,8 @@ def _activate_main() -> None:
 
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
-        # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and then records
-        # could not be pickled to the schedulers.
+        # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and records could then
+        # not be pickled to the schedulers.
         engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
     try:
         hooks.register(args_patch.hooks(_enable_main))
@@ -72,7 +72,7 @@ def _activate_main() -> None:
 
 
 def _enable_main(server_args: ServerArgs) -> None:
-    """Called in the main process once a launch asks for compression."""
+    """Called in the main process once a launch enables compression."""
     from sglang_triattn.patches.launch import checks as launch
 
     launch.check_files(server_args)
@@ -86,9 +86,9 @@ def _enable_main(server_args: ServerArgs) -> None:
 
 
 def _caller() -> tuple[str, ServerArgs] | None:
-    """Which of SGLang's process functions called, and the `server_args` it was started with.
+    """The SGLang process function that called, and its `server_args`; None in the main process.
 
-    `load_plugins` passes nothing on, and neither is published yet at that time.
+    They are read from the stack: `load_plugins` passes nothing on, and SGLang has published neither at that time.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,11 +1,11 @@
-"""Settings of requests, refused where they arrive.
+"""Refuses bad settings of requests on arrival.
 
-SGLang parts: `TokenizerManager._create_tokenized_object` (sglang/srt/managers/tokenizer_manager.py), which every way in
-passes, and `serve_generate_request` (sglang/srt/entrypoints/http_server.py).
+SGLang parts: `TokenizerManager._create_tokenized_object` (sglang/srt/managers/tokenizer_manager.py), which every
+request passes through, and `serve_generate_request` (sglang/srt/entrypoints/http_server.py).
 
-The scheduler reads the settings (`admission`), but a stream has begun with status 200 by the time it could refuse them.
-SGLang's chat and completion endpoints wait for the first chunk, so that an error of the main process is a status 400;
-its /generate does not, and is asked before.
+The scheduler reads the settings (`admission`), but by the time it could refuse them a stream has begun with status 200.
+SGLang's chat and completion endpoints wait for the first chunk, so an error in the main process becomes status 400;
+/generate does not wait, so its requests are checked beforehand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main_hooks() -> list[Hook]:
-    """For the main process."""
+    """Hooks for the main process."""
     return [
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
@@ -45,7 +45,7 @@ def main_hooks() -> list[Hook]:
 
 
 def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerManager, *_: object, **__: object) -> None:
-    """Raises TriAttentionError, a ValueError, for which SGLang answers 400 and `sglang.Engine` raises it."""
+    """Raises TriAttentionError, a ValueError: SGLang answers it with status 400, and `sglang.Engine` raises it."""
     config = config_of(manager.server_args)
     if config is not None:
         _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width)

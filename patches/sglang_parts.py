@@ -1,6 +1,6 @@
-"""SGLang's classes with the types of parts that it declares as object or None and fills in at run time.
+"""SGLang's classes, with types for attributes that SGLang declares as object or None and fills in at run time.
 
-For the type checker alone: nothing imports this module at run time.
+For the type checker only: nothing imports this module at run time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     class Scheduler(scheduler.Scheduler):
-        """A scheduler as it is once built, on a device for which compression is allowed."""
+        """A fully built scheduler, on a device for which compression is allowed."""
 
         chunked_req: Req | None
         req_to_token_pool: ReqToTokenPool

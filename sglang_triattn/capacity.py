@@ -1,4 +1,4 @@
-"""How many tokens and requests a KV pool holds, dense and compressed: arithmetic alone."""
+"""Capacity arithmetic: how many tokens and requests a KV pool holds, dense and compressed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that share no prefix. Both are logical lengths in tokens; the prompt is part of the length."""
+    """Equal requests that share no prefix. Both fields are logical lengths in tokens; `length` includes the prompt."""
 
     prompt: int
     length: int
@@ -19,15 +19,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Gpus:
-    """One or more equal GPUs that share a model.
+    """Identical GPUs that share one model.
 
     Attributes:
-        memory_bytes: of one GPU.
-        reserve: fraction of it that holds neither weights nor KV.
-        weight_bytes: of the whole model.
-        scratch_bytes: what a compressing server takes from the pool of one GPU for scoring.
+        memory_bytes: memory of one GPU.
+        reserve: fraction of that memory that holds neither weights nor KV.
+        weight_bytes: size of the whole model.
+        scratch_bytes: memory for scoring that a compressing server takes from the pool of one GPU.
         tp: number of GPUs.
-        page_size: slots of a page.
+        page_size: slots per page.
     """
 
     memory_bytes: int
@@ -44,7 +44,7 @@ class Gpus:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes for KV, and workspace, on one GPU; negative where the weights do not fit."""
+        """Bytes for KV and workspace on one GPU; negative if the weights do not fit."""
         return int(self.memory_bytes * (1 - self.reserve)) - self.weight_share
 
 
@@ -53,11 +53,11 @@ class Capacity:
     """What one kind of KV cache holds on one GPU.
 
     Attributes:
-        bytes_per_token: KV of one token on this GPU.
+        bytes_per_token: KV bytes of one token on this GPU.
         pool_tokens: size of the pool, in whole pages.
-        peak_tokens: most that one request of the workload holds at a time, in whole pages.
-        longest_trace: longest logical length, within the context limit, at which one request alone fits the pool.
-        requests: requests of the workload that fit at their peak all at once.
+        peak_tokens: most tokens that one request of the workload holds at once, in whole pages.
+        longest_trace: longest logical length, within the context limit, that fits the pool if one request runs alone.
+        requests: requests of the workload that fit together with all of them at their peak.
     """
 
     name: str
@@ -70,10 +70,11 @@ class Capacity:
 
 
 def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> int:
-    """Most tokens that one request holds at a time, rounded up to whole pages.
+    """Most tokens that one request holds at once, rounded up to whole pages.
 
-    Dense (`config` None) that is its length. Compressed, the frozen prompt stays and the private part grows up to the
-    trigger of a round, which counts the token in flight: SGLang allocates its slot before the round is planned.
+    A dense request (`config` None) holds its full length. A compressed one keeps its frozen prompt, and its private
+    part grows up to the trigger of a round. The trigger counts the token in flight, because SGLang allocates its slot
+    before the round is planned.
     """
     held = workload.length
     if config is not None:
@@ -83,7 +84,7 @@ def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> in
 
 
 def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_dtype: str) -> list[Capacity]:
-    """A row each for dense and compressed, in `kv_dtype` and in 8 bits; one pair where that is 8 bits already."""
+    """Capacities dense and compressed, in `kv_dtype` and in 8 bits; a single pair if `kv_dtype` already has 8 bits."""
     fp8 = kv_dtype if kv_dtype in FP8_KV else "fp8_e5m2"
     rows = [("fp8", fp8, None), ("both", fp8, config)]
     if fp8 != kv_dtype:
@@ -94,7 +95,7 @@ def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_d
 def _capacity(
     name: str, sizes: ModelSizes, gpus: Gpus, config: Config | None, workload: Workload, kv_dtype: str
 ) -> Capacity:
-    """One row; `config` is None for a dense cache."""
+    """Capacity of one kind of cache; `config` is None for a dense one."""
     bytes_per_token = sizes.bytes_per_token(kv_dtype, gpus.tp)
     free = max(gpus.kv_bytes - (gpus.scratch_bytes if config else 0), 0)
     pool = free // (bytes_per_token * gpus.page_size) * gpus.page_size

@@ -1,7 +1,7 @@
-"""Who owns what: every page of a KV pool and every row of a row table is held against all who could own it.
+"""Ownership check: every page of a KV pool and every row of a row table must have exactly one owner.
 
-A census looks at one moment and names the first thing that is wrong. It is for tests and for the hunt after a fault:
-it copies rows, free list and the tree's slots to the host, and so waits for the device.
+A census looks at one moment and names the first fault. It is for tests and debugging: it copies rows, the free list and
+the tree's slots to the host, so it waits for the device.
 
     page of the pool     free | the tree's | private to one holder        exactly one of these
     row of the table     free | one holder's                              exactly one of these
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 FREE, TREE = -2, -1
-"""Owners that are no holder; a holder is known by its number."""
+"""Owners that are not holders; a holder is identified by its number."""
 
 
 def _nothing() -> np.ndarray:
@@ -26,22 +26,22 @@ def _nothing() -> np.ndarray:
 
 
 class IntegrityError(RuntimeError):
-    """The books of the server are wrong. The message is one sentence: when, and which slot or row is whose."""
+    """The server's books are wrong. The message is one sentence: when, and which slot or row belongs to whom."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """All who hold a row, requests and idle conversations, each known by its number.
+    """Everyone who holds a row: requests and idle conversations, each identified by its number.
 
     Attributes:
-        name: of a number, as a sentence calls its holder: "request r5".
-        row: [n] int64: their rows in the row table.
-        length: [n] int64: entries of the row, frozen ones included.
+        name: maps a number to the holder's name in messages: "request r5".
+        row: [n] int64: rows in the row table.
+        length: [n] int64: entries of each row, including frozen ones.
         frozen: [n] int64: entries at the front that the tree owns, whole pages.
-        covered: [n] int64: frozen entries for which a lock on the tree vouches.
-        path: [sum of covered] int64: the slots in which the tree holds those, one holder's behind another's.
-        more_rows, more_rows_of: [m] int64: rows that a holder has besides, and its number.
-        others, others_of: [k] int64: private slots that lie elsewhere, each once, and the holder's number.
+        covered: [n] int64: frozen entries that a lock on the tree vouches for.
+        path: [sum of covered] int64: the tree's slots for those entries, one holder after another.
+        more_rows, more_rows_of: [m] int64: further rows of a holder, and its number.
+        others, others_of: [k] int64: private slots outside the row, each once, and the holder's number.
     """
 
     name: Callable[[int], str]
@@ -61,8 +61,8 @@ class Pool:
     """A KV pool and a row table.
 
     Attributes:
-        page_size: slots of a page.
-        pages: pages in use, numbered from 1; what lies before is padding.
+        page_size: slots per page.
+        pages: pages in use, numbered from 1; everything before is padding.
         free: [n] int64: numbers of the free pages.
         tree: [m] int64: slots of the radix tree, whole pages.
         table: [rows + 1, width] int32 on any device: the slots of each row; row 0 is padding.
@@ -77,7 +77,7 @@ class Pool:
     free_rows: Sequence[int]
 
     def name(self, page: int) -> str:
-        """A page as a sentence calls it."""
+        """Name of a page in messages."""
         if self.page_size == 1:
             return f"slot {page}"
         return f"page {page} (slots {page * self.page_size} to {(page + 1) * self.page_size - 1})"
@@ -85,7 +85,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Write:
-    """Slots [n] int64 that a queued step writes for the holder of this number."""
+    """Slots [n] int64 that a queued step writes for the holder with number `holder`."""
 
     holder: int
     slots: np.ndarray
@@ -93,11 +93,11 @@ class Write:
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of all holders' rows, one row after another.
+    """Entries of all holders' rows, one row after another.
 
     Attributes:
-        slots, holder, position: [n] int64: the slot, whose it is, and its place in the row.
-        private: [n] bool: whether it lies behind the frozen ones.
+        slots, holder, position: [n] int64: the slot, the number of its holder, and its place in the row.
+        private: [n] bool: whether it lies after the frozen entries.
     """
 
     slots: np.ndarray
@@ -107,7 +107,7 @@ class Entries:
 
 
 def find_fault(pool: Pool, holders: Holders, writes: Sequence[Write] = ()) -> str | None:
-    """The first thing that is wrong with the books, as the end of a sentence; None where all is right."""
+    """The first fault in the books, as the end of a sentence, or None if there is none."""
     return next(_faults(pool, holders, writes), None)
 
 
@@ -122,7 +122,7 @@ def _faults(pool: Pool, holders: Holders, writes: Sequence[Write]) -> Iterator[s
 
 
 def _read_rows(table: torch.Tensor, holders: Holders) -> Entries:
-    """One copy from the device for all rows."""
+    """Reads all rows with one copy from the device."""
     lengths = holders.length
     number = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(number)) - (lengths.cumsum() - lengths)[number]
@@ -150,7 +150,7 @@ def _row_fault(pool: Pool, holders: Holders) -> Iterator[str]:
 
 
 def _page_shape_fault(pool: Pool, holders: Holders, entries: Entries) -> Iterator[str]:
-    """At page sizes above 1: an entry lies in its page where it lies in its row, and a page is held as a whole."""
+    """Above page size 1: an entry has the same offset in its page as in its row, and pages are owned whole."""
     if pool.page_size == 1:
         return
     offset = entries.position % pool.page_size
@@ -167,7 +167,7 @@ def _page_shape_fault(pool: Pool, holders: Holders, entries: Entries) -> Iterato
 
 
 def _claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """Pages, and for each who says that it is his; a page in dispute is there more than once."""
+    """The claimed pages and the owner behind each claim; a disputed page appears more than once."""
     own, tree = entries.private, pool.tree
     if pool.page_size > 1:
         own, tree = own & (entries.position % pool.page_size == 0), tree[:: pool.page_size] // pool.page_size
@@ -181,7 +181,7 @@ def _claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray,
 def _fault_of_claims(
     claimed: np.ndarray, owners: np.ndarray, last: int, holders: Holders, name: Callable[[int], str]
 ) -> Iterator[str]:
-    """The things 1 to `last` must be claimed once each, and no others."""
+    """Checks that each of the numbers 1 to `last` is claimed exactly once, and no other number is."""
     if len(claimed) and (claimed.min() < 1 or claimed.max() > last):
         outside = np.flatnonzero((claimed < 1) | (claimed > last))
         yield f"{name(int(claimed[outside[0]]))} does not exist, but {_belongs(owners[outside[:1]], holders)}"
@@ -195,7 +195,7 @@ def _fault_of_claims(
 
 
 def _belongs(owners: np.ndarray, holders: Holders) -> str:
-    """What a sentence says of a thing with these owners."""
+    """Says in a message who owns a thing with these owners."""
     found = sorted(set(owners.tolist()) - {FREE}, key=lambda owner: (owner == TREE, owner))
     names = ["the tree" if owner == TREE else holders.name(owner) for owner in found]
     if not len(owners):

@@ -19,33 +19,33 @@ AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
-"""What `recent` and `value_share` are by default, see `Config`."""
+"""Defaults of `recent` and `value_share`; see `Config`."""
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
 
-# The least value of each length.
+# Smallest value of each whole-number setting.
 _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a server was asked to do; every length is in tokens of one request.
+    """Settings of one server; lengths are in tokens of one request.
 
-    `value_share` is the share of the kept tokens besides the newest that are chosen by how far their values lie from
-    the newest tokens' mean.
+    `value_share` is the share of the kept tokens, apart from the newest, that are chosen by how far their values lie
+    from the mean value of the newest tokens.
 
-    Two defaults follow from the other fields, and are never None in a Config that was built: `recent` is RECENT_SHARE
-    of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE where the selection is
-    "per-layer-head", 0 elsewhere.
+    Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
+    budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0.
 
-    Raises TriAttentionError when a value has the wrong type or range, or the values contradict one another.
+    Raises:
+        TriAttentionError: a value has the wrong type or range, or the values contradict one another.
     """
 
     stats: str = AUTO
     budget: int = 2048
     interval: int = 128
-    recent: int = cast("int", None)  # until it follows from the others
+    recent: int = cast("int", None)  # derived from the other fields unless given
     selection: str = "per-layer-head"
     aggregation: str = "mean"
     budget_scope: str = "private"
@@ -100,17 +100,17 @@ class Config:
             )
 
     def budget_for(self, frozen: int) -> int:
-        """Private tokens that a round keeps of a request with `frozen` frozen ones, at least one and `recent`."""
+        """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0."""
         if self.budget_scope == "private":
             return self.budget
         return max(self.budget - frozen, self.recent, 1)
 
     def trigger(self, frozen: int) -> int:
-        """Private tokens at which a round of a request with `frozen` frozen ones is due."""
+        """Private tokens at which a round is due for a request with `frozen` frozen ones."""
         return self.budget_for(frozen) + self.interval
 
     def under_pressure(self) -> Config:
-        """The settings of a round that is run because memory is short."""
+        """Settings for a round that runs because memory is short."""
         if self.pressure_budget is None:
             return self
         return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None)
@@ -118,7 +118,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Option:
-    """One flag: its field in Config, its type on the command line, and its line in --help."""
+    """One flag: its Config field, its type on the command line, and its line in --help."""
 
     name: str
     parse: type
@@ -200,7 +200,7 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
 
 
 def flag(name: str) -> str:
-    """Field name of Config -> flag, as the user writes it."""
+    """The command-line flag of a Config field."""
     return "--" + (PREFIX + name).replace("_", "-")
 
 
@@ -225,7 +225,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_settings(values: Mapping[str, Any]) -> Config | None:
-    """The Config in a mapping of argument names to values, or None where compression is not asked for.
+    """Reads a Config from argument names and values; None if compression is not enabled.
 
     Args:
         values: `vars()` of a parsed command line, or the keywords of `sglang.Engine`; other names are ignored.

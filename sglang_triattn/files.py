@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all."""
+"""Atomic file writes: a file appears complete or not at all."""
 
 import os
 import tempfile
@@ -10,16 +10,17 @@ from safetensors.torch import save_file
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Replaces `path` in one step by a safetensors file; its mode follows the umask.
+    """Atomically replaces `path` with a safetensors file whose mode follows the umask.
 
-    Raises OSError or SafetensorError if it cannot be written; then `path` is as it was.
+    Raises:
+        OSError or SafetensorError: it cannot be written; `path` is then unchanged.
     """
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         os.close(handle)
         save_file(dict(tensors), temporary, dict(metadata))
-        # mkstemp makes files private; the umask decides for files that are meant to be shared.
+        # mkstemp creates private files; files meant to be shared follow the umask.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
@@ -31,6 +32,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Removes what a killed `write_safetensors` of `path` left beside it."""
+    """Removes the temporary files that a killed `write_safetensors` of `path` left beside it."""
     for leftover in path.parent.glob(f"{path.name}*.tmp"):
         leftover.unlink(missing_ok=True)

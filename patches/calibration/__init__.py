@@ -1,1 +1,1 @@
-"""Calibration inside SGLang: the model runs as it is served."""
+"""Calibration inside SGLang, with the model running as it is served."""

@@ -1,11 +1,12 @@
-"""Forward passes of one's own inside a scheduler: eager, on rows and slots of its pools, which all come back.
+"""Private forward passes inside a scheduler: eager, on rows and slots of its pools, all of which are given back.
 
 SGLang parts: `Req` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py), `ForwardBatch`
 (sglang/srt/model_executor/forward_batch_info.py), `ModelRunner`, `release_kv_cache` (sglang/srt/mem_cache/common.py),
 the streams of `Scheduler` (sglang/srt/managers/scheduler.py), which runs passes on `forward_stream` with overlap and on
 `schedule_stream` without.
-The way of a request here is that of SGLang's own profiling requests (managers/scheduler_components/
-dynamic_chunk_sizer.py): matched, locked, allocated, and released without entering the tree.
+
+Requests here are handled like SGLang's own profiling requests (managers/scheduler_components/dynamic_chunk_sizer.py):
+matched, locked, allocated, and released without entering the tree.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from sglang_triattn.patches.sglang_parts import Scheduler
 
-# Keeps the requests out of every prefix that the tree may hold.
+# Keeps these requests apart from every prefix that the tree may hold.
 _NAMESPACE = "sglang-triattn"
 
 
@@ -41,16 +42,16 @@ def eager(model_runner: ModelRunner) -> Iterator[None]:
 
 
 def forward_stream_of(scheduler: Scheduler) -> torch.Stream:
-    """The stream on which SGLang runs forward passes, and rounds run with them."""
+    """The stream on which SGLang runs forward passes, and rounds with them."""
     return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
 
 
 @contextmanager
 def on_forward_stream(scheduler: Scheduler) -> Iterator[None]:
-    """While open, work is enqueued on the stream that SGLang's own forward passes use.
+    """While open, enqueues work on the stream that SGLang's own forward passes use.
 
-    PyTorch keeps freed memory for the stream that it was allocated on, so what is allocated here can serve those
-    passes. What is left unused at the end goes back to the device.
+    PyTorch keeps freed memory for the stream it was allocated on, so memory allocated here can serve those passes. What
+    is unused at the end goes back to the device.
     """
     device, stream = scheduler.device_module, forward_stream_of(scheduler)
     outer = device.current_stream()
@@ -65,16 +66,24 @@ def on_forward_stream(scheduler: Scheduler) -> Iterator[None]:
 
 
 class EagerBatch:
-    """Requests that are prefilled together and then decode in step. Close it, whatever happens."""
+    """Requests that are prefilled together and then decode in step. It must be closed, even after an error."""
 
     def __init__(self, scheduler: Scheduler, texts: Sequence[Sequence[int]]) -> None:
-        """texts: token ids of each request; together they must fit into the pools."""
+        """Makes the requests.
+
+        Args:
+            texts: token ids of each request; together they must fit into the pools.
+        """
         self._scheduler = scheduler
         self._requests = [_request(scheduler, index, ids) for index, ids in enumerate(texts)]
         self._batch: ScheduleBatch
 
     def prefill(self) -> torch.Tensor:
-        """Logits [requests, vocabulary] of each text's next token, on the model's device."""
+        """Prefills all requests.
+
+        Returns:
+            Logits [requests, vocabulary] of each text's next token, on the model's device.
+        """
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
         scheduler = self._scheduler
@@ -97,13 +106,13 @@ class EagerBatch:
         return self._forward()
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits [requests, vocabulary] after one more token of each request that is left."""
+        """Decodes one more token of each remaining request; returns logits [requests, vocabulary]."""
         self._batch.input_ids = torch.tensor(tokens, dtype=torch.int64, device=self._batch.device)
         self._batch.prepare_for_decode()
         return self._forward()
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Releases all requests but those at `indices` of the ones left."""
+        """Releases all remaining requests except those at `indices`."""
         for index, request in enumerate(self._requests):
             if index not in indices:
                 self._release(request)
@@ -111,7 +120,7 @@ class EagerBatch:
         self._batch.filter_batch(keep_indices=list(indices))
 
     def close(self) -> None:
-        """Gives back every row and slot that is still held."""
+        """Gives back every row and slot still held."""
         for request in self._requests:
             self._release(request)
         self._requests = []

@@ -1,8 +1,8 @@
 """`sglang-triattn calibrate --engine sglang`: an engine that measures instead of serving.
 
-The main process starts `sglang.Engine` with a request attached to its settings. Each scheduler runs it as soon as it
-is built and answers with the handshake that a compressing server uses (`handshake`); the first rank writes the
-statistics before that. Then the engine is shut down. SGLang parts: `Engine` and `_wait_for_scheduler_ready`
+The main process starts `sglang.Engine` with a request attached to its settings. Each scheduler runs the request as soon
+as it is built, and answers with the handshake of a compressing server (`handshake`); before that, the first rank writes
+the statistics. Then the engine is shut down. SGLang parts: `Engine` and `_wait_for_scheduler_ready`
 (sglang/srt/entrypoints/engine.py), `Scheduler`.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from sglang_triattn.patches.sglang_parts import Scheduler
 
-# Settings under which a forward pass of one's own, or the split of the heads over ranks, is not what is assumed here.
+# Settings under which private forward passes, or the split of heads over ranks, do not work as assumed here.
 _REFUSED = {
     "pp_size": lambda value: value > 1,
     "dp_size": lambda value: value > 1,
@@ -57,18 +57,21 @@ _NO_PLACE = f"{SWITCH} has no place in a calibration: leave it out."
 
 @dataclass(frozen=True)
 class Request:
-    """What the schedulers are asked to do."""
+    """What the schedulers are to do.
+
+    Attributes:
+        job_file: the job, pickled. It is too long for a pipe: this process would wait for the last child to import
+            SGLang.
+        out: statistics file to write (.safetensors), absolute.
+    """
 
     job_file: str
-    """The job, pickled. It is too long for a pipe: this process would wait for the last child to import SGLang."""
-
     out: str
-    """Statistics file to write (.safetensors), absolute."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What was written."""
+    """Figures of the statistics that were written."""
 
     layers: int
     heads: int
@@ -76,24 +79,24 @@ class Made:
 
 
 def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, server_args: Sequence[str]) -> Made:
-    """Runs `job` in an engine of its own and writes the statistics to `out`.
+    """Runs `job` in its own engine and writes the statistics to `out`.
 
     Args:
         server_args: flags of SGLang's own command line. One that SGLang does not know ends the process with status 2.
 
     Raises:
-        TriAttentionError: the model, its settings or a text cannot be used, or the engine does not start; the message
-            is one sentence.
+        TriAttentionError: with one sentence, if the model, its settings or a text cannot be used, or the engine does
+            not start.
     """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    # Before its other flags are looked at: what they name need not exist.
+    # Checked before the other flags, because what they name need not exist.
     if any(word.split("=")[0] == SWITCH for word in server_args):
         raise CalibrationError(_NO_PLACE)
     check_version()
     load_plugins()
-    # Prompts are token ids, so that no tokenizer is needed; graphs would only be captured, never replayed.
+    # Prompts are token ids, so no tokenizer is needed; graphs would only be captured, never replayed.
     fixed = ["--model-path", model_path, "--skip-tokenizer-init", "--log-level", "error"]
     for phase in ("decode", "prefill"):
         fixed += [f"--cuda-graph-backend-{phase}", "disabled"]
@@ -120,7 +123,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
 
 
 def scheduler_hooks(request: Request) -> list[Hook]:
-    """For a scheduler process that calibrates."""
+    """Hooks for a scheduler process that calibrates."""
     state = _Scheduler(request)
     target = "sglang.srt.managers.scheduler.Scheduler"
     return [
@@ -203,7 +206,7 @@ def _check(record: ServerArgs) -> None:
 
 
 def _engine_class() -> type:
-    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C counts the sooner."""
+    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C takes effect sooner."""
     from sglang.srt.entrypoints.engine import Engine
 
     class CalibrationEngine(Engine):
@@ -213,7 +216,7 @@ def _engine_class() -> type:
 
 
 class _NoTokenizer:
-    """What Engine sets on a tokenizer manager while it starts."""
+    """The attributes that Engine sets on a tokenizer manager while it starts."""
 
     _subprocess_watchdog: object = None
     max_req_input_len: int = 0
@@ -223,13 +226,13 @@ class _NoTokenizer:
 
 
 def main_hooks() -> list[Hook]:
-    """For the main process."""
+    """Hooks for the main process."""
     target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
     return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
 
 
 def _wait(original: Callable, readers: list, processes: list) -> list[dict]:
-    """Waits for the answers of all ranks at once, so that a refusal of any ends the launch while others still run."""
+    """Waits for the answers of all ranks at once, so that any refusal ends the launch while other ranks still run."""
     from sglang.srt.runtime_context import get_server_args
 
     if args_patch.calibration_of(get_server_args()) is None:
@@ -240,7 +243,7 @@ def _wait(original: Callable, readers: list, processes: list) -> list[dict]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while len(infos) < len(readers):
             waiting = [reader for index, reader in enumerate(readers) if index not in infos]
-            # With none ready, SGLang's own function tells whether a process has died.
+            # If none is ready, SGLang's own function finds out whether a process has died.
             for reader in connection.wait(waiting, timeout=5) or ([] if _all_alive(processes) else waiting[:1]):
                 info = original([reader], processes)[0]
                 handshake.check_answers([info])
@@ -256,7 +259,7 @@ def _all_alive(processes: list) -> bool:
 
 
 def _on_child_failure(*_: object) -> None:
-    """SGLang's schedulers send SIGQUIT when they fail, and its own handler would kill this process too."""
+    """Handles SIGQUIT, which SGLang's schedulers send when they fail; SGLang's handler would kill this process too."""
     raise CalibrationError("SGLang failed while it loaded or ran the model: see its error above.")
 
 
@@ -266,11 +269,11 @@ def _answer(engine: Engine) -> dict[str, int]:
 
 @contextmanager
 def _children_without_interrupts() -> Iterator[None]:
-    """Processes started while open inherit a blocked SIGINT.
+    """While open, processes inherit a blocked SIGINT when they are started.
 
-    Ctrl-C reaches the whole group; only this process is to answer it, by ending the others.
+    Ctrl-C reaches the whole group, but only this process should react to it, by ending the others.
     """
-    # Starting it later would unblock the signal.
+    # Starting the tracker later would unblock the signal.
     resource_tracker.ensure_running()
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,8 +1,8 @@
 """Calibration inside a fully built scheduler: the model runs in SGLang, as it is served.
 
 So any model that SGLang serves can be measured, with its quantisation and tensor parallelism. SGLang part:
-`RadixAttention` (sglang/srt/layers/radix_attention.py), whose input is the query that meets the cached keys: after
-any query norm, and rotated.
+`RadixAttention` (sglang/srt/layers/radix_attention.py), whose input is the query that meets the cached keys, after any
+query norm and after RoPE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TRACES_AT_ONCE = 8
 
-# What a call of RadixAttention carries where the backend has yet to scale, join, norm or turn its query
+# Arguments of RadixAttention that show that the backend has yet to scale, join, norm or rotate the query
 # (sglang/srt/layers/attention/graph_utils.py).
 _UNFINISHED = ("q_descale", "q_rope", "cos_sin_cache", "mxfp8_norm_rope_positions")
 
@@ -38,19 +38,19 @@ def calibrate_scheduler(
 ) -> QueryStats:
     """Measures the query statistics of the model that `scheduler` serves.
 
-    Call it on every tensor-parallel rank, in a scheduler that is built and runs no requests yet. Pools and tree are
-    afterwards as before. The job's `partial` file is left for the caller to remove once the statistics are safe.
+    Call it on every tensor-parallel rank, in a scheduler that is built and runs no requests yet. It leaves pools and
+    tree as they were. The caller removes the job's `partial` file once the statistics are safe.
 
     Args:
         scheduler: SGLang's Scheduler, or anything with its pools, tree, streams, model_config and tp_worker.
         job: the same on every rank.
-        on_progress: called after each forward pass with the tokens done and the most that there will be.
+        on_progress: called after each forward pass with the number of tokens done and the most that there will be.
 
     Returns:
         Statistics of all query heads of the model, the same on every rank.
 
     Raises:
-        CalibrationError: the model, its settings or a text cannot be used; the message is one sentence.
+        CalibrationError: with one sentence, if the model, its settings or a text cannot be used.
     """
     runner = scheduler.tp_worker.model_runner
     try:
@@ -73,7 +73,7 @@ def calibrate_scheduler(
 
 
 class _Run:
-    """The passes of one job on one rank; every rank takes the same decisions."""
+    """The passes of one job on one rank; every rank makes the same decisions."""
 
     def __init__(
         self, scheduler: Scheduler, job: CalibrationJob, sums: QuerySums, on_progress: Callable | None
@@ -116,7 +116,7 @@ class _Run:
         self._end_pass(len(ids))
 
     def _run_traces(self, first: int, count: int) -> None:
-        """Lets the model continue `count` prompts; every pass is measured, with its whole context in sight."""
+        """Lets the model continue `count` prompts, and measures every pass, each with its whole context visible."""
         job = self._job
         prompts = job.prompts[first : first + count]
         samplers = [_Sampler(job, first + index) for index in range(count)]
@@ -139,7 +139,7 @@ class _Run:
             batch.close()
 
     def _choose(self, samplers: Sequence[_Sampler], logits: torch.Tensor) -> list[int]:
-        """The next token of each trace; chosen on one rank, since logits may differ in the last bits."""
+        """The next token of each trace, chosen on one rank because logits may differ in the last bits."""
         tokens = None
         if self._group.rank_in_group == 0:
             rows = logits.float().cpu()
@@ -165,14 +165,18 @@ class _Run:
 
 
 class _Sampler:
-    """Chooses the tokens of one trace, the same whatever runs beside it."""
+    """Chooses the tokens of one trace, whatever other traces run beside it."""
 
     def __init__(self, job: CalibrationJob, trace: int) -> None:
         self._temperature = job.temperature
         self._generator = torch.Generator().manual_seed(job.seed * 1_000_003 + trace)
 
     def choose(self, logits: torch.Tensor) -> int:
-        """logits: [vocabulary] float32 on the CPU."""
+        """Chooses the next token.
+
+        Args:
+            logits: [vocabulary] float32 on the CPU.
+        """
         if not torch.isfinite(logits).any() or torch.isnan(logits).any():
             raise CalibrationError("The model computes NaN or infinite logits: choose another --dtype.")
         if self._temperature == 0:
@@ -183,7 +187,7 @@ class _Sampler:
 
 @contextmanager
 def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None]:
-    """While open, the queries that reach each of `layers` are added to `sums`."""
+    """While open, adds the queries that reach each of `layers` to `sums`."""
 
     def before(attention: RadixAttention, args: tuple, kwargs: dict) -> None:
         query = args[0] if args else kwargs["q"]
@@ -203,7 +207,7 @@ def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None
 
 
 def _check_finished(layer: int, query: torch.Tensor, call: Mapping[str, object]) -> None:
-    """Raises CalibrationError unless `query` is what meets the cached keys: rotated, and not scaled any more."""
+    """Raises CalibrationError unless `query` is what meets the cached keys: after RoPE, with no scaling left to do."""
     reason = next((f"with {name}" for name in _UNFINISHED if call.get(name) is not None), None)
     if query.dtype.itemsize == 1:
         reason = f"as {str(query.dtype).removeprefix('torch.')}"
@@ -221,7 +225,7 @@ def _free(scheduler: Scheduler) -> tuple[int, int]:
 
 
 def room_of(scheduler: Scheduler) -> int:
-    """Tokens that a window, or a prompt and its trace, may have in `scheduler`."""
+    """Most tokens of a window, or of a prompt and its trace, in `scheduler`."""
     return min(*_room(scheduler).values(), _chunk(scheduler))
 
 
@@ -249,12 +253,12 @@ def _check_room(scheduler: Scheduler, job: CalibrationJob) -> None:
 
 
 def _chunk(scheduler: Scheduler) -> int:
-    """Most tokens that one prefill may hold."""
+    """Most tokens of one prefill."""
     return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def _traces_at_once(scheduler: Scheduler, job: CalibrationJob, first: int) -> int:
-    """How many traces from `first` on may run together, at least one."""
+    """How many traces from `first` on may run together; at least one."""
     prompts = job.prompts[first : first + TRACES_AT_ONCE]
     longest = max(map(len, prompts))
     room = min(

@@ -1,10 +1,10 @@
-"""SGLang's tier of KV in host memory (HiCache) on plain CPUs: ordinary memory, and copies by torch.
+"""SGLang's tier of KV in host memory (HiCache) on plain CPUs: ordinary memory, copied by torch.
 
 SGLang parts: `HostKVCache` (sglang/srt/mem_cache/pool_host/base.py), which pins its memory for a GPU, and the copies of
-the io backend `direct` (sglang/srt/mem_cache/pool_host/mha.py), which come from `sgl_kernel` and exist for GPUs alone.
-Everything else of HiCache runs as it is. On a CPU the tier saves nothing; it can be tried and tested.
+the io backend `direct` (sglang/srt/mem_cache/pool_host/mha.py), which come from `sgl_kernel` and exist only for GPUs.
+Everything else in HiCache runs unchanged. On a CPU the tier saves nothing, but it can be tried and tested.
 
-Slots of the KV pool are `[num_slots, H_kv, head_dim]` for each layer. On the host they lie either the same way (layout
+Each layer of the KV pool is `[num_slots, H_kv, head_dim]`. On the host, slots lie either the same way (layout
 layer_first) or as `[pages, layers, page_size, H_kv, head_dim]` (page_first_direct). Indices are int64 tokens and come
 in whole pages, in order.
 """
@@ -24,7 +24,7 @@ IO_BACKEND = "direct"
 
 
 def install() -> None:
-    """Gives SGLang's host pools, in this process, what they lack without a GPU."""
+    """Gives SGLang's host pools in this process what they lack without a GPU."""
     from sglang.srt.mem_cache.pool_host import base, mha
 
     # SGLang leaves 10 GiB to the system, which is more than a small machine has.
@@ -52,7 +52,7 @@ def copy_layers(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Either way between buffers that both are `[slots, H_kv, head_dim]`."""
+    """Copies in either direction between buffers that are both `[slots, H_kv, head_dim]`."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
 
@@ -65,7 +65,7 @@ def load_layer(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer from host buffers of whole pages (K, V) to that layer's buffers in the KV pool (K, V)."""
+    """Copies one layer from host buffers of whole pages (K, V) to that layer's buffers in the KV pool (K, V)."""
     pages = src_indices[::page_size] // page_size
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[pages, layer_id].flatten(0, 1)
@@ -78,7 +78,7 @@ def save_layers(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers of the KV pool (all of K, then all of V) to host buffers of whole pages (K, V)."""
+    """Copies all layers of the KV pool (all of K, then all of V) to host buffers of whole pages (K, V)."""
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
     for index, source in enumerate(src_ptrs):

@@ -1,15 +1,15 @@
 """Plain-CPU platform: SGLang's server on machines without an accelerator.
 
-Entry point of the group `sglang.srt.platforms`. SGLang's own CPU engine needs the `sgl_kernel` CPU build; this
-platform needs torch alone, so that everything but the CUDA kernels can be run and tested anywhere.
+Entry point in the group `sglang.srt.platforms`. SGLang's own CPU engine needs the `sgl_kernel` CPU build; this platform
+needs only torch, so everything except the CUDA kernels can be run and tested anywhere.
 """
 
 import os
 
 from sglang_triattn.patches.cpu import host_tier
 
-# Tokens of the pool where nobody says how many. SGLang's own default is most of the machine's memory, which takes a
-# minute to fill with zeros.
+# Default size of the pool in tokens. SGLang's own default is most of the machine's memory, which takes a minute to fill
+# with zeros.
 POOL_TOKENS = 65_536
 
 PLATFORM_CLASS = "sglang_triattn.patches.cpu.platform.PlainCpuPlatform"
@@ -18,8 +18,8 @@ PLATFORM_CLASS = "sglang_triattn.patches.cpu.platform.PlainCpuPlatform"
 def activate() -> str | None:
     """Returns the platform's dotted class name, or None to stay out of SGLang's way.
 
-    Stays out where any accelerator is present, and where the user chose SGLang's own CPU engine
-    (SGLANG_USE_CPU_ENGINE=1). Source: `_resolve_platform`, sglang/srt/platforms/__init__.py.
+    It stays out if an accelerator is present, or if the user chose SGLang's own CPU engine (SGLANG_USE_CPU_ENGINE=1).
+    Source: `_resolve_platform`, sglang/srt/platforms/__init__.py.
     """
     import torch
     from sglang.srt import platforms
@@ -45,15 +45,15 @@ def __getattr__(name: str):
     from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
     class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
-        """Out-of-tree platform of ordinary CPUs: torch-native attention, eager execution, no pinned memory."""
+        """Out-of-tree platform for ordinary CPUs: torch-native attention, eager execution, no pinned memory."""
 
         _enum = PlatformEnum.OOT
         device_name = "cpu"
         device_type = "cpu"
 
         def get_device(self, device_id=None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-            # The base class promises a string and the mixin gives a torch.device, on which a launch without
-            # --device ends: SGLang splits the index off.
+            # The base class promises a string, but the mixin returns a torch.device, which crashes a launch without
+            # --device: SGLang splits the index off.
             return "cpu"
 
         def get_default_attention_backend(self) -> str:

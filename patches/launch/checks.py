@@ -16,16 +16,16 @@ from sglang_triattn.stats.file import load_stats
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-# A late step: the settings that it sees are final.
+# A late step, so the settings that it sees are final.
 _STEP = "handle_other_validations"
 
 _registered = False
 
 
 def check_files(server_args: ServerArgs) -> None:
-    """Raises TriAttentionError for a statistics file, or a model's config.json, with which nothing can work.
+    """Raises TriAttentionError if the statistics file or the model's config.json rules out compression.
 
-    The first of all checks: SGLang has neither read the model's configuration nor imported its server yet.
+    This is the first check: SGLang has neither read the model's configuration nor imported its server yet.
     """
     config = args_patch.config_of(server_args)
     if config is not None and config.stats != AUTO:
@@ -34,7 +34,7 @@ def check_files(server_args: ServerArgs) -> None:
 
 
 def check_at_resolution() -> None:
-    """Has SGLang run the checks for every record of settings that carries a Config, before it starts a process."""
+    """Makes SGLang check every settings record that carries a Config, before it starts a process."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
     global _registered

@@ -1,12 +1,12 @@
 """The launch succeeds only if every scheduler confirms that it compresses.
 
-SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), what a scheduler tells the main process
-when it is ready; `DataParallelController` (data_parallel_controller.py), which stands between the two with more than
-one replica; `_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects the
-answers.
+SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), with which a scheduler tells the main
+process that it is ready; `DataParallelController` (data_parallel_controller.py), which stands between the two if there
+are several replicas; `_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects
+the answers.
 
 A scheduler that cannot compress (wrong statistics for its model, an unsupported KV pool, a hook that did not apply)
-says why in its answer instead of raising: a raise there would reach the user as a traceback of a child process.
+says why in its answer instead of raising: an exception there would reach the user as a traceback from a child process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 KEY = "triattention"
 
-# On a DataParallelController.
+# Attribute of a DataParallelController.
 _REFUSAL = "_triattention_refusal"
 
-# What a refused launch had built in the main process. See `stop_launch`.
+# What a refused launch had built in the main process; see `stop_launch`.
 _abandoned: list[dict[str, object]] = []
 
 
 def answer(refusal: str | None) -> dict[str, str | None]:
-    """What a scheduler says of itself: its plugin version, and why it refuses (None: it compresses)."""
+    """A scheduler's answer: its plugin version, and why it refuses (None if it compresses)."""
     return {"version": __version__, "refusal": refusal}
 
 
@@ -57,7 +57,7 @@ def check_answers(infos: list[dict[str, Any]]) -> None:
 
 
 def main_hooks() -> list[Hook]:
-    """For the main process."""
+    """Hooks for the main process."""
     return [
         Hook(
             "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
@@ -69,7 +69,7 @@ def main_hooks() -> list[Hook]:
 
 
 def controller_hooks() -> list[Hook]:
-    """For the data-parallel controller process."""
+    """Hooks for the data-parallel controller process."""
     target = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     return [
         Hook(f"{target}._record_scheduler_init_infos", "after", _on_replicas_ready, "self infos"),
@@ -102,11 +102,11 @@ def _on_schedulers_ready(infos: list[dict[str, Any]], readers: list, processes: 
 
 
 def stop_launch(schedulers: list) -> None:
-    """Ends the schedulers of a launch and the SGLang processes started beside them, and waits until they are gone.
+    """Kills a launch's schedulers and the SGLang processes started beside them, and waits up to 30 s for their end.
 
-    `sglang.Engine` leaves them running when its launch fails, holding their memory. What the launch had built in this
-    process is kept: it has sockets to the schedulers, and when Python collected those, ZeroMQ would wait for ever for
-    their peers.
+    If a launch fails, `sglang.Engine` leaves them running, and holding their memory. Whatever the launch had built in
+    this process is kept alive: it has sockets to the schedulers, and if Python collected those, ZeroMQ would wait for
+    their peers forever.
     """
     _abandoned.append(_locals_of("_launch_subprocesses"))
     alive = [psutil.Process(process.pid) for process in schedulers if process.is_alive()]

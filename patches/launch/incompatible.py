@@ -1,8 +1,8 @@
-"""Settings that compression cannot work with: refused at launch, each with one sentence.
+"""Settings that compression cannot work with, each refused at launch with one sentence.
 
-SGLang parts: the resolved settings (sglang/srt/arg_groups/fields/*), the model configuration, the environment.
-What the model's file tells is checked before, in `model_config`; what only the loaded model can tell (its rotary
-embedding, its KV pool) afterwards, in `patches/model/inspect.py`.
+SGLang parts: the resolved settings (sglang/srt/arg_groups/fields/*), the model configuration, the environment. The
+model's config.json is checked earlier, in `model_config`; what only the loaded model shows (its rotary embedding, its
+KV pool) is checked later, in `patches/model/inspect.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A setting that is refused where `applies(value)`; `reason` completes "... does not work with ... because"."""
+    """A setting that is refused if `applies(value)`; `reason` completes "... does not work with ... because"."""
 
     field: str
     applies: Callable[[Any], bool]
@@ -48,7 +48,7 @@ _NO_PLUGIN = "its processes do not load SGLang plugins"
 _OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
 _BESIDE_ROWS = "it keeps data beside each request's row that a round does not compact"
 
-# They attach a cache of their own to the row table.
+# These attach a cache of their own to the row table.
 _SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
 
 
@@ -117,7 +117,7 @@ SETTINGS = (
     ),
 )
 
-# Environment variables that choose another KV layout, server or engine.
+# Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {
     "SGLANG_RUST_SERVER": _NO_PLUGIN,
     "SGLANG_USE_HND_KVCACHE": _OTHER_POOL,
@@ -167,7 +167,7 @@ def named(model: ModelConfig) -> str:
 
 
 def unsupported(model: ModelConfig) -> str | None:
-    """Why a ModelConfig's attention is not covered, to complete "because ...", or None if it is."""
+    """Why compression does not cover a ModelConfig's attention, to complete "because ...", or None if it does."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 

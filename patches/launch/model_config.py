@@ -1,6 +1,6 @@
 """Checks of a model's config.json, before SGLang reads it. SGLang parts: sglang/srt/models, its registry and loader.
 
-For a model whose file is not on this machine yet they are made once SGLang has fetched it.
+If the file is not on this machine yet, the checks run once SGLang has fetched it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _ENTRY = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[[^\]]*\]|\w+)", re.MULTI
 
 
 def check_model_file(settings: Any) -> None:
-    """Raises TriAttentionError for a model that its config.json shows not to be covered.
+    """Raises TriAttentionError if the model's config.json shows that compression does not cover it.
 
     Args:
-        settings: SGLang's record of settings, resolved or not. Its class gets its fields at run time, so that there
-            is no type to name.
+        settings: SGLang's settings record, resolved or not. Its class gets its fields at run time, so there is no type
+            to name.
     """
     found = reason_in_file(settings)
     if found is not None:
@@ -32,7 +32,7 @@ def check_model_file(settings: Any) -> None:
 
 
 def reason_in_file(settings: Any) -> tuple[str, str] | None:
-    """A model's name, and why its config.json says that it is not covered, to complete "because ..."; or None.
+    """The model's name, and why compression does not cover it, to complete "because ..."; None without a reason.
 
     Args:
         settings: as for `check_model_file`.
@@ -71,9 +71,9 @@ def native_architectures() -> frozenset[str]:
 
 
 def _read_config(settings: Any) -> dict[str, Any] | None:
-    """The file's content with the user's overrides, or None where there is no such file, or none that can be read.
+    """The file's content with the user's overrides; None if there is no readable file.
 
-    SGLang says what is wrong with a model that it cannot read.
+    SGLang itself says what is wrong with a model that it cannot read.
     """
     folder = local_folder(settings.model_path, settings.revision)
     try:
@@ -90,7 +90,7 @@ def _served_by_sglang(config: dict[str, Any]) -> bool:
     architectures = config.get("architectures") or []
     if not architectures or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
         return True
-    # Where another plugin has registered some, it has imported the registry, which takes seconds.
+    # A plugin that registered models has imported the registry already; importing it here would take seconds.
     registry = sys.modules.get("sglang.srt.models.registry")
     registered = registry.ModelRegistry.models if registry is not None else ()
     return any(name in native_architectures() or name in registered for name in architectures)

@@ -1,4 +1,4 @@
-"""What a user should know of a server that works: one log line each, at launch or when it happens.
+"""What a user should know about a working server: one log line each, at launch or when it happens.
 
 SGLang parts: `ModelRunner.decode_cuda_graph_capture_bs` (sglang/srt/model_executor/model_runner.py),
 `SchedulerWeightUpdaterManager` (sglang/srt/managers/scheduler_components/weight_updater.py).
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def at_launch(scheduler: Scheduler, config: Config, shape: ModelShape) -> Iterator[str]:
-    """The lines for a scheduler that is built and compresses."""
+    """Yields the lines for a built scheduler that compresses."""
     dims = shape.rope.rotary_dim
     if dims < shape.head_dim:
         yield (
@@ -43,16 +43,16 @@ def at_launch(scheduler: Scheduler, config: Config, shape: ModelShape) -> Iterat
 
 
 def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
-    """The line for statistics by which scores may foretell little; none where nothing is scored."""
+    """Yields the line for statistics with which scores may predict little; none if nothing is scored."""
     if config.value_share < 1 and concentration(stats).mean() < SPREAD:
         yield f"TriAttention: {outlook(stats)}"
 
 
 class WeightUpdates:
-    """Says that the statistics in use are those of the weights before an update.
+    """Warns, after an update of the weights, that the statistics in use are those of the old weights.
 
     Args:
-        read: the settings and totals of the compressor, or None where there is none.
+        read: returns the settings and totals of the compressor, or None if there is none.
     """
 
     def __init__(self, read: Callable[[], tuple[Config, Totals] | None]) -> None:
@@ -61,12 +61,12 @@ class WeightUpdates:
 
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        # All ways to update weights end there once they have.
+        # Every way to update weights ends here once it has succeeded.
         return [Hook(f"{target}.record_weight_version_after_update", "after", self._on_update, "self weight_version")]
 
     def _on_update(self, *_: object, **__: object) -> None:
         found = self._read()
-        # An update may come in hundreds of parts, with no round between them.
+        # An update may come in hundreds of parts, with no compaction round between them.
         if found is None or found[1].rounds == self._said_after:
             return
         config, totals = found

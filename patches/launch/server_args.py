@@ -1,7 +1,7 @@
-"""Flags of the command line and keywords of `sglang.Engine`. SGLang part: sglang/srt/server_args.py.
+"""Command-line flags and keywords of `sglang.Engine`. SGLang part: sglang/srt/server_args.py.
 
-SGLang has no way for a plugin to declare a setting, and its record of settings takes only known fields; but it
-pickles underscore-prefixed attributes along to every child process. There the Config travels.
+SGLang lets no plugin declare a setting, and its settings record takes only known fields. But it pickles
+underscore-prefixed attributes along to every child process, so the Config travels in one of those.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _CALIBRATION = "_triattention_calibration"
 
 
 def config_of(server_args: ServerArgs) -> Config | None:
-    """The Config that this record of settings carries, or None where compression is off."""
+    """The Config that this settings record carries, or None if compression is off."""
     return getattr(server_args, _CONFIG, None)
 
 
 def calibration_of(server_args: ServerArgs) -> Request | None:
-    """What `calibration.engine` asks the schedulers of this record to measure, or None where they serve."""
+    """The request of `calibration.engine` to the schedulers of this record, or None if they serve."""
     return getattr(server_args, _CALIBRATION, None)
 
 
@@ -41,20 +41,20 @@ def ask_for_calibration(server_args: ServerArgs, request: Request) -> None:
 
 
 def refuse(server_args: ServerArgs, error: TriAttentionError) -> None:
-    """Ends the launch because of `error`: one line and exit status 2 at a command line, the exception in Python."""
+    """Ends the launch because of `error`: one line and exit status 2 on a command line, the exception in Python."""
     if not getattr(server_args, _FROM_CLI, False):
         raise error
     _exit(error)
 
 
 def exit_if_asked_for(error: TriAttentionError) -> None:
-    """Ends a command line that asks for compression when its flags cannot even be defined, because of `error`."""
+    """Ends a command line that enables compression, because of `error`, when its flags cannot even be defined."""
     if any(word.split("=")[0] == SWITCH for word in sys.argv[1:]):
         _exit(error)
 
 
 def hooks(enable: Callable[[ServerArgs], None]) -> list[Hook]:
-    """Hooks on the command line; `enable(server_args)` is called once compression is asked for."""
+    """Hooks on the command line; `enable(server_args)` is called once compression is enabled."""
 
     def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> ServerArgs:
         try:
@@ -75,9 +75,9 @@ def hooks(enable: Callable[[ServerArgs], None]) -> list[Hook]:
 
 
 def engine_arguments(server_args_class: type, enable: Callable[[ServerArgs], None]) -> type:
-    """A stand-in for `Engine.server_args_class` that takes the `triattention` keywords too.
+    """A stand-in for `Engine.server_args_class` that also takes the `triattention` keywords.
 
-    It builds a record of the original class: SGLang tests records with isinstance and pickles them by class.
+    It builds a record of the original class, because SGLang tests records with isinstance and pickles them by class.
     """
 
     class EngineArguments:

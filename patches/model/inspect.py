@@ -1,4 +1,4 @@
-"""What the loaded model is: its attention layers, rotary embedding and KV pool, as the scorer needs them.
+"""The loaded model's attention layers, rotary embedding and KV pool, as the scorer needs them.
 
 SGLang parts: `RadixAttention` (sglang/srt/layers/radix_attention.py), `RotaryEmbedding` (layers/rotary_embedding),
 `MHATokenToKVPool` (mem_cache/memory_pool.py).
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-# Largest difference between the cosines of a table and those of the frequencies taken from the same module: a table
-# may be kept in bfloat16, which has 8 bits.
+# Largest allowed difference between a module's table of cosines and sines and the values that its frequencies give: the
+# table may be stored in bfloat16, which has 8 bits.
 _TABLE_TOLERANCE = 0.02
 
 
@@ -38,11 +38,12 @@ class UnsupportedModel(TriAttentionError):
 
 
 def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
-    """The shape of the model that `model_runner` serves, heads of all `ranks` tensor-parallel ranks together.
+    """The shape of the model that `model_runner` serves, with the heads of all `ranks` tensor-parallel ranks.
 
     Raises:
-        TriAttentionError: an attention layer has a sliding window, a bias by position, no rotary embedding, or
-            one that differs from the other layers' or is of a kind that cannot be scored.
+        TriAttentionError: an attention layer has a sliding window, a bias by position, or no rotary embedding; if
+            its rotary embedding or number of heads differs from the other layers'; or if its rotary embedding cannot be
+            scored.
     """
     layers = attention_layers(model_runner.model)
     pool = model_runner.token_to_kv_pool
@@ -65,7 +66,7 @@ def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
         )
     config = model_runner.model_config
     q_heads = config.get_total_num_attention_heads()
-    # On CPUs SGLang adds empty heads until they split.
+    # On CPUs SGLang adds empty heads until they split evenly.
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
     if padded or first.tp_q_head_num * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
@@ -80,13 +81,13 @@ def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
 
 
 def read_rope(rotary: RotaryEmbedding) -> Rope:
-    """The frequencies of one of SGLang's rotary embedding modules.
+    """Reads the frequencies of one of SGLang's rotary embedding modules.
 
-    They come from the module's own formula in float32, not from its table, which may be kept in bfloat16; the table
-    is then held against them.
+    They come from the module's own formula in float32, not from its table, which may be stored in bfloat16; the table
+    is then checked against them.
 
     Raises:
-        TriAttentionError: a kind of module for which this is not known to be right.
+        TriAttentionError: for a kind of module for which this is not known to be right.
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
@@ -119,7 +120,7 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
 
 
 def check_pool(model_runner: ModelRunner) -> None:
-    """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot per row of every layer's buffer."""
+    """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot being a row of each layer's buffer."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
     pool = model_runner.token_to_kv_pool

@@ -1,6 +1,6 @@
-"""The statistics of the served model: from the file that the user named, the cache, or measured now.
+"""Finds the statistics of the served model: in the file that the user named, in the cache, or by measuring them now.
 
-SGLang part: `Scheduler` (sglang/srt/managers/scheduler.py), built and not yet serving.
+SGLang part: `Scheduler` (sglang/srt/managers/scheduler.py), built but not yet serving.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRACE_TOKENS = 256
 
 MEASURED = "measured at launch"
 
-# A rehearsal that tells how long the rest will take.
+# A rehearsal to estimate how long the rest will take.
 _PROBE_WINDOW = 256
 _PROBE_TRACE_TOKENS = 6
 _PROBE_STEPS = 3
@@ -49,7 +49,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     """Statistics that fit the served model; every tensor-parallel rank calls this.
 
     Args:
-        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and kept there.
+        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached.
 
     Raises:
         TriAttentionError: the file does not fit the model, or the model cannot be measured.
@@ -79,10 +79,10 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
 
 
 def launch_job(scheduler: Scheduler) -> CalibrationJob:
-    """What is measured at launch: the package's own text, and answers of the model to the package's prompts.
+    """The job measured at launch: the package's own text, and the model's answers to the package's prompts.
 
     Raises:
-        TriAttentionError: there is no tokenizer, or the KV pool is too small.
+        TriAttentionError: there is no tokenizer.
     """
     tokenizer = _tokenizer(scheduler)
     room = room_of(scheduler)
@@ -114,7 +114,7 @@ def _measure(scheduler: Scheduler, shown: bool) -> QueryStats:
 
 
 def _rehearse(scheduler: Scheduler, job: CalibrationJob) -> float:
-    """Seconds that `job` will take, from one short window and a few steps of its traces."""
+    """Estimates the seconds that `job` will take, from one short window and a few steps of its traces."""
     probe = CalibrationJob(
         windows=(job.windows[0][:_PROBE_WINDOW],),
         prompts=job.prompts,
@@ -131,14 +131,14 @@ def _rehearse(scheduler: Scheduler, job: CalibrationJob) -> float:
 
 
 def _tokenizer(scheduler: Scheduler) -> PreTrainedTokenizerBase:
-    """The served model's tokenizer, also where SGLang runs without it."""
+    """The served model's tokenizer, even if SGLang runs without it."""
     tokenizer = getattr(scheduler, "tokenizer", None)
     if tokenizer is not None:
         return tokenizer
     from sglang.srt.runtime_context import get_server_args
     from sglang.srt.utils.hf_transformers import get_tokenizer
 
-    # SGLang puts the fields of the record together at run time.
+    # SGLang assembles the fields of the record at run time.
     args: Any = get_server_args()
     try:
         return get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)

@@ -1,8 +1,10 @@
-"""Every kernel that a round can need runs before the first request. SGLang parts: the scheduler's streams and ranks.
+"""Runs every kernel that a compaction round can need before the first request.
 
-Otherwise Triton would compile at the first round, while everybody waits, and a kernel that does not compile on this
-GPU, or ranks that do not reach each other, would end a server that has requests. A launch of the warm-up reads the
-padding slot alone, which no request owns, and moves it onto itself: nothing is written.
+SGLang parts: the scheduler's streams and ranks.
+
+Without this, Triton would compile during the first round, while every request waits; and a kernel that does not compile
+on this GPU, or ranks that cannot reach each other, would take down a server that has requests. A warm-up launch reads
+only the padding slot, which no request owns, and moves it onto itself: nothing is written.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ PADDING_SLOT = 0
 
 
 def runs_kernels(device: torch.device | str) -> bool:
-    """Whether rounds on this device run Triton kernels, and not their references."""
+    """Whether rounds on this device run Triton kernels rather than the torch references."""
     return torch.device(device).type == "cuda"
 
 
 def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
-    """Rehearses every kind of launch on the stream on which rounds run, and waits for the device.
+    """Rehearses every kind of launch on the stream that rounds run on, and waits for the device.
 
-    Nothing is compiled for a server without kernels, which is left alone.
+    Does nothing for a server without kernels, which has nothing to compile.
 
     Args:
         scheduler: SGLang's Scheduler, fully built.
@@ -59,10 +61,10 @@ def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
 
 
 def rehearsals(compressor: Compressor) -> list[Launch]:
-    """One launch of each kind that rounds can take, over the padding slot.
+    """One launch of each kind that rounds can have, over the padding slot.
 
-    Rows are as wide as one program reads at once, and wider; the widest are as long as any, where these take the
-    layers in several launches.
+    Rows are as wide as what one program reads at once, and wider; the widest have the greatest possible length if that
+    takes the layers in several launches.
     """
     from sglang_triattn.kernels.select.keep_kernel import BLOCK
 
@@ -73,9 +75,9 @@ def rehearsals(compressor: Compressor) -> list[Launch]:
     for num_tokens in sorted({min(plan.num_tokens, BLOCK), widest}):
         slots = torch.full((1, num_tokens), PADDING_SLOT, dtype=torch.int32, device=compressor.device)
         facts = torch.tensor([[0], [0], [num_tokens], [num_tokens]], device=compressor.device)
-        # At least one token goes: where nothing is evicted, nothing moves.
+        # Evict at least one token: otherwise nothing moves.
         num_kept = min(config.budget, num_tokens - 1)
-        # The more tokens besides the newest, the more of the criteria that share them have a place.
+        # The more tokens are kept besides the newest, the more of the criteria that share them get any.
         recents = {min(config.recent, num_kept), 0} if config.value_share else {min(config.recent, num_kept)}
         for strategy, recent in itertools.product(compressor.strategies, sorted(recents)):
             kind = Kind(num_kept, recent, strategy, num_kept, width_for(num_tokens))
@@ -85,7 +87,7 @@ def rehearsals(compressor: Compressor) -> list[Launch]:
 
 @contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """Turns any exception into a TriAttentionError for the user; the log has the whole of it at level debug."""
+    """Turns any exception into a TriAttentionError for the user; the log has the whole error at level debug."""
     try:
         yield
     except TriAttentionError:
@@ -103,7 +105,7 @@ def refusal_for(error: Exception) -> TriAttentionError:
             f"The device has too little memory left for --enable-triattention ({said}): lower --mem-fraction-static."
         )
     if isinstance(error, ValueError):
-        # Ours: what kernels cannot read, or statistics that contradict each other.
+        # Ours: something that kernels cannot read, or statistics that contradict each other.
         return UnsupportedModel(said)
     return TriAttentionError(
         f"TriAttention cannot run on this device, because {_place(error)} failed ({type(error).__name__}: {said}): "
@@ -113,15 +115,17 @@ def refusal_for(error: Exception) -> TriAttentionError:
 
 
 def _gist(error: Exception) -> str:
-    """The line of an error's message that says what happened: Triton puts the code before it, others their hints
-    behind it."""
+    """The line of an error's message that says what happened.
+
+    Triton puts the code before that line; others put their hints after it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = lines[-1] if type(error).__module__.startswith("triton") else lines[0]
     return line.rstrip(".")
 
 
 def _place(error: Exception) -> str:
-    """The kernel in which an error came up, or what else of this package was at work."""
+    """The kernel in which an error occurred, or else the code of this package that was running."""
     frames = traceback.extract_tb(error.__traceback__)
     root = Path(__file__).parents[2]
     ours = [frame for frame in frames if root in Path(frame.filename).parents]

@@ -1,8 +1,8 @@
-"""Device memory for scoring, taken before SGLang measures what is left for the KV pool.
+"""Device memory for scoring, allocated before SGLang measures what is left for the KV pool.
 
 SGLang part: `KVCacheConfigurator` (sglang/srt/mem_cache/kv_cache_configurator.py). It sizes the pool by the memory that
-is free once the weights are loaded, some of it again after its CUDA graphs are captured. What is allocated before is
-charged to the pool's share by both.
+is free once the weights are loaded, and part of it again after its CUDA graphs are captured. Memory allocated earlier
+is charged to the pool's share both times.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class Workspace:
-    """What the scorer of this process may use, or nothing where it runs without kernels.
+    """Memory for the scorer of this process; none if it runs without kernels.
 
-    `plan` and `memory` ([plan.bytes() / 4] float32) are None until SGLang sizes its pool, and stay so on CPUs.
+    Attributes:
+        plan: sizes of its parts; None until SGLang sizes its pool, and always on CPUs.
+        memory: [plan.bytes() / 4] float32; None likewise.
     """
 
     def __init__(self, config: Config) -> None:
@@ -46,14 +48,14 @@ class Workspace:
         try:
             self.plan = plan_workspace(configurator, self._config)
         except TriAttentionError:
-            # A model that cannot be compressed; the checks once it is built say why.
+            # The model cannot be compressed; checks after the scheduler is built say why.
             return
         self.memory = torch.empty(self.plan.bytes() // 4, dtype=torch.float32, device=configurator.device)
         logger.info("TriAttention holds %d MiB of device memory for scoring", self.plan.bytes() >> 20)
 
 
 def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> WorkspacePlan:
-    """The memory that scoring needs for the model of a KVCacheConfigurator.
+    """Plans the memory that scoring needs for the model of a KVCacheConfigurator.
 
     Raises:
         TriAttentionError: its attention layers are of a kind that cannot be scored.

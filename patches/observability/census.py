@@ -1,15 +1,15 @@
 """The census of the whole server, see `sglang_triattn.census`. SGLang parts: scheduler, tree, allocator, row table.
 
-With SGLANG_TRIATTN_CHECK=1 it is taken when the server is idle, and before and after the rounds of every step that has
-any. It is a mode for tests: it waits for the device, and takes a time that grows with the pool.
+With SGLANG_TRIATTN_CHECK=1 it is taken when the server is idle, and before and after the compaction rounds of every
+step that has any. It is meant for tests: it waits for the device, and takes longer the larger the pool.
 
-What is wrong ends the scheduler, and with it the server: a slot with two owners has given one request another's K/V,
-or is about to, and nobody can tell whose answers are still right.
+A fault ends the scheduler, and with it the server: a slot with two owners has given one request another's K/V, or is
+about to, and nobody can tell whose answers are still right.
 
-With overlap scheduling a step is queued at the safe point whose result is not known. It was planned with the requests
-that held a row then, so the slots that it writes are theirs, with these exceptions, which the order on the forward
-stream makes safe: a request that has ended since then gave its row back; a round of this very step may have freed what
-the queued step reads and writes; and so may the tree when it took a chunk of a prefill that it had already.
+With overlap scheduling, one step is queued at the safe point and its result is not known yet. It was planned with the
+requests that held a row then, so the slots that it writes are theirs. There are exceptions, which the order on the
+forward stream makes safe: a request that has ended since then gave its row back; a round of the current step may have
+freed what the queued step reads and writes; and so may the tree, when it took a chunk of a prefill that it already had.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VARIABLE = "SGLANG_TRIATTN_CHECK"
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for the census.
+    """Whether the environment enables the census.
 
     Raises:
         TriAttentionError: it says neither yes nor no.
@@ -53,7 +53,11 @@ def is_wanted() -> bool:
 
 
 class Census:
-    """Checks of one scheduler. `conversations` are its idle rows."""
+    """The checks of one scheduler.
+
+    Args:
+        conversations: its idle rows.
+    """
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
@@ -71,9 +75,10 @@ class Census:
             self._check("idle after", scheduler.running_batch, scheduler.last_batch)
 
     def around_rounds(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> AbstractContextManager:
-        """A context for the rounds of a step, to be made before they are planned, and entered only if there are any.
+        """A context for the rounds of a step: make it before they are planned, and enter it only if there are any.
 
-        Raises IntegrityError, at either end, where it finds the books wrong.
+        Raises:
+            IntegrityError: on entry or exit, if the books are wrong.
         """
         return self._around_rounds(running_batch, last_batch, self._marks(running_batch, last_batch))
 
@@ -81,7 +86,7 @@ class Census:
     def _around_rounds(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None, at_start: dict[int, tuple]
     ) -> Iterator[None]:
-        # What rounds are planned for may have changed already: the tree took a chunk of a prefill that has one.
+        # Planning may have changed a row already: the tree takes a chunk of a prefill before its round.
         self._check("before the rounds of", running_batch, last_batch, at_start)
         yield
         self._check("after the rounds of", running_batch, last_batch, at_start)
@@ -96,8 +101,9 @@ class Census:
         """Raises IntegrityError for the first fault.
 
         Args:
-            when: how the sentence starts, ahead of the step's number.
-            at_start: what `_marks` said when no row had changed since the queued step was planned; None while none has.
+            when: start of the sentence, before the step's number.
+            at_start: what `_marks` returned when no row had changed since the queued step was planned; None while none
+                has.
         """
         now = {} if at_start is None else self._marks(running_batch, last_batch)
         moved = {key for key, mark in (at_start or {}).items() if now.get(key) != mark}
@@ -136,7 +142,7 @@ class Census:
         return [request for request in {id(request): request for request in found}.values() if request.kv.holds_kv]
 
     def _marks(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> dict[int, tuple]:
-        """What tells of each request's row whether a round or the tree has changed it."""
+        """A mark for each request that changes whenever a round or the tree changes its row."""
         return {
             id(request): (evicted_of(request), request.kv.cache_protected_len)
             for request in self._requests(running_batch, last_batch)
@@ -174,18 +180,18 @@ class Census:
         )
 
     def _locked_path(self, frozen: int, node: NodeId, lock: TreeLock | None) -> torch.Tensor:
-        """Slots of the `frozen` first tokens in the tree, as far as a lock keeps them there."""
+        """The tree's slots of the first `frozen` tokens, as far as a lock keeps them there."""
         tree = self._scheduler.tree_cache
-        # An unlocked path may be evicted at any moment: then nothing vouches for what is frozen.
+        # An unlocked path may be evicted at any moment, so nothing vouches for what is frozen.
         if frozen <= 0 or tree.disable or lock is None or lock.node != node:
             return self._no_slots
         return tree.path_device_indices(node)[:frozen]
 
     def _slots_of_beams(self, beams: BeamGroup) -> np.ndarray:
-        """Slots that beams share behind their prompt, those included that no beam needs any more."""
+        """Slots that beams share after their prompt, including those that no beam needs any more."""
         scheduler = self._scheduler
         if scheduler.enable_overlap and scheduler.req_to_token_pool.req_to_token.is_cuda:
-            # The queued step changes who shares what, on its stream.
+            # The queued step changes, on its own stream, which beams share what.
             scheduler.forward_stream.synchronize()
         rows = scheduler.req_to_token_pool.req_to_token[
             beams.all_rows, beams.prompt_len : beams.leader.kv.kv_allocated_len
@@ -210,7 +216,7 @@ class Census:
 def _writes(
     queued: Sequence[ScheduleBatch], requests: Sequence[Req], holders: Holders, moved: set[int]
 ) -> Iterator[Write]:
-    """What queued steps write for rows that are still held as they were when the steps were planned."""
+    """What queued steps write for rows that are held as they were when the steps were planned."""
     if not queued:
         return
     unmoved = {n for n, request in enumerate(requests) if id(request) not in moved}
@@ -231,5 +237,5 @@ def _writes(
 
 
 def _to_host(slots: torch.Tensor) -> np.ndarray:
-    """As int64; where they are that and on the host already, no copy."""
+    """`slots` on the host as int64; not copied if they already are."""
     return slots.cpu().numpy().astype(np.int64, copy=False)

@@ -1,4 +1,4 @@
-"""Lengths that the census holds against one another: of requests, rows, batches and idle conversations.
+"""Lengths that the census compares: of requests, rows, batches and idle conversations.
 
 SGLang parts: `Req`, `ReqKvInfo` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py).
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """All who hold a row, requests first and idle conversations behind them; each is known by its number.
+    """Lengths of everyone who holds a row, first requests, then idle conversations, each identified by its number.
 
     Attributes:
         owners: a request, or the name of a conversation.
         in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
         row, allocated, committed, frozen, evicted: [n] int64, by their own books.
-        due: [n] int64: entries that the row must have if it is in prefill, else those and the evicted ones.
+        due: [n] int64: how many entries there must be, evicted ones included unless the row is in prefill.
     """
 
     owners: Sequence[Req | str]
@@ -40,12 +40,12 @@ class Lengths:
     due: np.ndarray
 
     def name(self, number: int) -> str:
-        """A holder as a sentence calls it."""
+        """Name of a holder in messages."""
         owner = self.owners[number]
         return f"conversation {owner!r}" if isinstance(owner, str) else f"request {owner.rid}"
 
     def fault(self) -> str | None:
-        """What is wrong with the lengths of a row, of the first of whom something is."""
+        """Says what is wrong with the first row whose lengths do not fit; None if there is none."""
         found = self.allocated + np.where(self.in_prefill, 0, self.evicted)
         in_order = (self.frozen >= 0) & (self.frozen <= self.committed) & (self.committed == self.allocated)
         right = in_order & (found == self.due)
@@ -60,11 +60,13 @@ class Lengths:
         return f"{has} and {self.evicted[n]} evicted ones, but computed {self.due[n]} tokens"
 
     def fault_of_batch(self, batch: ScheduleBatch, chunked: Req | None) -> str | None:
-        """What is wrong with the lengths of a batch's tensors, at requests that go on.
+        """Says what is wrong with the lengths in a batch's tensors, for requests that continue; None if nothing is.
 
-        `seq_lens`, `seq_lens_cpu` and `orig_seq_lens` are [batch]; members of a beam search follow behind.
-        chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads these
-            again.
+        `seq_lens`, `seq_lens_cpu` and `orig_seq_lens` are [batch]; members of a beam search come after the requests.
+
+        Args:
+            chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads
+                these again.
         """
         going_on = [
             (index, request)
@@ -98,11 +100,11 @@ class Lengths:
 def read_lengths(
     requests: Sequence[Req], idle: Mapping[str, Conversation], in_prefill: set[int], queued: set[int]
 ) -> Lengths:
-    """The lengths of requests and of idle conversations by their names.
+    """Reads the lengths of requests, and of idle conversations by their names.
 
     Args:
-        in_prefill: ids of requests whose prefill has further chunks, or whose last one is queued.
-        queued: ids of requests for which a queued step computes a token, of which they do not know the result.
+        in_prefill: ids of requests whose prefill has further chunks, or whose last chunk is queued.
+        queued: ids of requests for which a queued step computes a token whose result they do not know yet.
     """
     figures = [
         (*_books(request.kv), evicted_of(request), _due(request, id(request) in in_prefill, id(request) in queued))
@@ -119,9 +121,9 @@ def _books(kv: ReqKvInfo) -> tuple[int | None, int, int, int]:
 
 def _due(request: Req, in_prefill: bool, ahead: bool) -> int:
     if in_prefill:
-        # Its ids are shown without the evicted ones.
+        # SGLang sees its ids without the evicted ones.
         return end_of_chunk(request)
     beams = beams_of(request)
-    # A search counts what its queued steps select, its leader what it knows.
+    # A beam search counts what its queued steps select, its leader only what it knows.
     generated = len(request.output_ids) + ahead if beams is None else beams.num_generated
     return len(request.origin_input_ids) + generated - 1

@@ -1,4 +1,4 @@
-"""Prometheus counters of the rounds, under `/metrics` with --enable-metrics.
+"""Prometheus counters of the compaction rounds, under `/metrics` with --enable-metrics.
 
 SGLang part: `SchedulerMetricsCollector` (sglang/srt/observability/metrics_collector.py), whose labels are used.
 """

@@ -1,4 +1,4 @@
-"""Proof of activity: decode log line, `/server_info`, `/metrics`, and `meta_info` of each response.
+"""Proof of activity: decode log line, `/server_info`, and `meta_info` of each response.
 
 SGLang parts: `PoolStats` (sglang/srt/managers/scheduler_components/pool_stats_observer.py),
 `SchedulerInternalStateController` (internal_state.py), `SchedulerOutputStreamer` (output_streamer.py),
@@ -28,7 +28,7 @@ _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
 
 def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Hook]:
-    """For the scheduler process; `read()` returns its settings and totals, or None before it is built."""
+    """Hooks for the scheduler process; `read()` returns its settings and totals, or None before it is built."""
 
     def add_to_log_line(parts: list[str], _: object) -> list[str]:
         found = read()
@@ -72,7 +72,7 @@ def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Ho
 
 
 def main_hooks() -> list[Hook]:
-    """For the main process."""
+    """Hooks for the main process."""
     return [
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
@@ -84,7 +84,7 @@ def main_hooks() -> list[Hook]:
 
 
 def _add_to_outputs(streamer: type[SchedulerOutputStreamer], _: object) -> type[SchedulerOutputStreamer]:
-    """Lets SGLang's output streamer carry the report of each finished request."""
+    """Makes SGLang's output streamer carry the report of each finished request."""
 
     class ReportingStreamer(streamer):
         has_additional_customized_info = True

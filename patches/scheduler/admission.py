@@ -1,14 +1,14 @@
-"""Admission by what a compressed request can come to hold.
+"""Admission by the upper bound of each compressed request.
 
 SGLang parts: `PrefillAdder` (sglang/srt/managers/schedule_policy.py), `Scheduler.init_req_max_new_tokens` and
 `validate_input_length` (sglang/srt/managers/{scheduler,utils}.py).
 
-SGLang reserves for each request the tokens that it may still generate, or a share of them that it found to be enough,
-and retracts requests when it was not. A compressed request never holds more than its bound (`bounds.py`), so that
-exactly the rest up to there is reserved, for all of them and in full: the pool is never over-promised.
+For each request SGLang reserves the tokens that it may still generate, or a share of them that has been enough so far,
+and retracts requests when that share falls short. A compressed request never holds more than its bound (`bounds.py`),
+so exactly what is left to reach it is reserved, for all of them and in full: the pool is never over-committed.
 
-A prefill that is longer than the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit
-what was reserved for it, with rounds between them (`chunked_prefill`).
+A prefill that exceeds the bound, of a retracted request or of a prompt that is compacted, gets chunks that fit its
+reservation, with compaction rounds between them (`chunked_prefill`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 class Admission:
-    """Which requests are compressed, how long they may get, and what is reserved for them.
+    """Decides which requests are compressed, how long they may get, and what is reserved for them.
 
     Args:
         config: the server's settings.
-        conversations: idle rows that new requests may go on behind.
+        conversations: idle rows that new requests may resume.
     """
 
     def __init__(self, config: Config, conversations: Conversations) -> None:
@@ -73,14 +73,14 @@ class Admission:
         ]
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Called once the scheduler is built; requests come later."""
+        """Called once the scheduler is built, before any request arrives."""
         self._scheduler = scheduler
 
     def _bound_adder(self, adder: type[PrefillAdder], _: object) -> type[PrefillAdder]:
         return bounded_adder(adder, self._conversations)
 
     def _attach_and_limit(self, original: Callable, scheduler: Scheduler, req: Req) -> None:
-        """Reads a new request's settings, and lifts the cap on its answer that follows from the size of the pool."""
+        """Reads a new request's settings, and lifts the cap that the size of the pool puts on its answer."""
         try:
             options = read_request(self._config, req.sampling_params.custom_params)
         except TriAttentionError as error:
@@ -90,7 +90,7 @@ class Admission:
         if owner.conversation is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
-                # Should the conversation's row be gone by then, the history could not be prefilled as a whole.
+                # If the conversation's row is gone by then, the history cannot be prefilled as a whole.
                 owner.compact_prompt()
                 write_tree_rule(req)
         params = req.sampling_params
@@ -105,7 +105,7 @@ class Admission:
         params.min_new_tokens = min(least, params.max_new_tokens)
 
     def _validate_length(self, original: Callable, req: Req, max_req_input_len: int, allow_auto_truncate: bool):
-        """Lets prompts that are compacted be longer than the pool."""
+        """Allows prompts that are compacted to be longer than the pool."""
         longest = self._scheduler.model_config.context_len - 6
         if settings_of(req) is None or len(req.origin_input_ids) < max_req_input_len:
             return original(req, max_req_input_len, allow_auto_truncate)
@@ -117,7 +117,7 @@ class Admission:
         return error
 
     def _check_prompt(self, scheduler: Scheduler, req: Req, *_: object, **__: object) -> None:
-        """Holds a prompt to the pool that was to be compacted, but whose prefill allows no rounds."""
+        """Limits a prompt to the pool if it was to be compacted, but its prefill allows no rounds."""
         settings = settings_of(req)
         if settings is None or req.to_finish is not None or settings.prompt == "frozen" or can_prefill_in_rounds(req):
             return
@@ -128,7 +128,7 @@ class Admission:
                 "these out, or shorten the prompt."
             )
             return
-        # Prompt and answer must be prefilled again as a whole, should SGLang retract the request.
+        # If SGLang retracts the request, prompt and answer must be prefilled again as a whole.
         page_size = self._page_size()
         room = self._capacity() - page_size - ceil_align(len(req.origin_input_ids), page_size)
         params = req.sampling_params
@@ -136,14 +136,14 @@ class Admission:
         params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
 
     def _limit_prefix(self, length: int, req: Req, _: int) -> int | None:
-        """Matches less of a prompt in the tree where the whole match, which is frozen, would fill the pool."""
+        """Matches less of a prompt in the tree if the whole match, which is frozen, would fill the pool."""
         settings = settings_of(req)
         if settings is None or settings.prompt == "frozen":
             return None
         return max(min(length, self._capacity() - settings.trigger(0) - 2 * self._page_size()), 0)
 
     def _fits(self, req: Req) -> bool:
-        """Whether the pool, empty, holds the request at its bound, prefilled in rounds if need be."""
+        """Whether the empty pool holds the request at its bound, prefilled in rounds if need be."""
         settings = settings_in_use(req)
         if self._scheduler.chunked_prefill_size is None:
             return False
@@ -159,9 +159,9 @@ class Admission:
 
 
 def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> type[PrefillAdder]:
-    """SGLang's PrefillAdder, with requests that have settings reserved by their bound.
+    """A subclass of SGLang's PrefillAdder that reserves for compressed requests up to their bound.
 
-    Rows of idle conversations make way for whoever is admitted.
+    Rows of idle conversations make way for requests that are admitted.
     """
 
     class BoundedPrefillAdder(adder):
@@ -173,7 +173,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
                 return super().add_one_req(req, has_chunked_req, truncation_align_size)
             self._chunk_in_progress = has_chunked_req or self.new_chunked_req is not None
             acquired = conversations.acquire(req)
-            # SGLang's other way to admit, for requests without stop conditions and the tree off, knows no bound.
+            # SGLang's other way to admit, for requests without stop conditions while the tree is off, knows no bound.
             with _attribute(req.sampling_params, "ignore_eos", False):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
             if self.can_run_list and self.can_run_list[-1] is req:
@@ -181,14 +181,14 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             elif acquired:
                 conversations.rollback(req)
             if self.new_chunked_req is req:
-                # A chunk cut short by memory leaves tokens in this pass, but SGLang tracks one unfinished prefill.
+                # A chunk cut short by memory leaves tokens in this pass, but SGLang tracks only one unfinished prefill.
                 self.rem_chunk_tokens = 0
             return result
 
         def add_chunked_req(self, req):
             if settings_of(req) is None or not can_prefill_in_rounds(req):
                 return super().add_chunked_req(req)
-            # What is left without the running requests' growth, but never less than was reserved for this one.
+            # What is left after the running requests' growth, but never less than was reserved for this one.
             room = max(self._room() - self.page_size, max_kv_tokens_of(req, self.page_size) - req.prefix_len, 1)
             self.chunked_req_limit = min(room, self.chunked_req_limit or room)
             unfinished = super().add_chunked_req(req)
@@ -213,8 +213,8 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
                 return super()._get_running_request_total_token_offset(req)
             growth = growth_of(req, self.page_size, held=req.kv.kv_allocated_len)
             if self._preempting is not None and req not in self._preempting:
-                # First asked what preempting the request would bring: its private slots too. Asked again when it is
-                # preempted, for the reservation alone, because by then the slots count as free.
+                # The first call asks what preempting the request would gain, which includes its private slots. The
+                # second, when it is preempted, asks for the reservation alone, because by then the slots count as free.
                 self._preempting.add(req)
                 return growth + req.kv.kv_allocated_len - req.kv.cache_protected_len
             return growth
@@ -227,7 +227,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             return found
 
         def _check_bound(self, req, *, chunk_limit, **_):
-            # All in whole pages, and what is in use or reserved is not counted in the room.
+            # All in whole pages; the room does not count what is in use or reserved.
             end, room = len(req.full_untruncated_fill_ids), self._room()
             held = ceil_align(req.prefix_len, self.page_size)
             whole = ceil_align(end, self.page_size) + growth_of(req, self.page_size, held=end) - held
@@ -243,7 +243,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             return int(self.rem_total_tokens)
 
         def _update_prefill_budget(self, prefix_len, extend_input_len, max_new_tokens, *args, **kwargs):
-            # Called for the request that was added last; `max_new_tokens` is 0 while its prefill goes on.
+            # Called for the request that was added last; `max_new_tokens` is 0 until its prefill is complete.
             req = self.can_run_list[-1]
             if max_new_tokens and settings_of(req) is not None:
                 max_new_tokens = growth_of(req, self.page_size, held=req.extend_end)
@@ -254,7 +254,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
 
 @contextmanager
 def _attribute(owner: object, name: str, value: object):
-    """Sets an attribute for a while."""
+    """Sets an attribute temporarily."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""Rounds that are scored together, and what is read of their rows and written to them.
+"""Compaction rounds that are scored together: what is read from their rows and written to them.
 
 SGLang part: `ReqToTokenPool.req_to_token`.
 """
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """What rounds of one launch have in common.
+    """What the rounds of one launch have in common.
 
     Attributes:
         num_kept: private tokens that stay.
-        recent: newest ones among them.
+        recent: how many of them are the newest.
         strategy: "remap", "slide" or "fill".
-        cut: the first private column that is emptied, see `kernels.compact`; `num_kept` where that is the row's end.
-        width: the power of two that bounds their private lengths from above: a row is padded to twice its length at
-            most, however long another one is.
+        cut: the first private column that is emptied, see `kernels.compact`; `num_kept` if only the row's end is.
+        width: the power of two that bounds their private lengths from above, so a row is padded to at most twice its
+            length, however long another one is.
     """
 
     num_kept: int
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     width: int
 
     def unordered_len(self, plan: Plan, before: int) -> int:
-        """Entries at the front of a row that are out of order after a round, of which `before` were ahead of it."""
+        """Entries at the front of a row that are out of order after a round; `before` is their number before it."""
         if self.strategy != "fill":
             return min(before, plan.new_length)
         in_order = self.recent if self.cut + self.recent <= self.num_kept else 0
@@ -62,10 +62,10 @@ class Launch:
     facts: torch.Tensor
 
     def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Lets the slots that stay lie side by side in `rows`, SGLang's `req_to_token`.
+        """Packs the slots that stay side by side in `rows`, SGLang's `req_to_token`.
 
         Args:
-            slots: [R, N] as `Launch.slots`; for "remap" ordered, those that stay first.
+            slots: [R, N] as `Launch.slots`; for "remap" reordered, with those that stay first.
         """
         kind, (row, frozen, lengths, _) = self.kind, self.facts.unsqueeze(-1)
         first = 0 if kind.strategy == "remap" else kind.cut
@@ -88,11 +88,11 @@ class Launch:
 
 
 def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
-    """How a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
+    """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
 
     Args:
-        recent: newest private tokens that surely stay, in order now.
-        moves: whether K/V must move; a row is permuted where they need not.
+        recent: newest private tokens that are certain to stay, in order now.
+        moves: whether K/V must move; if not, the row is permuted.
     """
     num_kept, strategy, cut = plan.kept_private, "remap", None
     if moves:
@@ -108,13 +108,13 @@ def width_for(length: int) -> int:
 
 
 def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Callable[..., Kind]) -> list[Launch]:
-    """The launches for `rounds` (request, plan), in the order in which their kinds come up.
+    """Makes the launches for `rounds` (request, plan), in the order in which their kinds first appear.
 
     All counts go to the device in one copy.
 
     Args:
         rows: SGLang's `req_to_token`, [rows, context] int32.
-        kind_of: of a request and its plan.
+        kind_of: the Kind of a request and its plan.
     """
     groups: dict[Kind, list[tuple[Req, Plan]]] = {}
     for request, plan in rounds:
@@ -146,7 +146,7 @@ def to_device(values: list, device: torch.device) -> torch.Tensor:
 
 
 def read_later(values: torch.Tensor) -> Callable[[], list[int]]:
-    """Starts a copy of a small device tensor to the host; calling the result waits for it, which by then is done."""
+    """Starts a copy of a small device tensor to the host; calling the result waits for the copy, done by then."""
     if not values.is_cuda:
         return cache(values.tolist)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""How much a compressed request can come to hold, and whether rounds may shorten its prefill.
+"""How much KV a compressed request can hold at most, and whether compaction rounds may shorten its prefill.
 
 SGLang part: `Req` (sglang/srt/managers/schedule_batch.py).
 """
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def logical_end(request: Req) -> int:
-    """Tokens that the request computes at most, prompt included."""
+    """Most tokens that the request computes, prompt included."""
     return len(request.origin_input_ids) + max(longest_answer(request) - 1, 0)
 
 
 def longest_answer(request: Req) -> int:
-    """Tokens that a request may generate; SGLang gives a limit to those that come without one."""
+    """Tokens that a request may generate; SGLang sets a limit for requests that come without one."""
     return cast(int, request.sampling_params.max_new_tokens)
 
 
 def max_kv_tokens_of(request: Req, page_size: int) -> int:
-    """Most KV entries that a request with settings holds while it decodes, as far as is known now."""
+    """Most KV entries that a request with settings holds while it decodes, as far as known now."""
     settings = settings_in_use(request)
     frozen = frozen_of(request, settings, page_size)
     if not request.kv.holds_kv:
@@ -34,22 +34,22 @@ def max_kv_tokens_of(request: Req, page_size: int) -> int:
 
 
 def growth_of(request: Req, page_size: int, *, held: int) -> int:
-    """Slots, whole pages, that a request may still take on top of `held` entries.
+    """Slots, in whole pages, that a request may still take on top of `held` entries.
 
-    One token at least: what was prefilled at once may be above the bound until the first round.
+    At least one token's: what was prefilled at once may exceed the bound until the first round.
     """
     return ceil_align(max(max_kv_tokens_of(request, page_size), held + 1), page_size) - ceil_align(held, page_size)
 
 
 def reserved_of(request: Req, page_size: int) -> int:
-    """Slots, whole pages, that a running request holds or may still take."""
+    """Slots, in whole pages, that a running request holds or may still take."""
     return ceil_align(max(max_kv_tokens_of(request, page_size), request.kv.kv_allocated_len), page_size)
 
 
 def can_prefill_in_rounds(request: Req) -> bool:
     """Whether rounds may run between the chunks of a request's prefill.
 
-    They change the places by which a prompt's log-probabilities and embeddings are looked up.
+    Rounds change the places by which a prompt's log-probabilities and embeddings are looked up.
     """
     compacts_prompt = settings_in_use(request).prompt == "compact"
     return (

@@ -1,12 +1,13 @@
-"""Prefill onto a row that rounds have shortened, chunk by chunk.
+"""Prefill onto a row that compaction rounds have shortened, chunk by chunk.
 
 SGLang parts: `Scheduler.chunked_req`, `Req.init_next_round_input`, `ScheduleBatch.prepare_for_extend`
 (sglang/srt/managers/schedule_batch.py).
 
-SGLang knows a request's prefill by one number each for what is done (`prefix_len`) and what comes next (`extend_end`):
-they index its token ids and its row alike. A round between two chunks shortens the row, so for the rest of the prefill
-the ids are shortened by as many at the front: the ids that are still to be computed keep their places behind the row,
-and those before them are read by nobody, because a row with holes never enters the tree.
+SGLang describes a request's prefill by two numbers, where the finished part ends (`prefix_len`) and where the next
+chunk ends (`extend_end`), and uses them as indices into both its token ids and its row. A round between two chunks
+shortens the row, so for the rest of the prefill the ids are shortened at the front by the same number. The ids still to
+be computed thus keep their places after the row. Nobody reads those before them, because a row with holes never enters
+the tree.
 
     token ids   0 .. evicted | evicted ..                done |  next chunk        (positions: their own places)
     shown ids                | 0 ..                prefix_len |  .. extend_end
@@ -42,7 +43,7 @@ def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: 
 
 
 def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
-    """[batch] int64 on the batch's device: tokens evicted from each row; None where no row has lost any."""
+    """[batch] int64 on the batch's device: tokens evicted from each row; None if no row has lost any."""
     evicted = [evicted_of(request) for request in batch.reqs]
     if not any(evicted):
         return None
@@ -51,7 +52,7 @@ def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
 
 
 def _keep_logical_lengths(_: None, batch: ScheduleBatch) -> None:
-    """Makes `orig_seq_lens` the logical lengths, from which the positions of decoded tokens follow."""
+    """Sets `orig_seq_lens` to the logical lengths, from which the positions of decoded tokens follow."""
     evicted = evicted_in(batch)
     if evicted is not None:
         batch.orig_seq_lens = (batch.seq_lens + evicted).int()

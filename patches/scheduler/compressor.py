@@ -1,18 +1,20 @@
-"""Rounds on a running batch. SGLang parts: the scheduler's streams and batch, row table, KV pool, allocator.
+"""Compaction rounds on a running batch.
+
+SGLang parts: the scheduler's streams and batch, row table, KV pool, allocator.
 
 The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
 
-- the result of step n-1 is processed, so that prompts are in the tree and finished requests are marked;
-- step n is queued on the forward stream. It reads the rows' slots as they were, and its newest token's K/V is written
-  when it runs. Everything that reads or writes K/V is therefore enqueued on the forward stream too, behind step n and
-  ahead of step n+1;
+- the result of step n-1 has been processed, so prompts are in the tree and finished requests are marked;
+- step n is queued on the forward stream. It reads the rows' slots as they were, and writes its newest token's K/V when
+  it runs. Everything that reads or writes K/V is therefore enqueued on the forward stream too, after step n and before
+  step n+1;
 - the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
   (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
-- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, where
-  a prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
+- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
+  prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
 
-Without overlap there is one stream and all of this is plain program order. Only token counts steer a round, and they
-are known on the host, so nothing waits for the device.
+Without overlap there is one stream, and all of this is plain program order. Rounds are steered by token counts alone,
+which the host knows, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Compressor:
         scheduler: SGLang's Scheduler, fully built.
         config: the server's settings.
         scorer: reads the keys of the scheduler's KV pool.
-        mover: moves what is in it; None where a round only rewrites rows, see `make_mover`.
+        mover: moves K/V in that pool; None if rounds only rewrite rows, see `make_mover`.
         conversations: idle rows, which give way to running requests.
     """
 
@@ -79,22 +81,22 @@ class Compressor:
         self._page_size = self._allocator.page_size
         self._mover = mover
         self._conversations = conversations
-        # With sets per head, each rank would let the tree have another part of a row.
+        # With kept sets per head, each rank would give the tree a different part of a row.
         self._alike_on_ranks = config.selection in SHARED or scheduler.tp_group.world_size == 1
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """All that rounds may come to use; where K/V moves, `kind_for` decides how."""
+        """Strategies that rounds may use; if K/V moves, `kind_for` chooses among them."""
         return ("remap",) if self._mover is None else STRATEGIES
 
     @property
     def device(self) -> torch.device:
-        """Where rows and K/V are."""
+        """Device of the rows and K/V."""
         return self._rows.device
 
     @property
     def workspace_plan(self) -> WorkspacePlan:
-        """What one launch of the kernels can hold; only where there are kernels."""
+        """What one launch of the kernels can hold; only if there are kernels."""
         return self._scorer.plan
 
     def run_due_rounds(
@@ -105,13 +107,13 @@ class Compressor:
         chunked: Req | None = None,
         around: AbstractContextManager = nullcontext(),  # noqa: B008
     ) -> None:
-        """One round for every request that has outgrown its budget, or that must make room.
+        """Runs one round for every request that has outgrown its budget, or that must make room.
 
         Args:
             batch: SGLang's running ScheduleBatch.
             joining: the batch that was prefilled last and is about to join it, or None.
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
-            around: a context that planned rounds run in; not entered where none is due.
+            around: a context to run planned rounds in; not entered if there are none.
         """
         due = self._plan(batch.reqs)
         pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one)
@@ -130,8 +132,8 @@ class Compressor:
                 self._shorten(batch, due)
             if chunked is not None and between_chunks is not None:
                 resume_behind(chunked, between_chunks.new_length)
-        # SGLang reopens admission only when a request leaves. As a rule a round gives a waiting request nothing: what
-        # it frees stays reserved for the same request's growth.
+        # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
+        # slots it frees stay reserved for the same request's growth.
         if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
             batch.batch_is_full = False
 
@@ -140,7 +142,7 @@ class Compressor:
         return kind_for(settings_in_use(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
 
     def _compact(self, rounds: Sequence[tuple[Req, Plan]]) -> None:
-        """The rounds of a step: however many launches they take, each stream waits for the other once."""
+        """Runs the rounds of a step; however many launches they take, each stream waits for the other once."""
         launches = snapshot(self._rows, rounds, self._kind_of)
         with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
             done = [self.score_and_move(launch) for launch in launches]
@@ -151,11 +153,11 @@ class Compressor:
             self._record(request, plan, kind, lambda place=place: positions()[place])
 
     def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the forward stream: finds what stays, and moves its K/V where a round moves any.
+        """Finds what stays, and moves its K/V if the round moves any; runs on the forward stream.
 
         Returns:
-            [R, N] int32: each round's slots, for "remap" those that stay first, for others as they were; [R] int64: the
-            first position of each row that will hold another token than before.
+            [R, N] int32: each round's slots, for "remap" with those that stay first, else unchanged; [R] int64: the
+            first position of each row that will no longer hold its original token.
         """
         kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
         unchanged, ordered = compact_rows(
@@ -165,9 +167,9 @@ class Compressor:
         return slots if ordered is None else ordered, frozen + unchanged
 
     def _give_back(self, launches: Sequence[Launch], ordered: Sequence[torch.Tensor]) -> None:
-        """Takes what was emptied out of the rows, and frees it."""
+        """Removes the emptied slots from the rows, and frees them."""
         pairs = list(zip(launches, ordered, strict=True))
-        # Of other rows than these the host knows what is emptied.
+        # For the other strategies, the host knows which slots are emptied.
         remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
         if remapped:
             self._await_forward_stream(*remapped)
@@ -192,9 +194,9 @@ class Compressor:
         return due
 
     def _plan_chunked(self, request: Req | None) -> Plan | None:
-        """The round that is due between two chunks of a prefill.
+        """Plans the round that is due between two chunks of a prefill; None if none is.
 
-        What the tree may have of the row it gets first: SGLang would give it later in the same step.
+        It first gives the tree what it may take of the row, as SGLang would later in the same step.
         """
         if request is None or not can_compact(request) or end_of_chunk(request) <= request.prefix_len:
             return None
@@ -206,7 +208,7 @@ class Compressor:
         return plan_round(settings, **lengths_of(request, self._page_size))
 
     def _record(self, request: Req, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
-        """Books the round with the request, and writes what follows from it."""
+        """Records the round with its request, and writes its effects to SGLang's `Req`."""
         owner = owner_of(request)
         unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
@@ -215,20 +217,20 @@ class Compressor:
         write_tree_rule(request)
 
     def _shorten(self, batch: ScheduleBatch, due: list[tuple[int, Plan]]) -> None:
-        """Lowers the batch's physical lengths; `orig_seq_lens` stays, it is the logical length.
+        """Lowers the batch's physical lengths; `orig_seq_lens`, the logical length, stays.
 
-        The length tensors are replaced, never written: queued work still refers to the old ones.
+        The length tensors are replaced, never written, because queued work still refers to the old ones.
         """
         evicted = [0] * len(batch.seq_lens_cpu)
         for index, plan in due:
             evicted[index] = plan.evicted_tokens
         batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
         batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
-        # SGLang sums anew where there is None, though it declares an int.
+        # SGLang computes the sum again if it is None, although it declares an int.
         batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
-        """Context in which work is enqueued behind the queued step; `borrowed` tensors stay allocated for it."""
+        """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
         scheduler = self._scheduler
         if not scheduler.enable_overlap:
             return nullcontext()
@@ -250,9 +252,9 @@ class Compressor:
 
 
 def make_mover(config: Config, page_size: int, pool: KVCache, *, kernels: bool | None = None) -> Mover | None:
-    """What moves K/V in SGLang's KV pool `pool`.
+    """The Mover for SGLang's KV pool `pool`.
 
-    None where a round moves nothing: slots can be freed one by one, and all heads keep the same tokens.
+    None if rounds move nothing: slots can be freed one by one, and all heads keep the same tokens.
     """
     if page_size == 1 and config.selection in SHARED:
         return None

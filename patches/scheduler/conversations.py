@@ -1,11 +1,11 @@
-"""Compressed rows of idle conversations, so that the next turn prefills its new tokens alone.
+"""Compressed rows of idle conversations, so that the next turn prefills only its new tokens.
 
 SGLang parts: `Req.kv` and its tree lock (sglang/srt/managers/schedule_batch.py), `UnifiedRadixCache.session_records`,
 through which SGLang's own books count rows that no request holds.
 
-A request that names a conversation leaves its row here when it ends: slots, tree lock on the frozen prefix, and the
-token ids that were computed, evicted ones included. The next request of that name whose ids start with all of these
-goes on behind the row, as one does between two chunks of a prefill (`chunked_prefill`). Any other starts afresh.
+A request that names a conversation leaves its row here when it ends: slots, the tree lock on the frozen prefix, and the
+computed token ids, evicted ones included. The next request of that name whose ids extend them resumes after the row, as
+a prefill does between two chunks (`chunked_prefill`). Any other starts afresh.
 
 Who owns a row:
 
@@ -14,7 +14,8 @@ Who owns a row:
                                    +--drop: least recently used first, when others need memory or rows; too old
                                    +--forgotten by a flush
 
-Token counts, ids and the order of requests decide, which are equal on all tensor-parallel ranks; the time is rank 0's.
+Decisions depend on token counts, ids and the order of requests, which are equal on all tensor-parallel ranks, and on
+rank 0's clock.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_parts import Scheduler
 
 REMEMBERED = 4096
-"""Dropped conversations whose next turn is still told so."""
+"""How many dropped conversations are remembered, so that their next turn is reported as lost."""
 
 
 @dataclass(eq=False)
@@ -59,11 +60,11 @@ class Conversation:
 
     Attributes:
         kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
-        lock: the tree lock on its frozen prefix, ended at `last_node`.
+        lock: the tree lock on its frozen prefix, which ends at `last_node`.
         ids: token ids of its logical positions.
-        owner: what else must be equal for K/V to be reused: adapter, extra key, salt.
+        owner: what else must match for K/V to be reused: adapter, extra key, salt.
         record: what rounds did to it.
-        used: when its last turn arrived, seconds.
+        used: when its last turn arrived, in seconds.
     """
 
     kv: ReqKvInfo
@@ -83,7 +84,7 @@ class Conversations:
         self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
-        # The row that the request under admission stands behind.
+        # The row that the request under admission has acquired.
         self._acquired: Conversation | None = None
 
     def hooks(self) -> list[Hook]:
@@ -101,7 +102,7 @@ class Conversations:
         self._scheduler = scheduler
 
     def on_arrival(self, request: Req) -> None:
-        """Drops what is too old; called for each request that names a conversation."""
+        """Drops expired conversations, and notes the time; called for each request that names a conversation."""
         group = self._scheduler.tp_group
         now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
         for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
@@ -109,7 +110,7 @@ class Conversations:
         owner_of(request).arrived_at = now
 
     def acquire(self, request: Req) -> bool:
-        """Puts a waiting request behind its conversation's row, for one attempt at admission; whether there is one."""
+        """Gives a waiting request its conversation's row for one attempt at admission; False if there is none."""
         owner = owner_of(request)
         name = owner.conversation
         if name is None or owner.stage is not Stage.ARRIVED or owner.start is not None:
@@ -123,15 +124,15 @@ class Conversations:
         return True
 
     def rollback(self, request: Req) -> None:
-        """The attempt failed: the row is the conversation's again."""
+        """Gives the row back to its conversation, because the attempt failed."""
         owner = owner_of(request)
-        # Both are there: an attempt has begun.
+        # Both are set: an attempt has begun.
         self._idle[cast(str, owner.conversation)], self._acquired = cast(Conversation, self._acquired), None
         owner.rollback()
         leave_row(request)
 
     def commit(self, request: Req) -> None:
-        """A request was admitted: an acquired row is its own now, and its conversation knows how it started."""
+        """Makes an acquired row the admitted request's own, and notes how its conversation started."""
         owner = owner_of(request)
         idle, self._acquired = self._acquired, None
         owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
@@ -142,7 +143,7 @@ class Conversations:
             count_as_cached(request, idle.record.evicted_tokens)
 
     def _start_of(self, owner: CompressedRequest) -> str | None:
-        """How a conversation starts with a request that did not resume its row, which is dropped."""
+        """How a conversation starts with a request that did not resume its row; drops the row, if there is one."""
         name = owner.conversation
         if name is None or owner.start is not None:
             return owner.start
@@ -152,16 +153,17 @@ class Conversations:
         return LOST if name in self._lost else NEW
 
     def park(self, request: Req, report: Report) -> bool:
-        """Takes over the row of a request that has ended; False where it must be released.
+        """Takes over the row of a request that has ended; False if the row must be released.
 
-        report: on the request, of whose row `physical_length` entries stay.
+        Args:
+            report: on the request; `physical_length` entries of its row stay.
         """
         owner, tree, physical = owner_of(request), self._scheduler.tree_cache, report.physical_length
         name = owner.conversation
         if name is None or owner.options.release or _was_aborted(request) or not tokens_tell_all(request):
             return False
         if not owner.evicted_tokens and not tree.disable:
-            # All of it is exact: the tree takes it, for everybody.
+            # All of it is exact, so the tree takes it, for everybody.
             return False
         self._drop(name)
         free_tail(request.kv, physical, tree)
@@ -182,14 +184,17 @@ class Conversations:
         return True
 
     def drop_one(self) -> bool:
-        """Gives the least recently used conversation's memory back; False where there is none."""
+        """Frees the memory of the least recently used conversation; False if there is none."""
         if not self._idle:
             return False
         self._drop(next(iter(self._idle)))
         return True
 
     def make_rows(self, waiting: list) -> None:
-        """Drops conversations until every waiting request that cannot resume one finds a row."""
+        """Drops conversations until every waiting request that cannot resume one finds a row.
+
+        It spares conversations that a waiting request names.
+        """
         if not self._idle:
             return
         wanted = {owner_of(request).conversation for request in waiting}
@@ -204,7 +209,7 @@ class Conversations:
         return dict(self._idle)
 
     def records(self) -> dict[str, ReqKvInfo]:
-        """SGLang's records of the idle rows, for its books."""
+        """SGLang's records of the idle rows, for its own books."""
         return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
 
     def _drop(self, name: str) -> None:
@@ -214,7 +219,7 @@ class Conversations:
         tree = self._scheduler.tree_cache
         tree.free_kv_row(idle.kv, [(idle.kv.cache_protected_len, idle.kv.kv_allocated_len)])
         tree.unlock(idle.lock)
-        # It frees the row of the record `kv`, and looks at nothing else.
+        # It frees the row of the record `kv`, and looks at nothing else of its argument.
         self._scheduler.req_to_token_pool.free(cast("Req", idle))
         idle.kv.mark_kv_released()
         self._remember_lost(name)
@@ -225,9 +230,9 @@ class Conversations:
             self._lost.popitem(last=False)
 
     def _on_flush(self, flushed: bool, *_: object, **__: object) -> None:
-        """Forgets every row after a flush; one that SGLang refused takes nothing from anybody.
+        """Forgets every row after a flush; does nothing if SGLang refused the flush.
 
-        Tree, slots and rows have been reset as a whole. Nothing of a row is read: a memory saver may have unmapped it.
+        Tree, slots and rows have been reset as a whole. No row is read, because a memory saver may have unmapped it.
         """
         if not flushed:
             return

@@ -1,8 +1,8 @@
-"""Rounds ahead of time, so that a full pool is not answered by a retraction.
+"""Early compaction rounds, so that a full pool does not lead to a retraction.
 
 SGLang parts: `ScheduleBatch.check_decode_mem` and `retract_decode` (sglang/srt/managers/schedule_batch.py), which a
-step reaches after the safe point. Allocator sizes and token counts are equal on all tensor-parallel ranks, and so is
-what is decided here.
+step reaches after the safe point. Allocator sizes and token counts are equal on all tensor-parallel ranks, so every
+rank decides the same.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def early_rounds(
     due: Sequence[tuple[int, Plan]],
     drop_one: Callable[[], bool],
 ) -> list[tuple[int, Plan]]:
-    """(index in requests, plan) of rounds that give the next decode step the slots that it lacks, largest first.
+    """(index in requests, plan) of rounds that free the slots that the next decode step lacks, largest first.
 
     Args:
         requests: the running requests.
         joining: as for `Compressor.run_due_rounds`.
         due: the rounds that run anyway.
-        drop_one: gives up memory that nobody uses now; False once there is none.
+        drop_one: frees memory that nobody is using; False if there is none.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     needed = slots_of_next_step(requests, joining, page_size) - sum(plan.freed_slots for _, plan in due)
@@ -53,19 +53,19 @@ def early_rounds(
 
 
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
-    """KV slots, whole pages, that the next decode step allocates; one for each beam, at page size 1."""
+    """KV slots, in whole pages, that the next decode step allocates; one per beam, at page size 1."""
     others = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
     holders = [request for request in (*requests, *others) if request.kv.holds_kv and not request.finished()]
     return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
 
 
 def free_slots(scheduler: Scheduler) -> int:
-    """KV slots that are free or that the tree gives up on demand."""
+    """KV slots that are free, or that the tree gives up on demand."""
     return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
 
 
 def worthwhile(candidates: Iterator[tuple[int, Req]], page_size: int) -> Iterator[tuple[int, Plan]]:
-    """Rounds that free enough to be worth their scoring: a quarter of what a regular round frees."""
+    """Rounds that free enough to be worth scoring: at least a quarter of what a regular round frees."""
     for index, request in candidates:
         if not can_compact(request):
             continue
@@ -73,6 +73,6 @@ def worthwhile(candidates: Iterator[tuple[int, Req]], page_size: int) -> Iterato
         plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
         if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
             continue
-        # A regular round can wait for no token; this one waits until it can tell which are the newest.
+        # A regular round cannot wait; this one waits until it can tell which tokens are the newest.
         if recent_of(request) == settings.recent:
             yield index, plan

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Compression:
-    """Compression in this process: why it refused, or the compressor that runs."""
+    """Compression in this process: the compressor that runs, or why it refused."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -93,10 +93,10 @@ class Compression:
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _start(self, scheduler: Scheduler) -> Compressor:
-        """A compressor whose rounds have been rehearsed; raises TriAttentionError, with the words for the user."""
+        """Builds a compressor and rehearses its rounds. Raises TriAttentionError with the message for the user."""
         check_in_place(self._hooks)
         merge = merge_over_ranks(scheduler, self.config.selection)
-        # Ranks measure together: one that fails there for a reason of its own cannot wait for the others, but must end.
+        # Ranks measure together: one that fails alone cannot wait for the others, but must end.
         with warm_up.in_one_sentence() if scheduler.tp_group.world_size == 1 else nullcontext():
             stats = served_stats(scheduler, self.config)
         with agreed(scheduler), warm_up.in_one_sentence():
@@ -131,7 +131,7 @@ class Compression:
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
-    """Statistics of the served model, all heads of it; every tensor-parallel rank calls this.
+    """Statistics of all heads of the served model; every tensor-parallel rank calls this.
 
     Raises:
         TriAttentionError: the model, its KV pool or its statistics do not allow compression.
@@ -157,7 +157,7 @@ def build_compressor(
     conversations: Conversations,
     merge: RankMerge | None,
 ) -> Compressor:
-    """A compressor for a fully built scheduler; its config names the statistics in use.
+    """Builds a compressor for a fully built scheduler; its config names the statistics in use.
 
     Args:
         stats: from `served_stats`.
@@ -165,7 +165,7 @@ def build_compressor(
         merge: from `merge_over_ranks`.
 
     Raises:
-        ValueError: the kernels cannot read the KV pool, or what the statistics say does not fit it.
+        ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
     """
     runner = scheduler.tp_worker.model_runner
     k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool)

@@ -1,13 +1,15 @@
-"""Positions of computed and drawn tokens. SGLang parts: `ForwardBatch.init_new`
-(sglang/srt/model_executor/forward_batch_info.py), `ModelRunner.sample` (sglang/srt/model_executor/model_runner.py).
+"""Logical positions of computed and sampled tokens.
 
-SGLang takes a token's RoPE position from its place in the request's row, which a round shortens. In decode the batch
-also carries `orig_seq_lens`, which nothing reads and which only ever grows: it stays the logical length. In prefill
-the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer after
-this point, so captured graphs need no change.
+SGLang parts: `ForwardBatch.init_new` (sglang/srt/model_executor/forward_batch_info.py), `ModelRunner.sample`
+(sglang/srt/model_executor/model_runner.py).
 
-With deterministic inference, a token is drawn by its request's seed and a position: in decode SGLang takes `positions`,
-behind a prefill the row's length.
+SGLang takes a token's RoPE position from its place in the request's row, which a compaction round shortens. In decode
+the batch also carries `orig_seq_lens`, which nothing reads and which only ever grows: it stays the logical length. In
+prefill the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer
+after this point, so captured graphs need no change.
+
+With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
+decode, and the row's length after a prefill.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ PARAMETERS = (
     "spec_mrope_positions kv_loc_plan write_cols"
 )
 
-# On a ForwardBatch: `evicted_in` its prefill.
+# Attribute of a prefill's ForwardBatch: its `evicted_in`.
 _EVICTED = "triattention_evicted"
 
 
@@ -48,7 +50,8 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
     """Moves each token from its physical position to its logical one; a no-op for requests without rounds.
 
     Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
-    pass, and on every decode batch, so that no host flag has to follow requests through merging and filtering.
+    pass, and for every decode batch, so no host flag has to follow requests through merging and filtering.
+
     Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
     if forward.forward_mode.is_decode():
@@ -65,9 +68,9 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
 def _draw(
     original: Callable, runner: ModelRunner, logits_output: LogitsProcessorOutput, forward_batch: ForwardBatch
 ) -> torch.Tensor:
-    """Draws a request's first token by its seed at the logical position of the prefill's last token.
+    """Samples a request's first token by its seed at the logical position of the prefill's last token.
 
-    Sampling reads nothing else from `seq_lens`, [batch].
+    Sampling reads `seq_lens`, [batch], for nothing else.
     """
     evicted = getattr(forward_batch, _EVICTED, None)
     if evicted is not None and forward_batch.sampling_info.sampling_seed is not None:

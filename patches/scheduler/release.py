@@ -1,4 +1,4 @@
-"""A request's way into and out of the tree: what the tree may have of its row, and where the row goes at the end.
+"""Radix-tree insertion and release: what the tree may take of a request's row, and where the row goes at the end.
 
 SGLang parts: `checkpoint_kv_cache` and `release_kv_cache` (sglang/srt/mem_cache/common.py).
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """The hooks on both ways; rows of conversations go to `conversations`."""
+    """The hooks on insertion and release; rows of conversations go to `conversations`."""
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
@@ -46,7 +46,7 @@ class Rows:
     def checkpoint(self, original: Callable, req: Req, tree_cache: BasePrefixCache) -> None:
         """Keeps the regenerated output of a retracted request private.
 
-        SGLang prefills prompt and output of such a request again and would give both to the tree, where they are
+        SGLang prefills the prompt and output of such a request again and would give both to the tree, where they are
         frozen: each retraction would raise the request's memory for good.
         """
         prompt_length = len(req.origin_input_ids)
@@ -88,9 +88,10 @@ class Rows:
 
 
 def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
-    """Gives the tree a finished row's first `exact` entries, if these are more than it has.
+    """Gives the tree the first `exact` entries of a finished row, if that is more than it has.
 
-    No more than SGLang's release takes for the request's: with --strip-thinking-cache it frees what was generated.
+    It gets no more than SGLang's release counts as the request's own: with --strip-thinking-cache that frees what was
+    generated.
     """
     exact = min(exact, req.owned_kv_len())
     exact -= exact % tree_cache.page_size
@@ -101,11 +102,11 @@ def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
 
 
 def give_back(original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
-    """SGLang's release of a row, of which the tree may own more than the prompt.
+    """SGLang's release of a row, even if the tree owns more of it than the prompt.
 
-    With --strip-thinking-cache SGLang frees everything behind the prompt. A retracted request may have found its own
-    answer in the tree, as part of another's prompt: it is then released as one that has not reasoned, whose slots begin
-    where the tree's end, and the tree gets nothing more.
+    With --strip-thinking-cache SGLang frees everything after the prompt. But a retracted request may have found its own
+    answer in the tree, as part of another request's prompt. It is then released as one that has not reasoned, whose
+    slots begin where the tree's end, and the tree gets nothing more.
     """
     if req.owned_kv_len() >= req.kv.cache_protected_len:
         original(req, tree_cache, checkpoint=checkpoint)
@@ -122,7 +123,7 @@ def report_on(req: Req, page_size: int) -> Report:
     owner = owner_of(req)
     protected = req.kv.cache_protected_len
     frozen = protected if owner.settings is None else frozen_of(req, owner.settings, page_size)
-    # With overlap a step may have run past the end; those tokens are nobody's.
+    # With overlap a step may have run past the end; nobody owns those tokens.
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
     logical = min(req.kv.kv_committed_len + owner.evicted_tokens, computed)
     physical = logical - owner.evicted_tokens

@@ -1,7 +1,7 @@
-"""A compressed request and SGLang's `Req` of it (sglang/srt/managers/schedule_batch.py).
+"""A compressed request and its SGLang `Req` (sglang/srt/managers/schedule_batch.py).
 
-`owner_of` gives the request's `CompressedRequest`, which knows its state and what may follow. This module alone writes
-what follows from that to `Req`: lengths, token ids, its row, and whether the tree may take it.
+`owner_of` returns a request's `CompressedRequest`, which knows its state and what may follow. Only this module writes
+the consequences to `Req`: lengths, token ids, its row, and whether the tree may take it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SHORTENED = "triattention_shortened_ids"
 _NOT_COMPRESSED = CompressionOptions(None)
 
 
-# What is known of a request
+# Reading a request
 
 
 def attach_options(request: Req, options: CompressionOptions) -> CompressedRequest:
-    """A request arrives and asks for `options`; one of a beam search is not compressed."""
+    """Attaches `options` to an arriving request; one with beam search is not compressed."""
     owner = CompressedRequest(
         options if request.beam_group is None else _NOT_COMPRESSED, withheld=request.skip_radix_cache_insert
     )
@@ -42,13 +42,13 @@ def attach_options(request: Req, options: CompressionOptions) -> CompressedReque
 
 
 def owner_of(request: Req) -> CompressedRequest:
-    """Of a request that never arrived by SGLang's usual way, one that is not compressed."""
+    """The request's CompressedRequest; one without compression if it did not arrive by SGLang's usual way."""
     owner = getattr(request, _OWNER, None)
     return attach_options(request, _NOT_COMPRESSED) if owner is None else owner
 
 
 def settings_of(request: Req) -> Config | None:
-    """Settings of a request that may be compressed, None of any other (beam search, compression declined)."""
+    """Settings of a request that may be compressed; None for any other (beam search, compression declined)."""
     return owner_of(request).settings
 
 
@@ -58,12 +58,12 @@ def settings_in_use(request: Req) -> Config:
 
 
 def beams_of(request: Req) -> BeamGroup | None:
-    """The beam search of a request; SGLang declares the attribute as one that is always None."""
+    """The beam search of a request; SGLang declares the attribute as always None."""
     return cast("BeamGroup | None", request.beam_group)
 
 
 def end_of_chunk(request: Req) -> int:
-    """Where the chunk ends that a request prefills, or prefilled last."""
+    """End of the chunk that a request is prefilling, or prefilled last."""
     return cast(int, request.extend_end)
 
 
@@ -73,7 +73,7 @@ def evicted_of(request: Req) -> int:
 
 
 def tokens_tell_all(request: Req) -> bool:
-    """Whether a request's K/V is what its token ids determine, so that another with these ids may have it."""
+    """Whether token ids alone determine a request's K/V, so that another request with the same ids may reuse it."""
     return not owner_of(request).withheld and request.input_embeds is None
 
 
@@ -85,9 +85,9 @@ def frozen_of(request: Req, settings: Config, page_size: int) -> int:
 
 
 def long_enough(requests: Sequence[Req]) -> list[int]:
-    """Indices of the requests that may have outgrown their budget, as far as two comparisons of integers tell.
+    """Indices of the requests that may have outgrown their budget, as far as two integer comparisons can tell.
 
-    Called for every request in every step; only a few have a round.
+    Called for every request in every step, though only a few have a round.
     """
     found = []
     for index, request in enumerate(requests):
@@ -98,14 +98,14 @@ def long_enough(requests: Sequence[Req]) -> list[int]:
 
 
 def wait_until_due(request: Req, page_size: int) -> None:
-    """Lets `long_enough` leave out a request that has settings and no round now, until its row has grown enough."""
+    """Makes `long_enough` skip a request that has settings but no due round, until its row has grown enough."""
     settings = settings_in_use(request)
     frozen = frozen_of(request, settings, page_size)
     owner_of(request).wait_until(frozen + settings.trigger(frozen), request.kv.cache_protected_len)
 
 
 def lengths_of(request: Req, page_size: int) -> dict[str, int]:
-    """What a plan is made of, see `sglang_triattn.rounds.plan.plan_round`; the request has settings and holds a row."""
+    """Arguments of `sglang_triattn.rounds.plan.plan_round`, for a request that has settings and holds a row."""
     return {
         "frozen": frozen_of(request, settings_in_use(request), page_size),
         "length": request.kv.kv_allocated_len,
@@ -115,27 +115,27 @@ def lengths_of(request: Req, page_size: int) -> dict[str, int]:
 
 
 def rows_of(request: Req) -> int:
-    """Rows that a request takes: one for each of its beams."""
+    """Rows that a request takes: one per beam."""
     beams = beams_of(request)
     return 1 if beams is None else beams.beam_width
 
 
 def recent_of(request: Req) -> int:
-    """Recency window of a request's next round: `recent`, or what was appended since a round permuted the row.
+    """Recency window of the next round: `recent`, or fewer if too few tokens came since a round permuted the row.
 
-    Fewer only where little came since then: at page sizes above 1, early rounds, and turns with other settings.
+    That happens only at page sizes above 1, in early rounds, and in turns with other settings.
     """
     appended = request.kv.kv_allocated_len - owner_of(request).held_record.unordered_len
     return min(settings_in_use(request).recent, appended)
 
 
 def wants_prompt_logprobs(request: Req) -> bool:
-    """Whether log-probabilities of prompt tokens were asked for, which are looked up by the tokens' places."""
+    """Whether log-probabilities of prompt tokens were requested, which are looked up by the tokens' places."""
     return request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
 
 
 def can_compact(request: Req) -> bool:
-    """Whether a request may be compressed, goes on, and holds its row alone."""
+    """Whether a request may be compressed, continues, and holds its row alone."""
     return (
         settings_of(request) is not None
         and request.kv.holds_kv
@@ -146,37 +146,37 @@ def can_compact(request: Req) -> bool:
     )
 
 
-# What is written to a request
+# Writing to a request
 
 
 def write_tree_rule(request: Req) -> None:
-    """Lets SGLang give the whole row to the tree, or keeps it from that; after every transition."""
+    """Allows SGLang to give the whole row to the tree, or forbids it; called after every transition."""
     request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
 
 
 def write_row_length(request: Req, length: int) -> None:
-    """The row holds `length` entries, all of them computed."""
+    """Sets the row's length to `length` entries, all of them computed."""
     request.kv.kv_committed_len = request.kv.kv_allocated_len = length
 
 
 def resume_behind(request: Req, length: int) -> None:
-    """Lets the next chunk of a request start behind its row, which a round has shortened to `length` entries."""
+    """Makes the next chunk of a request start right after its row, which a round has shortened to `length` entries."""
     request.prefix_len = request.extend_end = length
-    # SGLang counts what lies before a chunk and was not computed by the request as cached tokens.
+    # SGLang counts tokens before a chunk as cached if the request did not compute them.
     request.already_computed = length
 
 
 def keep_private(request: Req) -> None:
-    """Counts the chunk that was just prefilled as done, without giving it to the tree."""
+    """Counts the chunk just prefilled as done, without giving it to the tree."""
     request.prefix_len = end_of_chunk(request)
 
 
 def take_row(request: Req, kv: ReqKvInfo, last_node: NodeId) -> None:
-    """Puts a waiting request behind a row that rounds have compacted; nothing of its prompt is looked for elsewhere.
+    """Makes a waiting request continue a row that rounds have compacted; its prompt is not looked up anywhere else.
 
     Args:
         kv: SGLang's record of the row.
-        last_node: of the tree, where its frozen part ends.
+        last_node: node of the tree where its frozen part ends.
     """
     request.kv = kv
     show_ids_behind(request)
@@ -186,18 +186,18 @@ def take_row(request: Req, kv: ReqKvInfo, last_node: NodeId) -> None:
 
 
 def leave_row(request: Req) -> None:
-    """Lets a waiting request have no row again, after `take_row`."""
+    """Undoes `take_row`: the waiting request has no row again."""
     request.detach_kv()
     request.prefix_len, request.last_node = 0, None
 
 
 def count_as_cached(request: Req, tokens: int) -> None:
-    """Tokens of a resumed row that were evicted: they were not computed again either."""
+    """Counts evicted tokens of a resumed row as cached: they were not computed again either."""
     request.cached_tokens += tokens
 
 
 def show_ids_behind(request: Req) -> None:
-    """Shortens the ids that SGLang sees of a request by those that its row has evicted."""
+    """Hides from SGLang as many of a request's first ids as its row has evicted."""
     evicted = evicted_of(request)
     if evicted:
         request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
@@ -205,15 +205,15 @@ def show_ids_behind(request: Req) -> None:
 
 
 def show_all_ids(request: Req) -> None:
-    """Lets SGLang see all ids of a request again."""
+    """Shows SGLang all ids of a request again."""
     if getattr(request, _SHORTENED, False):
-        # SGLang completes the array by its length, which is wrong now: from an empty one it starts over.
+        # SGLang completes the array by its length, which is wrong now; given an empty one it starts over.
         request.full_untruncated_fill_ids = array("q")
         setattr(request, _SHORTENED, False)
 
 
 def free_tail(kv: ReqKvInfo, length: int, tree_cache: BasePrefixCache) -> None:
-    """Frees the pages of a row that lie wholly behind its first `length` entries."""
+    """Frees the pages of a row that lie entirely after its first `length` entries."""
     first_empty = ceil_align(length, tree_cache.page_size)
     if first_empty < kv.kv_allocated_len:
         tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])

@@ -1,7 +1,7 @@
-"""Tensor parallelism: each rank scores its own heads, and all of them keep the same tokens.
+"""Tensor parallelism: each rank scores its own heads, and a selection with one kept set merges them over the ranks.
 
-SGLang part: `GroupCoordinator` (sglang/srt/distributed/parallel_state.py). Plans are made of token counts, which are
-equal on all ranks, so that every rank comes here for the same requests in the same order.
+SGLang part: `GroupCoordinator` (sglang/srt/distributed/parallel_state.py). Plans depend on token counts, which are
+equal on all ranks, so every rank comes here for the same requests in the same order.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def own_heads(scheduler: Scheduler, q_heads: int) -> slice:
-    """The query heads of this rank among all `q_heads` of the model."""
+    """This rank's query heads, among all `q_heads` of the model."""
     group = scheduler.tp_group
     count = q_heads // group.world_size
     return slice(group.rank_in_group * count, (group.rank_in_group + 1) * count)
 
 
 class RankMerge:
-    """Merges the importance of the ranks' heads for a selection with one kept set.
+    """Merges the importance of all ranks' heads, for a selection with one kept set.
 
-    One gather on the current stream, then the same sum in the same order on every rank: the result has equal bits
-    everywhere, which a reduction in the network does not promise.
+    One gather on the current stream, then the same reduction in the same order on every rank: the result has equal bits
+    everywhere, which a reduction in the network does not guarantee.
     """
 
     def __init__(self, group: GroupCoordinator, selection: str) -> None:
@@ -47,7 +47,7 @@ class RankMerge:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """For work that each rank does for itself: one that fails must not leave the others waiting in a gather."""
+        """While open, no gather: each rank works for itself, so one that fails leaves no other waiting."""
         self._together = False
         try:
             yield
@@ -56,16 +56,16 @@ class RankMerge:
 
 
 def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
-    """What merges the ranks' importance; None on a single rank, and where every head has a kept set of its own."""
+    """What merges the ranks' importance; None on a single rank, or if every head has its own kept set."""
     group = scheduler.tp_group
     return None if group.world_size == 1 or selection not in SHARED else RankMerge(group, selection)
 
 
 @contextmanager
 def agreed(scheduler: Scheduler) -> Iterator[None]:
-    """Lets every rank refuse with a TriAttentionError where one of them does.
+    """Makes every rank refuse with a TriAttentionError if one of them does.
 
-    The others would wait for it at the next gather, and the launch with them.
+    Otherwise the others would wait for it at the next gather, and the launch with them.
     """
     refusal = None
     try:

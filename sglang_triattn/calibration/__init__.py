@@ -1,1 +1,1 @@
-"""Measuring query statistics: texts, prompts, sums, the place to resume, and the engine on transformers."""
+"""Measuring query statistics: texts, prompts, sums, saved progress, and the transformers engine."""

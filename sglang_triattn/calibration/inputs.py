@@ -1,4 +1,4 @@
-"""From what a user gives to a CalibrationJob, the same for both engines."""
+"""Turns user input into a CalibrationJob, the same way for both engines."""
 
 import sys
 from collections.abc import Sequence
@@ -26,18 +26,21 @@ from sglang_triattn.model.fingerprint import model_fingerprint
 
 @dataclass(frozen=True)
 class Texts:
-    """What to calibrate on."""
+    """The texts to calibrate on.
+
+    Attributes:
+        data: files: .jsonl has one chat per line, anything else is one plain text.
+        traces: number of texts that the model generates itself.
+        trace_tokens: most tokens of each generated text.
+        max_tokens: tokens used from the files, from the start of the first.
+        window: tokens per forward pass over the files.
+    """
 
     data: Sequence[str] = ()
-    """Files: .jsonl is a chat a line, anything else one plain text."""
     traces: int = 0
-    """Texts that the model generates itself."""
     trace_tokens: int = DEFAULT_TRACE_TOKENS
-    """Tokens of each, at most."""
     max_tokens: int = DEFAULT_MAX_TOKENS
-    """Tokens used of the files, from the start of the first."""
     window: int = DEFAULT_WINDOW
-    """Tokens per forward pass of the files."""
 
 
 def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: Path | None = None) -> CalibrationJob:
@@ -46,9 +49,10 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
     Args:
         model_path: model folder or hub name for transformers.
         identity: what the result depends on besides the model and the texts.
-        partial: file in which the calibration keeps its place; if an earlier run left one, a line on stderr says so.
+        partial: file for the calibration's progress; if an earlier run left one, a line on stderr says so.
 
-    Raises CalibrationError when the model or a text cannot be used.
+    Raises:
+        CalibrationError: the model or a text cannot be used.
     """
     check_lengths(texts.max_tokens, texts.window)
     _check_traces(texts)
@@ -72,7 +76,7 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
 
 
 def loaded(kind, model_path: str, **options):
-    """`kind.from_pretrained`, with its failures as one sentence."""
+    """Calls `kind.from_pretrained`. Raises CalibrationError with one sentence if it fails."""
     try:
         return kind.from_pretrained(model_path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -1,6 +1,6 @@
-"""What one calibration runs: token windows, prompts of traces, and where it keeps its place.
+"""One calibration job: token windows, prompts of traces, and the file for its progress.
 
-Nothing here knows the command line or an engine, so that a server can calibrate with it too.
+Nothing here knows the command line or an engine, so a server can calibrate with it too.
 """
 
 import hashlib
@@ -14,35 +14,38 @@ MIN_WINDOW = 16
 DEFAULT_MAX_TOKENS = 32768
 DEFAULT_WINDOW = 2048
 DEFAULT_TRACE_TOKENS = 2048
-# Windows and traces are small beside this, so that a stop loses little, and a save costs little.
+# Windows and traces are small compared with this, so an interruption loses little, and saving costs little.
 SAVE_EVERY_TOKENS = 8192
 
 
 class CalibrationError(TriAttentionError):
-    """Calibration cannot be done; the message is one sentence for the user."""
+    """Calibration is not possible; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """One calibration. Its units, in order, are the windows, then one trace for each prompt."""
+    """One calibration. Its units, in order, are the windows, then one trace per prompt.
+
+    Attributes:
+        windows: token ids of texts, each run in one forward pass as a separate text.
+        prompts: token ids that the model itself continues, once each; prompt and continuation are measured.
+        trace_tokens: most tokens generated after each prompt; a trace ends early where the model ends its text.
+        temperature: sampling temperature of the traces; 0 is greedy.
+        identity: what else the result depends on (model, dtype, engine); part of the key.
+        partial: file (.safetensors) for the sums of finished units, to resume from; None saves none.
+    """
 
     windows: tuple[tuple[int, ...], ...] = ()
-    """Token ids of texts, each run in one forward pass and a text of its own."""
     prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids that the model itself continues, once each; prompt and continuation are measured."""
     trace_tokens: int = DEFAULT_TRACE_TOKENS
-    """Tokens generated after each prompt, at most: a trace ends where the model ends its text."""
     temperature: float = 0.6
-    """Of the sampling of traces; 0 is greedy."""
     seed: int = 0
     identity: str = ""
-    """What else the result depends on (model, dtype, engine); part of the key."""
     partial: str | None = None
-    """File (.safetensors) to keep the sums of finished units in and to go on from; None: none is kept."""
 
     @property
     def key(self) -> str:
-        """Hash of all that decides the result: sums are only ever continued under the same key."""
+        """Hash of everything that determines the result: sums are only ever resumed under the same key."""
         fields = {name: value for name, value in asdict(self).items() if name != "partial"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -51,7 +54,7 @@ class CalibrationJob:
         return len(self.windows) + len(self.prompts)
 
     def tokens_of(self, unit: int) -> int:
-        """Tokens measured in a unit, for a trace at most."""
+        """Tokens measured in a unit; for a trace, the most there can be."""
         if unit < len(self.windows):
             return len(self.windows[unit])
         return len(self.prompts[unit - len(self.windows)]) + self.trace_tokens
@@ -63,7 +66,7 @@ class CalibrationJob:
 
 
 def check_lengths(max_tokens: int, window: int) -> None:
-    """Raises CalibrationError unless so many tokens in such windows mean something."""
+    """Raises CalibrationError if there are too few tokens, or too short windows, for a meaningful result."""
     if max_tokens < MIN_TOKENS or window < MIN_WINDOW:
         raise CalibrationError(
             f"A calibration on {max_tokens} tokens in windows of {window} means nothing: use at least "
@@ -72,6 +75,6 @@ def check_lengths(max_tokens: int, window: int) -> None:
 
 
 def check_count(count: int) -> None:
-    """Raises CalibrationError if so few tokens were measured that their means are noise."""
+    """Raises CalibrationError if too few tokens were measured: their means would be noise."""
     if count < MIN_TOKENS:
         raise CalibrationError(f"Calibration text is too short: {count} tokens, but at least {MIN_TOKENS} are needed.")

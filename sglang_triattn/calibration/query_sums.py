@@ -1,6 +1,6 @@
-"""Sums over tokens of pre-RoPE queries: all that calibration keeps of the texts it runs.
+"""Sums of pre-RoPE queries over tokens: all that calibration keeps of the texts it runs.
 
-Each layer's queries are added as they pass and then forgotten, so memory does not grow with the text.
+Each layer's queries are added as they pass and then dropped, so memory does not grow with the text.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,30 @@ from sglang_triattn.model.rope import Rope, to_complex, unrotate
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over `count` tokens, on the CPU."""
+    """Sums over `count` tokens, on the CPU.
+
+    Attributes:
+        total: [L, H_q, F] complex128, of the complex components.
+        abs_total: [L, H_q, F] float64, of their absolute values.
+    """
 
     total: torch.Tensor
-    """[L, H_q, F] complex128, of the complex components."""
     abs_total: torch.Tensor
-    """[L, H_q, F] float64, of their absolute values."""
     count: int
     head_dim: int
 
     def plus(self, other: "Sums | None") -> "Sums":
-        """The sums over the tokens of both; `other` may be None, no tokens."""
+        """The sums over the tokens of both; None stands for no tokens."""
         if other is None:
             return self
         count = self.count + other.count
         return Sums(self.total + other.total, self.abs_total + other.abs_total, count, self.head_dim)
 
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L, H_q, F] complex64 and float32.
+        """Means of the components, [L, H_q, F] complex64, and of their absolute values, float32.
 
-        Raises CalibrationError if they are not finite.
+        Raises:
+            CalibrationError: they are not finite.
         """
         mean, abs_mean = self.total / self.count, self.abs_total / self.count
         if not torch.isfinite(abs_mean).all():
@@ -43,7 +47,7 @@ class Sums:
 
 
 def join_runs(now: Sums | None, before: Sums | None) -> Sums:
-    """The sums over the tokens of a run and of the one that it goes on from; one of the two has some."""
+    """The sums over the tokens of a run and of the one it resumes. Raises ValueError if neither has any."""
     if now is not None:
         return now.plus(before)
     if before is None:
@@ -52,7 +56,7 @@ def join_runs(now: Sums | None, before: Sums | None) -> Sums:
 
 
 def join_heads(parts: Sequence[Sums]) -> Sums:
-    """The sums of a model whose query heads are split over ranks, in the order of the ranks."""
+    """The sums of a model whose query heads are split over ranks; parts come in the order of the ranks."""
     return Sums(
         torch.cat([part.total for part in parts], dim=1),
         torch.cat([part.abs_total for part in parts], dim=1),
@@ -75,7 +79,9 @@ class QuerySums:
     def add(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds the queries of one layer in one forward pass.
 
-        query: [H_q, S, head_dim], any float dtype, post-RoPE; positions: [S], where they were turned to.
+        Args:
+            query: [H_q, S, head_dim], any float dtype, post-RoPE.
+            positions: [S], the positions that they were rotated to.
         """
         z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
         total = z.sum(1, dtype=torch.complex128)
@@ -87,9 +93,10 @@ class QuerySums:
         self._head_dim = query.shape[-1]
 
     def end_pass(self, tokens: int) -> None:
-        """Closes a forward pass.
+        """Ends a forward pass.
 
-        Raises CalibrationError unless each layer was added exactly once, with `tokens` tokens, since the last call.
+        Raises:
+            CalibrationError: unless each layer was added exactly once, with `tokens` tokens, since the last call.
         """
         layers = len(self._total)
         if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
@@ -104,6 +111,6 @@ class QuerySums:
         """The sums so far, or None before the first pass."""
         if self._count == 0:
             return None
-        # A pass has ended, which adds to every layer.
+        # A pass has ended, so every layer has sums.
         total, abs_total = (cast("list[torch.Tensor]", parts) for parts in (self._total, self._abs_total))
         return Sums(torch.stack(total).cpu(), torch.stack(abs_total).cpu(), self._count, self._head_dim)

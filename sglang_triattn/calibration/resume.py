@@ -1,4 +1,4 @@
-"""The file in which an interrupted calibration keeps its place: the sums over the units it has finished."""
+"""The progress file of an interrupted calibration: the sums over its finished units."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +15,24 @@ FORMAT = "sglang-triattn-partial-sums"
 
 @dataclass(frozen=True, eq=False)
 class Progress:
-    """How far a job has come."""
+    """Progress of a job.
+
+    Attributes:
+        done: number of finished units.
+        sums: sums over their tokens, or None.
+    """
 
     done: int = 0
-    """Units finished."""
     sums: Sums | None = None
-    """Over their tokens; None for none."""
 
 
 def partial_path(out: Path) -> Path:
-    """Where a calibration that writes `out` keeps its place."""
+    """Path of the progress file of a calibration that writes `out`."""
     return out.with_suffix(".partial.safetensors")
 
 
 def load_progress(job: CalibrationJob) -> Progress:
-    """How far an earlier run of the same job came; the start if there was none, or its file is of another job."""
+    """Progress of an earlier run of the same job; none if its file is missing, unreadable or of another job."""
     if job.partial is None or not Path(job.partial).is_file():
         return Progress()
     try:
@@ -49,9 +52,10 @@ def load_progress(job: CalibrationJob) -> Progress:
 
 
 def save_progress(job: CalibrationJob, progress: Progress) -> None:
-    """Writes the job's file, complete or not at all; does nothing for a job without one.
+    """Atomically writes the job's file; does nothing for a job without a file, or before there are sums.
 
-    Raises CalibrationError if it cannot be written.
+    Raises:
+        CalibrationError: it cannot be written.
     """
     if job.partial is None or progress.sums is None:
         return
@@ -68,7 +72,7 @@ def save_progress(job: CalibrationJob, progress: Progress) -> None:
 
 
 def remove_progress(job: CalibrationJob) -> None:
-    """Removes the job's file, and what a killed run may have left of one."""
+    """Removes the job's file, and any temporary files that a killed run left."""
     if job.partial is not None:
         Path(job.partial).unlink(missing_ok=True)
         remove_unfinished(Path(job.partial))

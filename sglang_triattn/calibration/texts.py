@@ -8,23 +8,24 @@ from typing import Any
 from sglang_triattn.calibration.job import CalibrationError
 from sglang_triattn.errors import first_line
 
-# No common tokenizer averages more characters a token; reading on would only load a corpus into memory.
+# No common tokenizer averages more characters per token; reading on would only load a corpus into memory.
 _CHARACTERS_PER_TOKEN = 16
-# What the common data sets of chats call the speaker, and what chat templates call it.
+# Speaker names in common chat data sets, and the roles that chat templates call them.
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
 def read_windows(paths: Sequence[str], tokenizer: Any, *, max_tokens: int, window: int) -> tuple[tuple[int, ...], ...]:
     """The first `max_tokens` tokens of all files, in windows of at most `window`.
 
-    A file named *.jsonl holds one chat a line, to which the tokenizer's chat template is applied; any other is one
-    plain text. Each text, and each window, is a document of its own and starts with the tokenizer's BOS if texts do.
+    A *.jsonl file has one chat per line, formatted with the tokenizer's chat template; any other is one plain text.
+    Each text, and each window, is a separate document and starts with the tokenizer's BOS if texts do.
 
     Args:
         paths: UTF-8 files, read in this order.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
 
-    Raises CalibrationError if a file cannot be used.
+    Raises:
+        CalibrationError: a file cannot be used.
     """
     windows: list[tuple[int, ...]] = []
     left = max_tokens
@@ -39,7 +40,7 @@ def read_windows(paths: Sequence[str], tokenizer: Any, *, max_tokens: int, windo
 
 
 def template_ids(tokenizer: Any, messages: Sequence[dict], **options: Any) -> list[int]:
-    """Token ids of a chat, by the tokenizer's chat template."""
+    """Token ids of a chat, formatted with the tokenizer's chat template."""
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -67,7 +68,7 @@ def _chats(path: str, tokenizer: Any) -> Iterator[list[int]]:
             messages = _messages(line, f"Line {number} of {path}")
             try:
                 yield template_ids(tokenizer, messages)
-            except Exception as error:  # a template is a program of the model's maker
+            except Exception as error:  # a template is code by the model's author
                 reason = first_line(error)
                 raise CalibrationError(
                     f"Line {number} of {path} does not fit the model's chat template, which says {reason!r}: correct "

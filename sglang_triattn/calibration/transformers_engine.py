@@ -1,6 +1,6 @@
 """Calibration with transformers: the mean pre-RoPE query of every head, measured on texts.
 
-Queries are taken where every transformers model hands them to its attention function, and RoPE is undone there.
+Queries are captured where every transformers model passes them to its attention function, and RoPE is undone there.
 """
 
 from collections.abc import Sequence
@@ -43,16 +43,18 @@ def calibrate(
 
     Args:
         model_path: model folder or hub name for transformers.
-        data: UTF-8 files, best of the kind the model will serve: .jsonl is a chat a line, anything else one text.
+        data: UTF-8 files, ideally of the kind the model will serve: .jsonl has one chat per line, anything else is one
+            text.
         max_tokens: tokens used, from the start of the first file.
-        window: tokens per forward pass. Each window is a text of its own, which bounds memory, and starts
-            with the tokenizer's BOS if texts do.
+        window: tokens per forward pass. Each window is a separate text, which bounds memory, and starts with the
+            tokenizer's BOS if texts do.
         device: torch device; by default "cuda" if there is one, else "cpu".
-        dtype: name of a torch dtype or "auto", the checkpoint's; by default float32 on the CPU, else "auto".
+        dtype: name of a torch dtype, or "auto" for the checkpoint's; by default float32 on the CPU, else "auto".
         progress: whether to show a progress bar.
-        partial: file (.safetensors) to keep the place in, from which the same call goes on after a stop.
+        partial: progress file (.safetensors), from which the same call resumes after an interruption.
 
-    Raises CalibrationError when the model or the text cannot be used.
+    Raises:
+        CalibrationError: the model or the text cannot be used.
     """
     device, dtype = device_and_dtype(device, dtype)
     try:
@@ -68,15 +70,16 @@ def calibrate(
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
-    """What to compute on and in, where the user did not say."""
+    """The device and dtype to use where the user gave none."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return device, dtype or ("float32" if device == "cpu" else "auto")
 
 
 def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
-    """Runs the windows of a job; traces take SGLang. Its partial file is left for the caller to remove.
+    """Runs the windows of a job; traces need SGLang. The caller removes its partial file.
 
-    Raises CalibrationError when the model cannot be used.
+    Raises:
+        CalibrationError: the model cannot be used.
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
@@ -121,7 +124,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
 
 
 def _check_config(config) -> None:
-    """Raises CalibrationError for models whose layers do not all attend to RoPE-turned keys alike."""
+    """Raises CalibrationError unless all layers attend alike, to keys rotated by RoPE."""
     if getattr(config, "kv_lora_rank", None):
         raise CalibrationError(
             f"Models of type {config.model_type} use latent attention (MLA), which caches no keys per head, "

@@ -1,1 +1,1 @@
-"""The `sglang-triattn` command: `main`, and one file for each subcommand."""
+"""The `sglang-triattn` command: `main`, and one file per subcommand."""

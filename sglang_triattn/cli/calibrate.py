@@ -1,4 +1,4 @@
-"""`sglang-triattn calibrate`: its options and what it does."""
+"""`sglang-triattn calibrate`: options and implementation."""
 
 import argparse
 from pathlib import Path
@@ -46,9 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Calibrates and writes --out. Raises TriAttentionError for a user's mistake."""
+    """Runs the calibration and writes --out. Raises TriAttentionError for a user error."""
     out = Path(arguments.out)
-    # Before the long part, not after it.
+    # Fail before the long part, not after it.
     if out.suffix != ".safetensors":
         raise TriAttentionError(f"--out is {out}, but its name must end in .safetensors.")
     if not out.parent.is_dir():
@@ -112,7 +112,7 @@ def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, in
     server_args = ["--device", device, "--dtype", dtype, *arguments.server_args]
     texts = Texts(arguments.data, arguments.traces, arguments.self_tokens, arguments.max_tokens, arguments.window)
     job = prepare_job(arguments.model, texts, identity=f"sglang {' '.join(server_args)}", partial=partial_path(out))
-    # The engine is another package's: only what starts it may know it.
+    # `patches` imports SGLang: only code that starts the engine may import it.
     from sglang_triattn.patches.calibration.engine import calibrate_with_engine
 
     made = calibrate_with_engine(arguments.model, job, out, server_args)

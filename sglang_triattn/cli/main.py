@@ -1,6 +1,6 @@
-"""The `sglang-triattn` command: a pair of functions for each subcommand, one for its options, one to run it.
+"""The `sglang-triattn` command. Each subcommand has one function for its options and one that runs it.
 
-Torch and transformers are imported where a subcommand runs, so that `--help` is instant.
+Torch and transformers are imported only when a subcommand runs, so that `--help` is instant.
 """
 
 import argparse
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for a user's mistake, 130 when interrupted."""
+    """Runs the command and returns its exit status: 0, 2 for a user error, 130 when interrupted."""
     words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
     parser = _parser()
     arguments = parser.parse_args(words)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What is for this command, and what follows `--` for SGLang."""
+    """The words for this command, and those after `--`, which are for SGLang."""
     end = argv.index("--") if "--" in argv else len(argv)
     return argv[:end], argv[end + 1 :]
 

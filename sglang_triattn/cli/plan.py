@@ -1,4 +1,4 @@
-"""`sglang-triattn plan`: how much fits a GPU, dense and compressed, from a config.json."""
+"""`sglang-triattn plan`: how much fits on a GPU, dense and compressed, according to a config.json."""
 
 import argparse
 import dataclasses
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the plan and writes --json. Raises TriAttentionError for a user's mistake."""
+    """Prints the plan and writes --json. Raises TriAttentionError for a user error."""
     _check_numbers(arguments)
     content = load_config(arguments.model)
     sizes = read_sizes(content)
@@ -126,7 +126,7 @@ def _settings(arguments: argparse.Namespace) -> Config:
 
 
 def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: Config) -> tuple[Gpus, str]:
-    """The GPUs, and where the size of the weights comes from."""
+    """The GPUs, and where the size of the weights comes from, in words."""
     if arguments.weights is not None:
         weights, origin = _bytes("--weights", arguments.weights), "given"
     else:

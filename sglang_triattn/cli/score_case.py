@@ -1,6 +1,6 @@
-"""Scores and kept sets of one case from a file, for comparing this scorer with another implementation.
+"""Scores one case from a file, to compare this scorer with another implementation.
 
-A case is an .npz with these arrays; more may be there and are ignored:
+A case is an .npz with these arrays; any others are ignored:
 
     layers         [L]                       layer numbers in the statistics file
     keys_cached    [L, H_kv, N, head_dim]    keys as a KV cache holds them, after RoPE
@@ -8,7 +8,7 @@ A case is an .npz with these arrays; more may be there and are ignored:
     inv_freq       [F]                       RoPE frequencies in radians per token
     num_q_heads, num_kv_heads, keep          scalars
 
-Optional: `positions` [N], checked but not needed, because cached keys carry their position in their phase.
+Optional: `positions` [N], of which only the shape is checked, because cached keys carry their position in their phase.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ KEPT = {"kept_union": "union", "kept_per_head": "per-head", "kept_per_layer_head
 def score_case(
     case: str | os.PathLike, stats: str | os.PathLike, *, device: str | None = None, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
-    """Scores the keys of `case` with the scorer that serves and selects by mean scores, no token being recent.
+    """Scores the keys of `case` with the server's scorer and selects by mean scores, with no recent tokens.
 
     Args:
         case: .npz file, see the module's docstring.
         stats: statistics file.
-        device: torch device, by default cuda if there is one. CUDA runs the Triton kernels, others the torch
-            references.
-        dtype: one of DTYPES, what the keys are stored in before they are scored.
+        device: torch device; by default cuda if there is one, else cpu. CUDA runs the Triton kernels, other devices the
+            torch references.
+        dtype: one of DTYPES, in which the keys are stored before they are scored.
 
     Returns:
         score_mean, score_max, score_norm_only: [L, H_q, N] float32; kept_union [keep], kept_per_head [H_kv, keep],
         kept_per_layer_head [L, H_kv, keep]: int64, ascending.
 
-    Raises TriAttentionError if a file is unusable or the two do not fit together.
+    Raises:
+        TriAttentionError: a file is unusable or the two do not fit together.
     """
     fields = _read(Path(case))
     loaded = load_stats(stats)
@@ -65,7 +66,7 @@ def score_case(
     except RuntimeError as error:
         reason = first_line(error)
         raise TriAttentionError(f"The case cannot be scored on --device {device}: {reason}.") from error
-    # The kernels address heads of a token side by side, as SGLang's pool holds them.
+    # The kernels expect the heads of a token side by side, as in SGLang's pool.
     pools = [layer.transpose(0, 1).contiguous() for layer in keys]
     count = pools[0].shape[0]
     slots = torch.arange(count, dtype=torch.int32, device=device)[None]
@@ -86,15 +87,16 @@ def score_case(
 
 
 def save_answers(answers: dict[str, np.ndarray], out: str | os.PathLike) -> None:
-    """Writes the answers to `out` (.npz); the file appears complete or not at all.
+    """Atomically writes the answers to `out` (.npz).
 
-    Raises TriAttentionError if it cannot be written.
+    Raises:
+        TriAttentionError: it cannot be written.
     """
     out = Path(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            # pyright takes any of the names for that of an option, which none of them is.
+            # pyright assumes that a name may be that of an option; none is.
             np.savez_compressed(file, **answers)  # pyright: ignore[reportArgumentType]
         os.replace(temporary, out)
     except OSError as error:
@@ -122,7 +124,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _tables(fields: dict[str, np.ndarray], stats: QueryStats, path: Path, device: str) -> ScoreTables:
-    """The scorer's constants for the case's layers, after checking that everything fits together."""
+    """The scorer's constants for the case's layers, after checking that case and statistics fit together."""
 
     def require(fits: bool, what: str) -> None:
         if not fits:

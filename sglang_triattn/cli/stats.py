@@ -1,4 +1,4 @@
-"""`sglang-triattn stats`: what a statistics file holds, in words and as a picture."""
+"""`sglang-triattn stats`: shows what a statistics file holds, in words and as a picture."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the report and draws the picture. Raises TriAttentionError for a user's mistake."""
+    """Prints the report and draws the picture. Raises TriAttentionError for a user error."""
     file = Path(arguments.file)
     picture = None if arguments.no_plot else Path(arguments.plot or file.with_suffix(".png"))
     if picture is not None and picture.suffix != ".png":
@@ -59,7 +59,7 @@ def _rope_words(rope) -> str:
 
 
 def _theta(rope) -> float | None:
-    """The base whose powers the frequencies are, or None if they are not the powers of one base."""
+    """The base whose powers the frequencies are, or None if they are not powers of one base."""
     frequencies = rope.inv_freq.tolist()
     if len(frequencies) < 2 or not 0 < frequencies[1] < 1:
         return None
@@ -70,7 +70,7 @@ def _theta(rope) -> float | None:
 
 
 def _summary(per_head) -> list[str]:
-    """per_head: [L, H_q] float64."""
+    """Summarises the concentration `per_head`, [L, H_q] float64."""
     flat = per_head.flatten()
     order = flat.argsort()
     low, high = (flat.quantile(part).item() for part in (0.1, 0.9))
@@ -87,11 +87,11 @@ def _summary(per_head) -> list[str]:
 
 
 def _draw(per_head, title: str, picture: Path) -> None:
-    """Writes a heat map of layers by heads. per_head: [L, H_q] float64."""
+    """Writes a heat map of `per_head`, [L, H_q] float64: layers by heads."""
     from matplotlib.figure import Figure
 
     layers, heads = per_head.shape
-    # A Figure of its own draws without a display and leaves pyplot's state alone.
+    # A separate Figure draws without a display and leaves pyplot's state alone.
     figure = Figure(figsize=(min(4 + 0.2 * heads, 16), min(2.5 + 0.2 * layers, 16)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(per_head.numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")

@@ -1,8 +1,8 @@
-"""A model's fingerprint: what ties a statistics file to the model it was measured on.
+"""A model's fingerprint, which ties a statistics file to the model it was measured on.
 
-Made from what decides the queries and survives quantisation, read in milliseconds: the architecture fields of
-config.json, and the small vectors that weight-only quantisers keep as they are. The norms in front of linear
-layers are left out on purpose: AWQ and SmoothQuant fold their scales into them.
+It is made from what determines the queries, survives quantisation and can be read in milliseconds: the architecture
+fields of config.json, and the small vectors that weight-only quantisers leave unchanged. Norms in front of linear
+layers are left out on purpose, because AWQ and SmoothQuant fold their scales into them.
 """
 
 import hashlib
@@ -30,13 +30,15 @@ _QUERY_VECTOR = re.compile(
 
 
 def model_fingerprint(model_path: str, revision: str | None = None) -> str | None:
-    """Fingerprint of a model: 32 hexadecimal digits, or None if no config.json is at hand (a bare GGUF file,
-    say).
+    """Fingerprint of a model: 32 hexadecimal digits, or None without a local config.json (a bare GGUF file, say).
 
-    model_path: a model folder, or a hub name whose files are in the local Hugging Face cache; nothing is
-    downloaded. A fine-tune that moved the final norm, a q_norm or a query bias differs; a quantised,
-    converted or re-sharded copy of the same weights agrees. Without safetensors files only the configuration
-    counts.
+    A fine-tune that changed the final norm, or a query or key norm or bias of the first layer, gets another
+    fingerprint; a quantised, converted or re-sharded copy of the same weights gets the same. Without safetensors files
+    only the configuration counts.
+
+    Args:
+        model_path: a model folder, or a hub name whose files are in the local Hugging Face cache; nothing is
+            downloaded.
     """
     folder = local_folder(model_path, revision)
     if folder is None:
@@ -54,8 +56,11 @@ def model_fingerprint(model_path: str, revision: str | None = None) -> str | Non
 def canonical_config(config: dict) -> str:
     """Canonical JSON of the fields that define the architecture, the same for old and new spellings.
 
-    `config` is the content of config.json. transformers 5 writes `rope_parameters`, older versions
-    `rope_theta` and `rope_scaling`; defaults that a file leaves out are filled in.
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`; defaults that a file leaves
+    out are filled in.
+
+    Args:
+        config: content of config.json.
     """
     config = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
     fields = {name: config.get(name) for name in ARCHITECTURE_FIELDS}
@@ -81,7 +86,7 @@ def _canonical_rope(config: dict) -> dict:
 
 
 def local_folder(model_path: str, revision: str | None = None) -> Path | None:
-    """Folder of a model, also of one in the local Hugging Face cache; None where neither is there."""
+    """Folder of a model, possibly in the local Hugging Face cache; None if it is in neither place."""
     if Path(model_path).is_dir():
         return Path(model_path)
     from huggingface_hub import snapshot_download
@@ -96,8 +101,8 @@ def local_folder(model_path: str, revision: str | None = None) -> Path | None:
 def _vectors(folder: Path) -> dict[str, bytes]:
     """Name and bfloat16 bytes of the vectors that identify the weights, from the folder's safetensors files.
 
-    Rounding to bfloat16 makes copies stored in float32, float16 and bfloat16 agree. All-zero vectors are
-    skipped: some quantisers add zero biases.
+    Rounding to bfloat16 makes copies stored in float32, float16 and bfloat16 agree. All-zero vectors are skipped,
+    because some quantisers add zero biases.
     """
     import torch
     from safetensors import SafetensorError, safe_open
@@ -118,7 +123,7 @@ def _vectors(folder: Path) -> dict[str, bytes]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files; its index, where there is one, says which of them count."""
+    """The checkpoint's safetensors files; if there is an index, it says which of them count."""
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         names = set(index["weight_map"].values())

@@ -1,4 +1,4 @@
-"""Rotary position embedding of a model as numbers: frequencies, scaling, how many dims turn, how they pair.
+"""A model's rotary position embedding (RoPE) as numbers: frequencies, scaling, rotated dims, and how they pair up.
 
 RoPE turns complex component f of a vector at position p: `x_f -> s * x_f * exp(i w_f p)` (spec section 0).
 """
@@ -19,21 +19,25 @@ _UNKNOWN = "Models of {} turn their queries in a way that is not supported: use 
 
 
 class RopeError(TriAttentionError):
-    """A model's position embedding is not one that scores can be computed for."""
+    """Scores cannot be computed for the model's position embedding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rope:
-    """What turns queries and keys; `inv_freq` is exact, whatever the model computes in."""
+    """The rotation of queries and keys.
+
+    Attributes:
+        inv_freq: [F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included; exact, whatever
+            dtype the model computes in.
+        attention_scaling: factor s on cos and sin: 1.0 except for YaRN-like types.
+        rotary_dim: 2F, the leading dims of a head that are rotated.
+        style: half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1]).
+    """
 
     inv_freq: torch.Tensor
-    """[F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included."""
     attention_scaling: float
-    """Factor s on cos and sin: 1.0 but for YaRN-like types."""
     rotary_dim: int
-    """2F, the leading dims of a head that turn."""
     style: str
-    """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
 
 
 def to_complex(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -52,7 +56,7 @@ def from_complex(z: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE at `positions` [S] of vectors [..., S, head_dim] (float32 or float64); other dims pass through."""
+    """Applies RoPE at `positions` [S] to vectors [..., S, head_dim] (float32 or float64); other dims pass through."""
     return _turn(x, positions, rope, 1.0, rope.attention_scaling)
 
 
@@ -69,16 +73,17 @@ def _turn(x: torch.Tensor, positions: torch.Tensor, rope: Rope, sign: float, sca
 
 
 def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
-    """Reads the RoPE of a transformers model, or of its rotary module alone.
+    """Reads the RoPE of a transformers model, or of a rotary module alone.
 
-    Frequencies and scaling are the ones the module itself uses. The pairing of dims is found by turning a
-    probe vector with the model's own function; a rotary module without such a function beside it is "half".
+    Frequencies and scaling are those that the module itself uses. The pairing of dims is found by rotating a probe
+    vector with the model's own function; a lone rotary module without such a function is taken as "half".
 
     Args:
         config: the model's configuration, for messages.
 
-    Raises RopeError if the model has no RoPE, more than one, one whose frequencies change while serving, or
-    one that turns vectors in an unknown way.
+    Raises:
+        RopeError: the model has no RoPE, several different ones, one whose frequencies change while serving, or one
+            that turns vectors in an unknown way.
     """
     rotary = _rotary_module(model)
     rope_type = getattr(rotary, "rope_type", "default")
@@ -104,7 +109,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
 
 
 def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The one module that holds `inv_freq`; modules with equal frequencies count as one."""
+    """The module that holds `inv_freq`; modules with equal frequencies count as one."""
     found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
     if not found:
         raise RopeError(
@@ -122,7 +127,7 @@ def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
 
 
 def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
-    """`rope` with the style by which `apply`, the model's own function, turns a probe vector."""
+    """`rope` with the pairing style in which `apply`, the model's own function, turns a probe vector."""
     device = _frequencies(rotary).device
     positions = torch.tensor(_PROBE_POSITIONS, device=device)
     probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))

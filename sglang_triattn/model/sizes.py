@@ -1,6 +1,6 @@
-"""What a model's config.json says about sizes: KV per token, context limit, weights.
+"""Sizes read from a model's config.json: KV bytes per token, context limit, weights.
 
-Models whose KV does not grow by one equal entry a token and layer are refused by name, since compression does not
+Models whose KV does not grow by one equal entry per token and layer are refused by name, because compression does not
 cover them.
 """
 
@@ -18,8 +18,8 @@ from sglang_triattn.model.support import unsupported
 WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
 
-# Decoder layers of four attention matrices, a gated MLP of three and two norms. The flag: whether query, key and value
-# always have a bias.
+# Models whose decoder layers have four attention matrices, a gated MLP of three matrices, and two norms. The value says
+# whether query, key and value projections always have a bias.
 _LLAMA_LIKE = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False, "phi3": False, "granite": False}
 _GROUP = 128
 _ZERO_POINT_AND_SCALE_BITS = 4 + 16
@@ -27,13 +27,14 @@ _ZERO_POINT_AND_SCALE_BITS = 4 + 16
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Counts of one model, all tensor-parallel ranks together.
+    """Sizes of one model, all tensor-parallel ranks together.
 
     Attributes:
         context: longest logical length in tokens.
-        kv_dtype: what SGLang's `--kv-cache-dtype auto` takes.
-        matrices: parameters of the decoder layers' matrices, which quantisation shrinks; None where not known.
-        others: parameters of embeddings, output head, norms and biases, which it leaves at 16 bits.
+        kv_dtype: the dtype that SGLang's `--kv-cache-dtype auto` selects.
+        matrices: parameters of the decoder layers' matrices, which quantisation shrinks; None if unknown.
+        others: parameters of embeddings, output head, norms and biases, which quantisation leaves at 16 bits; None if
+            unknown.
     """
 
     model_type: str
@@ -59,13 +60,17 @@ class ModelSizes:
             )
 
     def bytes_per_token(self, kv_dtype: str, ranks: int = 1) -> int:
-        """KV bytes of one token on one of `ranks` GPUs. Where there are more ranks than KV heads, each holds one."""
+        """KV bytes of one token on one of `ranks` GPUs; with more ranks than KV heads, each rank holds one head."""
         heads = max(self.kv_heads // ranks, 1)
         return 2 * self.layers * heads * self.head_dim * (1 if kv_dtype in FP8_KV else 2)
 
 
 def load_config(model: str) -> dict[str, Any]:
-    """Content of a config.json, given as the file or its folder. Raises TriAttentionError if it cannot be read."""
+    """Content of a config.json, given as the file or its folder.
+
+    Raises:
+        TriAttentionError: it cannot be read.
+    """
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -82,7 +87,11 @@ def load_config(model: str) -> dict[str, Any]:
 
 
 def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
-    """The sizes in a config.json. Raises TriAttentionError for a model that compression does not cover."""
+    """The sizes in the content of a config.json.
+
+    Raises:
+        TriAttentionError: compression does not cover the model, or a size is missing.
+    """
     merged = {**config, **(config.get("text_config") or {})}
     name = str(config.get("model_type") or "unknown")
     reason = unsupported(config)
@@ -114,9 +123,10 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
     """(bytes of all weights, their dtype in words), estimated.
 
     Args:
-        dtype: one of WEIGHT_DTYPES; None takes what the config's quantization_config says, else 16 bits.
+        dtype: one of WEIGHT_DTYPES; None follows the config's quantization_config, or means 16 bits without one.
 
-    Raises TriAttentionError where that or the layers' shapes are not known.
+    Raises:
+        TriAttentionError: the dtype or the shapes of the layers are unknown.
     """
     if sizes.matrices is None or sizes.others is None:
         raise TriAttentionError(
@@ -152,7 +162,7 @@ def _kv_heads(config: Mapping[str, Any], name: str, q_heads: int) -> int:
 
 
 def _context(config: Mapping[str, Any], name: str) -> int:
-    """Context limit as SGLang derives it: a RoPE factor counts unless the config has the stretched length already."""
+    """Context limit as SGLang derives it: a RoPE factor counts unless the config already gives the stretched length."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     return int(_count(config, name, "max_position_embeddings") * (1 if stretched else scaling.get("factor") or 1))
@@ -163,7 +173,7 @@ def _kv_dtype(config: Mapping[str, Any]) -> str:
     scheme = quantized.get("kv_cache_scheme") or {}
     if quantized.get("kv_cache_quant_algo") == "FP8" or (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
         return "fp8_e4m3"
-    # SGLang serves float32 checkpoints in 16 bits too.
+    # SGLang serves float32 checkpoints in 16 bits as well.
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
 
 
@@ -191,7 +201,7 @@ def _parameters(
 
 
 def _quantized_bits(quantized: Mapping[str, Any]) -> tuple[float, str]:
-    """(bits per parameter of a matrix, words for it) of a quantization_config."""
+    """(bits per parameter of a matrix, description) of a quantization_config."""
     method = str(quantized.get("quant_method"))
     if method == "fp8":
         return 8, method
@@ -209,5 +219,5 @@ def _quantized_bits(quantized: Mapping[str, Any]) -> tuple[float, str]:
 
 
 def _with_groups(bits: int, group: int | None) -> float:
-    """Bits per parameter, with a scale and a zero point for each group of that many parameters."""
+    """Bits per parameter, including a scale and a zero point for each group of `group` parameters."""
     return bits + (_ZERO_POINT_AND_SCALE_BITS / group if group and group > 0 else 0)

@@ -1,7 +1,7 @@
-"""What a model's config.json says against compression, before any weight is read.
+"""Reasons not to compress a model that show in its config.json, before any weight is read.
 
-Only what shows in the file: what only the loaded model tells is checked in `patches/model/inspect.py`. How SGLang
-serves an architecture is taken from SGLang 0.5.23, sglang/srt/models.
+What only the loaded model shows is checked in `patches/model/inspect.py`. How SGLang serves an architecture is taken
+from SGLang 0.5.23, sglang/srt/models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STATE_SPACE = (
 )
 _FULL = ("full_attention", "attention")
 
-# SGLang lets every layer of these attend to everything, whatever window the file names.
+# SGLang serves these with full attention in every layer, whatever window the file names.
 _WINDOW_NOT_SERVED = (
     *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "PhiMoEForCausalLM"),
     "Ministral3ForCausalLM",
@@ -34,14 +34,14 @@ def _always(_: Config) -> bool:
     return True
 
 
-# What no general field tells. The condition gets the file's content.
+# Reasons that no general field shows. Each condition takes the file's content.
 _ARCHITECTURES: dict[str, tuple[Callable[[Config], Any], str]] = {
     **dict.fromkeys(
         ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
         (lambda config: config.get("use_qk_norm"), "it normalises queries and keys after their rotation"),
     ),
     **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "OPTForCausalLM"), (_always, _NO_ROPE)),
-    # The model of 7B rotates, the larger ones do not.
+    # The 7B model uses RoPE, the larger ones do not.
     "BaichuanForCausalLM": (lambda config: config.get("hidden_size") != 4096, "it has ALiBi in place of rotation"),
     **dict.fromkeys(("HrmTextForCausalLM", "NanbeigeForCausalLM", "IQuestLoopCoderForCausalLM"), (_always, _LOOPS)),
     **dict.fromkeys(("LLaDA2MoeModelLM", "SDARForCausalLM", "SDARMoeForCausalLM"), (_always, _DIFFUSION)),
@@ -56,10 +56,10 @@ _ARCHITECTURES: dict[str, tuple[Callable[[Config], Any], str]] = {
 
 
 def unsupported(config: Config) -> str | None:
-    """Why a model is not covered, to complete "because ...", or None if nothing in its config.json says so.
+    """Why compression does not cover a model, to complete "because ...", or None if its config.json shows no reason.
 
     Args:
-        config: content of the file; what `text_config` holds counts before what stands beside it.
+        config: content of the file; fields in `text_config` take precedence over those beside it.
     """
     merged = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
     return _by_architecture(merged) or _by_attention(merged) or _by_position(merged)
@@ -77,7 +77,7 @@ def _by_architecture(config: Config) -> str | None:
 def _by_attention(config: Config) -> str | None:
     kinds = {kind for kind in config.get("layer_types") or () if kind not in _FULL}
     window = None
-    # Qwen configs hold a width that nothing uses unless a switch says so.
+    # Qwen configs give a window that is unused unless a switch turns it on.
     switch = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
     if _architecture(config) in _WINDOW_NOT_SERVED:
         kinds.discard("sliding_attention")
@@ -118,7 +118,7 @@ def _by_attention(config: Config) -> str | None:
 
 def _by_position(config: Config) -> str | None:
     embedding = config.get("position_embedding_type")
-    # A 1 stands for a layer that rotates.
+    # A 1 stands for a layer with RoPE.
     rotating = config.get("no_rope_layers")
     without = 0 in rotating if rotating else config.get("no_rope_layer_interval")
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}

@@ -1,1 +1,1 @@
-"""What one request asks for, and its life: who owns which part of its row."""
+"""A request's options, and its life: who owns which part of its row."""

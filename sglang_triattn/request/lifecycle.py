@@ -1,4 +1,4 @@
-"""The life of a compressed request: who owns which part of its row, and what the radix tree may have of it.
+"""The life of a compressed request: who owns which part of its row, and what the radix tree may take of it.
 
                  +------------------------- retract -------------------------+
                  v                                                           |
@@ -8,21 +8,21 @@
                  v  |                                                     |  round
               ACQUIRED ---------------------------------------------------+
 
-The row of a request that holds one, in KV entries:
+A request's row, in KV entries:
 
     0          protected         frozen           first evicted                    physical
     |-- tree ----|--- request -----|--- private, exact --|--- private, holes before it ---|
      shared, locked  a withheld prompt  at its logical place   rotated at its own logical position
 
 - [0, protected) belongs to the radix tree; the request holds a lock on it.
-- [protected, physical) belongs to the request; rounds touch nothing before `frozen` (`plan.frozen_length`).
-- What a round evicts belongs to nobody: its slots go back to the allocator in the same step.
+- [protected, physical) belongs to the request; compaction rounds touch nothing before `frozen` (`plan.frozen_length`).
+- Evicted tokens belong to nobody: their slots go back to the allocator in the same step.
 
-Only K/V that its token ids alone determine may enter the tree. That is the whole row if nothing was evicted, else the
-entries before the first evicted position: what was computed after an eviction attended to a row with holes.
+Only exact K/V, which the token ids alone determine, may enter the tree: the whole row if nothing was evicted, else the
+entries before the first evicted position. Anything computed after an eviction attended to a row with holes.
 
-Nothing here knows SGLang, tensors or devices. `patches/scheduler/request.py` writes what follows from a transition to
-SGLang's request.
+This module knows nothing of SGLang, tensors or devices. `patches/scheduler/request.py` applies the effects of a
+transition to SGLang's request.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import Plan, Report
 
 FirstEvicted = Callable[[], int]
-"""Reads the first position of a row at which a round kept another token than was there."""
+"""Reads the first position of a row that no longer holds its original token after a round."""
 
 NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
 """How a conversation's turn started."""
 
 
 class LifecycleError(RuntimeError):
-    """A transition that cannot follow the one before; a fault of this package."""
+    """A transition called in the wrong stage; a bug in this package."""
 
 
 class Stage(Enum):
-    """Where a request is in its life."""
+    """The stage of a request's life."""
 
     ARRIVED = "waits without a row"
     ACQUIRED = "waits behind its conversation's row, for one attempt at admission"
@@ -59,15 +59,14 @@ class Stage(Enum):
 
 @dataclass
 class RowRecord:
-    """What rounds did to one row. It stays with the row when that goes from a conversation's turn to the next.
+    """What rounds did to one row. It stays with the row from one turn of a conversation to the next.
 
     Attributes:
-        evicted_tokens: tokens that the row has lost.
-        unordered_len: entries at the front of the row that rounds have brought out of order.
-        prompt_len: where the prompt ends behind which the private part began, that of the first turn.
-        first_evicted_pos: the first position evicted by all rounds but those of `unread`; None before any.
-        unread: the first evicted positions of the last two rounds, whose copies from the device may still be on
-            their way.
+        evicted_tokens: tokens evicted from the row.
+        unordered_len: entries at the front of the row that rounds have left out of order.
+        prompt_len: length of the prompt after which the private part began, that of the first turn.
+        first_evicted_pos: first position evicted by any round except those of `unread`; None before any.
+        unread: first evicted positions of the last two rounds, whose copies from the device may still be in flight.
     """
 
     prompt_len: int
@@ -77,7 +76,7 @@ class RowRecord:
     unread: tuple[FirstEvicted, ...] = ()
 
     def add_round(self, evicted_tokens: int, first_evicted: FirstEvicted, unordered_len: int) -> None:
-        """Books a round, and reads the position of the round before the last: its copy has long been made."""
+        """Records a round, and reads the position of the round before the last, whose copy finished long ago."""
         self.evicted_tokens += evicted_tokens
         self.unordered_len = unordered_len
         if len(self.unread) == 2:
@@ -86,9 +85,9 @@ class RowRecord:
         self.unread = (*self.unread[-1:], first_evicted)
 
     def exact_prefix_len(self) -> int | None:
-        """Entries before the first evicted position of any head or layer; None where nothing was evicted.
+        """Entries before the first evicted position of any head or layer; None if nothing was evicted.
 
-        They lie at their logical positions.
+        These entries lie at their logical positions.
         """
         if not self.evicted_tokens:
             return None
@@ -97,24 +96,25 @@ class RowRecord:
 
 
 class CompressedRequest:
-    """One request from its arrival to its end.
+    """One request, from arrival to end.
 
     Attributes:
-        options: what it asked for; `options.settings` None where it is not compressed.
+        options: its options; `options.settings` is None if it is not compressed.
         withheld: whether SGLang itself keeps its row out of the tree.
-        stage: where it is.
-        record: of the row that it holds, None without one.
-        rounds, freed_slots: of this request since it was admitted last.
-        start: how its conversation started; None before its first admission, or where it names none.
+        stage: its current stage.
+        record: record of the row it holds; None without a row.
+        rounds, freed_slots: counts since its last admission.
+        start: how its conversation started; None before its first admission, or without a conversation.
         kept: whether its row waits for the conversation's next turn.
-        arrived_at: when it came, in seconds of the scheduler's clock.
-        report: what compression did to it, once it has given its row back.
+        arrived_at: arrival time, in seconds of the scheduler's clock.
+        report: what compression did to it; set when it gives its row back.
 
-    Raises LifecycleError from every transition that cannot follow the one before.
+    Raises:
+        LifecycleError: from every transition called in the wrong stage.
     """
 
     def __init__(self, options: CompressionOptions, *, withheld: bool) -> None:
-        """arrive: it owns nothing, and the tree keeps what it has."""
+        """arrive: the request owns nothing, and the tree keeps what it has."""
         self.options = options
         self.withheld = withheld
         self.stage = Stage.ARRIVED
@@ -130,7 +130,7 @@ class CompressedRequest:
 
     @property
     def settings(self) -> Config | None:
-        """None where the request is not compressed."""
+        """The request's settings; None if it is not compressed."""
         return self.options.settings
 
     @property
@@ -140,21 +140,21 @@ class CompressedRequest:
 
     @property
     def conversation(self) -> str | None:
-        """The name under which its row is kept."""
+        """The name under which its row is kept, if any."""
         return self.options.conversation
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens evicted from the row that it holds."""
+        """Tokens evicted from the row it holds."""
         return 0 if self.record is None else self.record.evicted_tokens
 
     # What may enter the tree
 
     @property
     def tree_may_take_all(self) -> bool:
-        """Whether SGLang may give the whole row to the tree by itself, now or when it releases the row.
+        """Whether SGLang may give the whole row to the tree on its own, now or when it releases the row.
 
-        The prompt of a request that compacts it stays out while the request runs, because the tree would freeze it.
+        A prompt that is to be compacted stays out while its request runs, because the tree would freeze it.
         """
         if self.withheld or self.evicted_tokens:
             return False
@@ -169,24 +169,24 @@ class CompressedRequest:
     # Transitions
 
     def compact_prompt(self) -> None:
-        """Before admission: its prompt will be compacted after all, because the pool cannot hold all of it."""
+        """Before admission: has its prompt compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
         self.options = replace(self.options, settings=replace(cast(Config, self.settings), prompt="compact"))
 
     def acquire(self, record: RowRecord) -> None:
-        """ARRIVED -> ACQUIRED: it stands behind its conversation's row for one attempt at admission.
+        """ARRIVED -> ACQUIRED: it takes its conversation's row for one attempt at admission.
 
             0          protected        physical
             |-- tree ----|-- conversation --|        locked by the conversation
 
-        `record` stays the conversation's; the request gets a copy.
+        The conversation keeps `record`; the request gets a copy.
         """
         self._leave(Stage.ARRIVED)
         self._begin(replace(record), inherited=True)
         self.stage = Stage.ACQUIRED
 
     def rollback(self) -> None:
-        """ACQUIRED -> ARRIVED: it was not admitted, and the row is the conversation's again, as it was."""
+        """ACQUIRED -> ARRIVED: it was not admitted, and the conversation has its row back unchanged."""
         self._leave(Stage.ACQUIRED)
         self.record, self._inherited = None, False
         self.stage = Stage.ARRIVED
@@ -197,11 +197,11 @@ class CompressedRequest:
             0          protected        physical
             |-- tree ----|-- request ------>         locked by the request
 
-        From ACQUIRED the row is the conversation's no longer, and it names none any more until this request parks it.
+        From ACQUIRED, the conversation gives up the row and has none until this request parks it.
 
         Args:
-            prompt_len: where the prompt ends, for a row of its own.
-            start: how its conversation starts with it, None without one; after a retraction its first start stays.
+            prompt_len: length of the prompt, for a new row.
+            start: how its conversation starts with it; None without one. After a retraction the first start stays.
         """
         resumes = self.stage is Stage.ACQUIRED
         self._leave(Stage.ARRIVED, Stage.ACQUIRED)
@@ -219,11 +219,11 @@ class CompressedRequest:
             0            frozen       new physical       old physical
             |-- as before --|---- kept ----|--- allocator ---|
 
-        Its freed slots belong to the allocator. From here on the tree must never take the row as a whole.
+        The freed slots belong to the allocator. From now on the tree must never take the whole row.
 
         Args:
-            first_evicted: the first position of the row at which another token is kept than was there.
-            unordered_len: entries at the front of the row that are out of order now.
+            first_evicted: reads the first position of the row that no longer holds its original token.
+            unordered_len: entries at the front of the row that are now out of order.
         """
         self._leave(Stage.ADMITTED)
         if self.settings is None:
@@ -233,7 +233,7 @@ class CompressedRequest:
         self.freed_slots += plan.freed_slots
 
     def park(self, report: Report) -> RowRecord:
-        """ADMITTED -> PARKED: its row, cut to what was computed, is its conversation's, and so is the lock.
+        """ADMITTED -> PARKED: its conversation takes over the row, cut to the computed entries, and the lock.
 
             0          protected        physical
             |-- tree ----|-- conversation --|        locked by the conversation
@@ -250,14 +250,14 @@ class CompressedRequest:
             0          exact           physical
             |-- tree ----|-- allocator --|
 
-        Returns how many entries the tree may have of a row with evictions; None where SGLang gives it the whole row,
-        unless that `tree_may_take_all` forbids it.
+        Returns how many entries of a row with evictions the tree may take. None means that nothing was evicted, and
+        that SGLang gives the tree the whole row if `tree_may_take_all` permits it.
         """
         self._published = self._end(report, Stage.PUBLISHED).exact_prefix_len()
         return self._published
 
     def retract(self, report: Report) -> None:
-        """ADMITTED -> ARRIVED: it lost its row, all of it but the tree's part to the allocator.
+        """ADMITTED -> ARRIVED: it lost its row; all but the tree's part went to the allocator.
 
             0          protected        physical
             |-- tree ----|-- allocator --|
@@ -270,17 +270,17 @@ class CompressedRequest:
     # When to look for a round
 
     def wait_until(self, due_len: int, protected: int) -> None:
-        """No round is due before the row has `due_len` entries, as long as the tree owns `protected` of them."""
+        """Notes that no round is due before the row has `due_len` entries, while the tree owns `protected` of them."""
         self._due_len, self._due_protected = due_len, protected
 
     def may_be_due(self, physical: int, protected: int) -> bool:
-        """Whether a round may be due, as far as two comparisons of integers tell."""
+        """Whether a round may be due, as far as two integer comparisons can tell."""
         return physical >= self._due_len or protected != self._due_protected
 
     def _begin(self, record: RowRecord, *, inherited: bool) -> None:
         self.record, self._inherited = record, inherited
         self.rounds = self.freed_slots = 0
-        # Its settings may be others than those of the turn before.
+        # Its settings may differ from those of the turn before.
         self._due_protected = -1
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:

@@ -1,6 +1,6 @@
-"""What one request may ask for: `custom_params={"triattention": {...}}` of its sampling parameters.
+"""Options of one request: `custom_params={"triattention": {...}}` in its sampling parameters.
 
-The server's flags are the defaults, and for lengths the ceilings: what a client may spend is the operator's decision.
+The server's flags are the defaults and, for lengths, the upper limits: the operator decides what a client may spend.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LONGEST_NAME = 256
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """What a request asked for.
+    """Options of one request.
 
     Attributes:
-        settings: None where it asked not to be compressed.
-        conversation: the name under which its row is kept, and looked for at its start.
-        release: whether the conversation ends with it.
+        settings: None if the request declined compression.
+        conversation: the name under which its row is kept, and looked up at its start.
+        release: whether the conversation ends with this request.
     """
 
     settings: Config | None
@@ -34,14 +34,14 @@ class CompressionOptions:
 
 
 def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> CompressionOptions:
-    """What one request asks for.
+    """Reads the options of one request.
 
     Args:
         config: the server's settings.
-        custom_params: of the request's sampling parameters; other keys than KEY are ignored.
+        custom_params: from the request's sampling parameters; keys other than KEY are ignored.
 
     Raises:
-        TriAttentionError: a field is unknown, of the wrong type, or out of range.
+        TriAttentionError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
     asked = (custom_params or {}).get(KEY)
     if asked is None:
@@ -56,7 +56,7 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
     enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
     budget = _tokens(asked, "budget", 1, config.budget)
     interval = _tokens(asked, "interval", 1, config.interval)
-    # The same share of a smaller budget.
+    # The server's share, applied to a smaller budget.
     recent = _tokens(asked, "recent", 0, budget, default=-(-config.recent * budget // config.budget))
     prompt = asked.get("prompt", config.prompt)
     if prompt not in PROMPTS:

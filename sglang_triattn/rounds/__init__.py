@@ -1,1 +1,1 @@
-"""Compaction rounds as the host plans them: who, when, how far, and what scores."""
+"""Compaction rounds as the host plans them: who, when and how far, and the scorer they use."""

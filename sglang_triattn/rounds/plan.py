@@ -1,4 +1,4 @@
-"""Who is compacted, when, and how far: the host-side plan of a round.
+"""The host-side plan of a compaction round: who is compacted, when, and how far.
 
 The row of one request:
 
@@ -7,8 +7,8 @@ The row of one request:
     tree-owned     K/V rotated at their own logical positions     back in the allocator
     never written  positions of new tokens = logical length
 
-A plan is made of token counts and settings alone. No tensor is read, so that every tensor-parallel rank plans the
-same and nothing waits for the device.
+A plan depends only on token counts and settings. No tensor is read, so every tensor-parallel rank makes the same plan
+and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Plan:
         old_length: physical length before the round.
         new_length: physical length after it.
         next_position: logical length, i.e. the RoPE position of the request's next token.
-        freed_slots: slots that go back to the allocator, whole pages at page sizes above 1.
+        freed_slots: slots returned to the allocator, whole pages at page sizes above 1.
     """
 
     frozen: int
@@ -53,9 +53,9 @@ class Plan:
 class Report:
     """`meta_info["triattention"]` of a finished request; lengths in tokens.
 
-    `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length`
-    those still held: the difference is `evicted_tokens`. Of a request that names a conversation, `conversation` says
-    how it started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
+    `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length` those
+    still held; the difference is `evicted_tokens`. For a request that names a conversation, `conversation` says how it
+    started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
     """
 
     rounds: int
@@ -68,16 +68,16 @@ class Report:
     conversation_kept: bool | None = None
 
     def to_dict(self) -> dict[str, int | str | bool]:
-        """Without what does not apply."""
+        """The fields that apply."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def frozen_length(config: Config, protected: int, prompt_length: int, page_size: int) -> int:
     """First position of a row that a round may touch.
 
-    The tree owns [0, protected), and the first tokens (attention sinks) always stay. A frozen prompt stays too where
-    the tree does not hold it (radix cache off, or a prompt that was withheld from the tree), but for its last, partly
-    filled page, which generated tokens share.
+    The tree owns [0, protected), and the first tokens (attention sinks) always stay. A frozen prompt also stays where
+    the tree does not hold it (radix cache off, or a prompt withheld from the tree), except for its last, partly filled
+    page, which it shares with generated tokens.
     """
     if config.prompt == "compact":
         return max(protected, config.sinks)
@@ -87,23 +87,23 @@ def frozen_length(config: Config, protected: int, prompt_length: int, page_size:
 def max_kv_tokens(config: Config, *, frozen: int, logical_end: int) -> int:
     """Most KV entries that a decoding request ever holds.
 
-    A round runs before the step that would take the row past its trigger, so that it never does.
+    A round runs before any step that would take the row past its trigger.
 
     Args:
         frozen: from `frozen_length`.
-        logical_end: tokens that the request computes at most, prompt included.
+        logical_end: most tokens that the request computes, prompt included.
     """
     return min(frozen + config.trigger(frozen), logical_end)
 
 
 def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
-    """The round that is due for a request, or None.
+    """Plans the round that is due for a request; None if none is.
 
     Args:
         frozen: from `frozen_length`.
         length: physical length now, in KV entries.
         evicted_before: tokens evicted by earlier rounds of this row.
-        page_size: slots of a page.
+        page_size: slots per page.
     """
     if length - frozen < config.trigger(frozen):
         return None
@@ -111,7 +111,7 @@ def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int,
 
 
 def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
-    """A round down to the budget, due or not; None where nothing is above it. Arguments as for `plan_round`."""
+    """Plans a round down to the budget, due or not; None if the row is within it. Arguments as for `plan_round`."""
     new_length = frozen + config.budget_for(frozen)
     if length <= new_length:
         return None
@@ -125,22 +125,22 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
 
 
 def scored_tokens(config: Config, context: int) -> tuple[int, int]:
-    """Private tokens of a request at a round: as a rule, and at most, of a model with this context limit.
+    """Private tokens of a request at a round: (usual number, maximum), for a model with this context limit.
 
-    More than the rule comes with output that was prefilled again after a retraction.
+    There are more than usual when output was prefilled again after a retraction.
     """
     due = config.budget + config.interval
     return due, max(due, context)
 
 
 def ceil_align(length: int, page_size: int) -> int:
-    """Slots of the whole pages that hold `length` tokens."""
+    """Slots in the whole pages that hold `length` tokens."""
     return -(-length // page_size) * page_size
 
 
 @dataclass
 class Totals:
-    """Sums over all requests since the server started; `pressure_rounds` are those of `rounds` that ran early."""
+    """Sums over all requests since the server started; `pressure_rounds` counts those of `rounds` that ran early."""
 
     rounds: int = 0
     evicted_tokens: int = 0

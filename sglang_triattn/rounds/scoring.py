@@ -1,4 +1,4 @@
-"""The Scorer that settings and statistics ask for: one way to build it, in the server and outside."""
+"""Builds the Scorer for given settings and statistics, in the server and outside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_triattn.stats.file import QueryStats
 def score_tables(
     stats: QueryStats, num_kv_heads: int, device: torch.device | str, heads: slice = slice(None)
 ) -> ScoreTables:
-    """The constants of a model's scores, of some of its query heads; arguments as for `build_scorer`."""
+    """The constants of a model's scores, for some or all of its query heads; arguments as for `build_scorer`."""
     rope = cast(Rope, stats.rope)
     means = stats.mean[:, heads], stats.abs_mean[:, heads]
     return build_tables(*means, rope.inv_freq, rope.attention_scaling, rope.style, num_kv_heads, device)
@@ -36,17 +36,18 @@ def build_scorer(
     memory: torch.Tensor | None = None,
     kernels: bool | None = None,
 ) -> Scorer:
-    """The Scorer of a KV pool under these settings.
+    """Builds the Scorer of a KV pool under these settings.
 
     Args:
-        stats: of the whole model, checked against it by `check_stats`.
+        stats: statistics of the whole model, checked against it by `check_stats`.
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys.
-        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values; read where `config.value_share` is not 0.
+        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values; read unless `config.value_share` is 0.
         context: most tokens of a request.
-        heads: the query heads whose keys the pool holds, all but under tensor parallelism.
+        heads: the query heads whose keys the pool holds; all of them except under tensor parallelism.
         reduce_ranks, memory, kernels: see `Scorer`.
 
-    Raises ValueError if the statistics do not fit the pool, or its kernels cannot read it.
+    Raises:
+        ValueError: the statistics do not fit the pool, or the kernels cannot read it.
     """
     tables = score_tables(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
     num_tokens, longest = scored_tokens(config, context)

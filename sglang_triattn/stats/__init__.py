@@ -1,4 +1,4 @@
-"""Query statistics: the file, the folder of kept files, and what they predict. Public: what is imported here."""
+"""Query statistics: the file, the per-user cache, and what they predict. Public names are imported here."""
 
 from sglang_triattn.stats.file import QueryStats, load_stats, save_stats
 

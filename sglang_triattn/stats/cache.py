@@ -1,4 +1,4 @@
-"""Statistics kept from one launch to the next: one file per model, named by its fingerprint, in a per-user folder."""
+"""A per-user cache of statistics between launches: one file per model, named by its fingerprint."""
 
 import fcntl
 import logging
@@ -19,14 +19,14 @@ def cache_folder() -> Path:
 
 
 def cached_path(fingerprint: str) -> Path:
-    """Where the statistics of a model are kept."""
+    """Path of a model's cached statistics."""
     return cache_folder() / f"{fingerprint}.safetensors"
 
 
 def load_cached(shape: ModelShape) -> QueryStats | None:
-    """The kept statistics of a served model, checked against it; None where there are none that fit.
+    """Cached statistics of a served model, checked against it; None if there are none that fit.
 
-    A file that is damaged or belongs to another model is reported and passed over: it can be measured again.
+    A file that is damaged or belongs to another model is logged and ignored, because the model can be measured again.
     """
     if shape.fingerprint is None:
         return None
@@ -43,9 +43,10 @@ def load_cached(shape: ModelShape) -> QueryStats | None:
 
 
 def keep_stats(stats: QueryStats) -> Path | None:
-    """Keeps the statistics of a model for its next launch; returns the file, or None where that is not possible.
+    """Caches the statistics of a model for its next launch; returns the file, or None if that is not possible.
 
-    A folder that is full or read-only, or a model without a fingerprint, costs the next launch time, not this one.
+    A folder that is full or read-only, or a model without a fingerprint, only means that the next launch measures
+    again.
     """
     if stats.fingerprint is None:
         logger.warning("TriAttention keeps no statistics of this model, because it has no config.json to know it by")
@@ -65,9 +66,9 @@ def keep_stats(stats: QueryStats) -> Path | None:
 
 @contextmanager
 def measuring_alone(fingerprint: str | None) -> Iterator[None]:
-    """Held while a model is looked up, measured and kept, so that servers that start together measure it once.
+    """Lock held while a model is looked up, measured and cached, so that servers that start together measure it once.
 
-    Without a folder to lock in everyone measures for itself.
+    Without a folder for the lock, each server measures for itself.
     """
     if fingerprint is None:
         yield

@@ -1,9 +1,9 @@
-"""How alike the queries of a model are, and what that predicts of scores.
+"""How alike a model's queries are, and what that predicts about scores.
 
-Measured by `benchmarks/foretell.py` on Qwen2.5-Coder-0.5B and SmolLM2-135M, on prose and code: the attention that a
-quarter of the older tokens gets when scores choose it, as a part of what the best quarter gets. On SmolLM2 it was 0.91
-to 0.95 whatever the concentration of a head; on Qwen it fell with it, as `MEASURED` has it. Heads below 0.6 have not
-been seen.
+`benchmarks/foretell.py` measured it on Qwen2.5-Coder-0.5B and SmolLM2-135M, on prose and code: the attention that a
+quarter of the older tokens gets when scores choose it, as a fraction of what the best quarter gets. On SmolLM2 it was
+0.91 to 0.95 whatever the concentration of a head; on Qwen it fell with concentration, as in `MEASURED`. No head below
+0.6 was seen.
 """
 
 import torch
@@ -11,23 +11,23 @@ import torch
 from sglang_triattn.stats.file import QueryStats
 
 MEASURED = ((0.6, 0.63), (0.7, 0.73), (0.8, 0.86), (0.9, 0.87))
-"""(concentration from which on, part of the best choice's attention), of the model where it was less."""
+"""(least concentration, fraction of the best choice's attention), for the model where the fraction was lower."""
 SPREAD = 0.6
-"""Below this mean concentration nothing is known of scores."""
+"""Scores have not been measured below this mean concentration."""
 
 
 def concentration(stats: QueryStats) -> torch.Tensor:
     """[L, H_q] float64 between 0 and 1: how alike the pre-RoPE queries of each head are.
 
-    It is the sum over frequencies of |mean q| by that of mean |q|, so that frequencies count by their size. At 1 all
-    queries are the same, and the score of a key is exact.
+    It is the sum over frequencies of |mean q| divided by that of mean |q|, so frequencies are weighted by size. At 1
+    all queries are equal, and the score of a key is exact.
     """
     absolute = stats.abs_mean.double().sum(-1)
     return stats.mean.to(torch.complex128).abs().sum(-1) / absolute.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def outlook(stats: QueryStats) -> str:
-    """What the mean concentration predicts, in a sentence without a full stop."""
+    """What the mean concentration predicts, as a sentence without a full stop."""
     mean = concentration(stats).mean().item()
     if mean < SPREAD:
         return (
@@ -43,7 +43,7 @@ def outlook(stats: QueryStats) -> str:
 
 
 def layer_lines(stats: QueryStats) -> list[str]:
-    """The mean of each layer, ten in a line."""
+    """The mean of each layer, ten per line."""
     means = [f"{value:.2f}" for value in concentration(stats).mean(1).tolist()]
     return [
         f"  {f'layers {first}-{first + len(some) - 1}':<13} {' '.join(some)}"

@@ -1,8 +1,8 @@
-"""Query statistics: what calibration measures, one file per model, checked against the model that is served.
+"""Query statistics: what calibration measures, one file per model, checked against the served model.
 
-A file is a `.safetensors` with everything needed to notice that it belongs to another model. The `.pt` files
-published with the paper (docs/method.md) are read too; they store neither frequencies nor KV heads, so less of them
-can be checked.
+A file is a `.safetensors` with everything needed to notice that it belongs to another model. The `.pt` files published
+with the paper (docs/method.md) can be read too; they store neither frequencies nor KV heads, so less of them can be
+checked.
 """
 
 import math
@@ -33,7 +33,11 @@ class StatsError(TriAttentionError):
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """What a served or calibrated model has, in the words of a statistics file."""
+    """Shape of a served or calibrated model, in the terms of a statistics file.
+
+    Attributes:
+        fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
+    """
 
     num_layers: int
     num_q_heads: int
@@ -41,31 +45,34 @@ class ModelShape:
     head_dim: int
     rope: Rope
     fingerprint: str | None
-    """`model_fingerprint` of the model, None where it could not be computed: then it is not compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryStats:
-    """Statistics of pre-RoPE queries per layer and query head; None marks what a file does not say."""
+    """Statistics of pre-RoPE queries per layer and query head; None marks what a file does not store.
+
+    Attributes:
+        mean: [L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm.
+        abs_mean: [L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|.
+        token_count: tokens that the means were taken over.
+        source: where the statistics come from, for messages; not stored.
+    """
 
     mean: torch.Tensor
-    """[L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm."""
     abs_mean: torch.Tensor
-    """[L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|."""
     num_kv_heads: int | None
     head_dim: int
     rope: Rope | None
     fingerprint: str | None
     token_count: int | None
-    """Tokens the means were taken over."""
     source: str
-    """Where the statistics come from, for messages; not stored."""
 
 
 def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
-    """Writes `stats` to `path` (.safetensors). The file appears complete or not at all.
+    """Atomically writes `stats` to `path`.
 
-    Raises StatsError if the suffix is another one or the file cannot be written.
+    Raises:
+        StatsError: the name does not end in .safetensors or the file cannot be written.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -100,9 +107,10 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
 def load_stats(path: str | os.PathLike) -> QueryStats:
     """Reads a statistics file: this package's .safetensors or a published .pt (docs/method.md).
 
-    A .pt is unpickled with `weights_only=True` and leaves num_kv_heads, rope, fingerprint and token_count
-    None.
-    Raises StatsError if the file is missing, unreadable, of another kind, or holds impossible numbers.
+    A .pt is unpickled with `weights_only=True` and leaves num_kv_heads, rope, fingerprint and token_count None.
+
+    Raises:
+        StatsError: the file is missing, unreadable, of another kind, or holds impossible numbers.
     """
     path = Path(path)
     if not path.is_file():
@@ -121,17 +129,17 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
 
 
 def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
-    """Compares every field the file stores with the served model; what the file lacks is filled from the
-    model.
+    """Compares every stored field with the served model, and fills in KV heads and RoPE where the file has none.
 
-    Raises StatsError naming the first field that differs and both values.
+    Raises:
+        StatsError: naming the first field that differs and both values.
     """
     layers, q_heads, frequencies = stats.mean.shape
     _same(stats, "layers", layers, shape.num_layers)
     _same(stats, "query heads", q_heads, shape.num_q_heads)
     _same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
     _same(stats, "head_dim", stats.head_dim, shape.head_dim)
-    # A file without its own RoPE is a published one: all dims turn, in half style.
+    # A file without RoPE is a published one: all dims are rotated, in half style.
     rope, served = stats.rope, shape.rope
     _same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
     _same(stats, "RoPE style", rope.style if rope else "half", served.style)
@@ -197,7 +205,7 @@ def _read_pt(path: Path) -> QueryStats:
     try:
         metadata, entries = content["metadata"], content["stats"]
         style = metadata.get("rope_style", "half")
-        # A key of another form has none, which is one of the errors below.
+        # A key of another form has no match, which raises one of the errors below.
         matches = {key: cast(re.Match, _PT_KEY.fullmatch(key)) for key in entries}
         where = {tuple(map(int, matches[key].groups())): entry for key, entry in entries.items()}
         layers, heads = (1 + max(column) for column in zip(*where, strict=True))

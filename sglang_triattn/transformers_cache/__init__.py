@@ -1,6 +1,6 @@
 """The server's compaction for `transformers` models: a `Cache` whose rows are compacted as requests are, see `cache`.
 
-Public: what is imported here.
+Public names are imported here.
 """
 
 from sglang_triattn.transformers_cache.cache import CompactedCache

@@ -3,16 +3,16 @@
     from sglang_triattn.transformers_cache import feed, forward
 
     cache = CompactedCache.for_model(model, settings, stats, prompt_length=50, capacity=4096)
-    logits = feed(model, cache, ids)              # rounds run where the server would run them
-    answers = cache.branch(room=64)               # the same state, to ask questions of
+    logits = feed(model, cache, ids)              # compaction rounds run where the server would run them
+    answers = cache.branch(room=64)               # the same state, for questions
     forward(model, answers, question)             # no rounds
 
-Row b of the batch holds the tokens under settings[b], so that settings are compared on one pass of the model. Plan,
-scorer, selection and moves are the server's own code. `replay` is a faster mode: rounds run on K/V that were computed
-once, densely, for all settings; its docstring says what differs.
+Row b of the batch is compacted under settings[b], so one pass of the model compares all settings. Plan, scorer,
+selection and moves are the server's own code. `replay` is faster: its rounds run on K/V computed once, densely, for all
+settings; its docstring says what differs.
 
-Any model works whose layers all have full attention with RoPE, by "eager" or "sdpa". A row has no page table, so that
-memory is not saved: this is for measuring what compaction does to answers.
+Any model works whose layers all have full attention with RoPE, computed by "eager" or "sdpa". A row has no page table,
+so no memory is saved: this is for measuring what compaction does to answers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ATTENTION = ("eager", "sdpa")
 class CompactedCache(Cache):
     """K/V of several rows of the same tokens, each compacted under its own setting; see `for_model`.
 
-    Each call of the model takes what `inputs` gives it; `feed`, `replay` and `forward` do so themselves.
+    Each call of the model needs what `inputs` returns; `feed` and `forward` take care of that.
 
     Attributes:
-        rows: the rows: lengths, rounds, reports, and `positions_of`, what each head holds.
+        rows: the rows: lengths, rounds, reports, and `positions_of`, the positions that each head holds.
     """
 
     def __init__(self, rows: KVRows) -> None:
@@ -65,12 +65,13 @@ class CompactedCache(Cache):
 
         Args:
             model: a transformers model for causal language modelling.
-            settings: one for each row; a Config stands for Setting(config).
+            settings: one per row; a Config stands for Setting(config).
             stats: the model's query statistics; needed by settings that name no policy.
-            capacity: KV entries that a row can hold: for a decoding request at most `max_kv_tokens`.
+            capacity: KV entries that a row can hold; a decoding request needs at most `max_kv_tokens`.
             prompt_length, protected, page_size: see `KVRows`.
 
-        Raises CacheError or another TriAttentionError when the model, the statistics or a number cannot work.
+        Raises:
+            CacheError or another TriAttentionError: the model, the statistics or a number cannot work.
         """
         settings = [one if isinstance(one, Setting) else Setting(one) for one in settings]
         if not settings:
@@ -93,22 +94,23 @@ class CompactedCache(Cache):
             settings, pools, capacity, make_scorer,
             prompt_length=prompt_length, protected=protected, page_size=page_size,
         )  # fmt: skip
-        # What cannot work is refused now, not at the first round.
+        # Refuse what cannot work now, not at the first round.
         for row in range(len(settings)):
             rows.policy_of(row)
         return cls(rows)
 
     def inputs(self, size: int, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """Keyword arguments for one call of the model with `size` tokens a row, besides `input_ids` [B, size].
+        """Keyword arguments for one call of the model with `size` tokens per row, besides `input_ids` [B, size].
 
         Args:
-            counts: tokens of each row that count, the first ones; the others are padding, which is forgotten.
+            counts: how many of each row's tokens count, from the first; the others are padding and are forgotten.
 
         Returns:
             attention_mask [1 or B, 1, size, longest row] in the cache's dtype, to be added; position_ids [B, size],
             logical; past_key_values and use_cache.
 
-        Raises CacheError where a row has no room, or `counts` does not fit.
+        Raises:
+            CacheError: a row has no room, or `counts` does not fit.
         """
         rows = self.rows
         counts = [size] * len(rows.lengths) if counts is None else list(counts)
@@ -134,10 +136,11 @@ class CompactedCache(Cache):
         """A copy that shares nothing with this cache, to be fed with other tokens.
 
         Args:
-            rows: which rows it gets, in this order; one may be named several times. All by default.
-            room: free KV entries of its longest row; by default its capacity is this cache's.
+            rows: the rows to copy, in this order, possibly repeated; all by default.
+            room: free KV entries of the longest copied row; by default the copy has this cache's capacity.
 
-        Raises CacheError where a row does not exist.
+        Raises:
+            CacheError: a row does not exist.
         """
         mine = self.rows
         chosen = list(range(len(mine.lengths))) if rows is None else list(rows)
@@ -164,20 +167,20 @@ class CompactedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer of a CompactedCache, as transformers asks for it."""
+    """One layer of a CompactedCache, with the interface that transformers expects."""
 
     def __init__(self, cache: CompactedCache, number: int) -> None:
         super().__init__()
         self._cache, self._number = cache, number
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: the pools are there from the start."""
+        """Does nothing: the pools exist from the start."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple:
         return self._cache._store(self._number, key_states, value_states)
 
     def get_seq_length(self) -> int:
-        """KV entries of the longest row: not the position of the next token."""
+        """KV entries of the longest row, which is not the position of the next token."""
         return max(self._cache.rows.lengths)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -194,10 +197,10 @@ class _Layer(CacheLayerMixin):
 
 
 def shape_of(model: Any) -> ModelShape:
-    """The shape of a loaded transformers model, as statistics are held against it.
+    """The shape of a loaded transformers model, to check statistics against.
 
-    Raises TriAttentionError where its attention is not one that can be compacted, or is computed in another way than
-    "eager" or "sdpa".
+    Raises:
+        TriAttentionError: its attention cannot be compacted, or is computed in another way than "eager" or "sdpa".
     """
     config = model.config.get_text_config()
     reason = unsupported({**config.to_dict(), "architectures": [type(model).__name__]})

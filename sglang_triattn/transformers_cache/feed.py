@@ -1,4 +1,4 @@
-"""Tokens into a `CompactedCache`: through the model, with rounds where the server would run them, or from dense K/V."""
+"""Feeds tokens to a `CompactedCache`: through the model, with the server's compaction rounds, or from dense K/V."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.policy import CacheError
 
 CHUNK = 512
-"""Tokens of one forward pass, unless a round comes before."""
+"""Tokens of one forward pass, unless a round is due earlier."""
 
 
 @torch.no_grad()
@@ -25,17 +25,18 @@ def forward(
     counts: Sequence[int] | None = None,
     logits: int = 1,
 ) -> torch.Tensor:
-    """One call of the model on all rows; runs no round.
+    """Calls the model once, on all rows; runs no round.
 
     Args:
         ids: [size], the same for all rows, or [B, size].
         counts: see `CompactedCache.inputs`.
-        logits: positions at the end of `size` whose logits are wanted.
+        logits: number of positions at the end of `size` whose logits are returned.
 
     Returns:
         [B, logits, vocabulary].
 
-    Raises CacheError where ids and cache do not fit.
+    Raises:
+        CacheError: ids and cache do not fit.
     """
     ids = _for_rows(cache, ids)
     size = ids.shape[1]
@@ -51,20 +52,21 @@ def feed(
 ) -> torch.Tensor:
     """Appends tokens to all rows, with rounds where the server would run them.
 
-    Tokens behind the prompt are computed as decoded ones are: a round runs before the one that would take a row past
-    its trigger. They go through the model in pieces that end where the next row's round is due; within a piece every
-    token sees what it would see alone. Within a prompt that is to be compacted, rounds run between two chunks and
+    Tokens after the prompt are computed as decoded ones are: a round runs before the token that would take a row past
+    its trigger. They go through the model in pieces that end where the next round of any row is due; within a piece,
+    every token sees what it would see alone. Within a prompt that is to be compacted, rounds run between two chunks and
     between two calls. A round that is due at the end is left for the next token, as in the server.
 
     Args:
         ids: [n], the same for all rows, or [B, n].
         chunk: most tokens of one forward pass; within a prompt, the server's --chunked-prefill-size.
-        logits: positions at the end of the n tokens whose logits are wanted.
+        logits: number of positions at the end of the n tokens whose logits are returned.
 
     Returns:
         [B, logits, vocabulary].
 
-    Raises CacheError where ids and cache do not fit.
+    Raises:
+        CacheError: ids and cache do not fit.
     """
     ids = _for_rows(cache, ids)
     _check_chunk(chunk)
@@ -80,9 +82,10 @@ def feed(
 
 @torch.no_grad()
 def compute_dense(model: Any, ids: Sequence[int] | torch.Tensor, *, chunk: int = CHUNK) -> DynamicCache:
-    """K and V of all tokens, [n], each computed with all before it in sight; `chunk` of them in one forward pass.
+    """K and V of the tokens `ids` [n], each computed with all earlier ones visible, `chunk` tokens per forward pass.
 
-    Raises CacheError where `chunk` is less than one.
+    Raises:
+        CacheError: `chunk` is less than one.
     """
     _check_chunk(chunk)
     ids, dense = torch.as_tensor(ids, device=model.device).view(1, -1), DynamicCache()
@@ -95,18 +98,19 @@ def compute_dense(model: Any, ids: Sequence[int] | torch.Tensor, *, chunk: int =
 def replay(cache: CompactedCache, dense: DynamicCache, until: int | None = None, *, chunk: int = CHUNK) -> None:
     """Appends tokens whose K and V are known to all rows, with rounds where `feed` runs them; the model is not called.
 
-    The first eviction is exactly that of `feed`. What comes after it differs: here each token's K and V were computed
-    with every token before it in sight, so that kept ones carry what evicted ones would have told them; in the server
-    they are computed from what is left. Scores read such keys too, so that later rounds may keep others. Rankings of
-    settings carry over as far as that matters little; figures that are to hold for the server need `feed`.
+    The first eviction is exactly that of `feed`. Later ones may differ: here each token's K and V were computed with
+    every earlier token visible, so kept tokens carry what evicted ones would have told them; in the server they are
+    computed from what is left. Scores read such keys too, so later rounds may keep other tokens. Rankings of settings
+    carry over as far as that matters little; figures meant for the server need `feed`.
 
     Args:
         cache: empty, or filled by `replay` from the same tokens.
         dense: from `compute_dense`.
-        until: how many tokens to hold in the end, by default all of `dense`.
+        until: how many tokens to hold in the end; all of `dense` by default.
         chunk: see `feed`.
 
-    Raises CacheError where `dense` does not reach from the cache's logical length to `until`.
+    Raises:
+        CacheError: `dense` does not reach from the cache's logical length to `until`.
     """
     _check_chunk(chunk)
     rows = cache.rows
@@ -125,7 +129,7 @@ def replay(cache: CompactedCache, dense: DynamicCache, until: int | None = None,
 
 
 def _for_rows(cache: CompactedCache, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-    """[B, size] int64 on the cache's device."""
+    """`ids` as [B, size] int64 on the cache's device."""
     rows = len(cache.rows.lengths)
     ids = torch.as_tensor(ids, dtype=torch.int64, device=cache.rows.pools.k_buffers[0].device)
     if ids.ndim == 1:

@@ -1,4 +1,4 @@
-"""What decides which tokens of a row stay outside SGLang, and what it may read: the server's scorer, or a control."""
+"""Policies that decide, outside SGLang, which tokens of a row stay, and what they may read: a scorer, or a control."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CacheError(TriAttentionError):
 
 
 class Policy(Protocol):
-    """What decides which private tokens stay. A `kernels.scorer.Scorer` is one."""
+    """Decides which private tokens stay. A `kernels.scorer.Scorer` is one."""
 
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
@@ -38,7 +38,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """What rows hold and a policy may read; shapes per layer, of L, with S slots.
+    """What rows hold and a policy may read: one tensor for each of L layers, with S slots.
 
     Attributes:
         k_buffers: [S, H_kv, head_dim], post-RoPE keys.
@@ -54,7 +54,7 @@ class Pools:
     def empty(
         cls, slots: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> Pools:
-        """Pools of zeros: what is masked out must still be numbers."""
+        """Pools of zeros, because masked-out entries must still be numbers."""
         shape = (layers, slots, kv_heads)
         k, v = (torch.zeros(*shape, head_dim, dtype=dtype, device=device) for _ in range(2))
         return cls(k.unbind(), v.unbind(), torch.zeros(shape, dtype=torch.int64, device=device).unbind())
@@ -63,7 +63,7 @@ class Pools:
         yield from (*self.k_buffers, *self.v_buffers, *self.positions)
 
     def like(self, slots: int) -> Pools:
-        """Empty pools of the same model."""
+        """Empty pools for the same model."""
         k = self.k_buffers[0]
         kv_heads, head_dim = k.shape[1:]
         return Pools.empty(slots, len(self.k_buffers), kv_heads, head_dim, k.dtype, k.device)
@@ -75,9 +75,9 @@ class Setting:
 
     Attributes:
         config: decides when a round runs and how many tokens it keeps.
-        make_policy: makes what decides which tokens stay; None for the server's own `Scorer` under `config`. It is
-            called when a cache is built, and again for a branch that comes to a round; rows with equal settings share
-            what it returns.
+        make_policy: makes the policy that decides which tokens stay; None means the server's own `Scorer` under
+            `config`. It is called when a cache is built, and again for the first round of a branch; rows with equal
+            settings share the policy.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Queries of transformers models, where every model hands them to its attention function.
+"""Captures the queries of transformers models where they enter the attention function.
 
 Hooks on `q_proj` would miss a q_norm (Qwen3) and fused projections; at the attention function the query is, by
 construction, the one that meets the keys.
@@ -13,14 +13,15 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "sdpa"
-"""How a model must be loaded (`attn_implementation`) for `watching_queries`."""
+"""The `attn_implementation` that a model must be loaded with for `watching_queries`."""
 
 
 @contextmanager
 def watching_queries(see: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    """While open, `see(layer, query)` is called before every attention call of transformers models runs.
+    """While open, calls `see(layer, query)` before every attention call of transformers models.
 
-    query: [B, H_q, S, head_dim], post-RoPE.
+    Args:
+        see: receives `query` as [B, H_q, S, head_dim], post-RoPE.
     """
     attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 
@@ -28,7 +29,7 @@ def watching_queries(see: Callable[[int, torch.Tensor], None]) -> Iterator[None]
         see(module.layer_idx, query)
         return attend(module, query, *args, **kwargs)
 
-    # The mapping's own override level: deleting it brings the original function back.
+    # The mapping's own override level: deleting the entry restores the original function.
     ALL_ATTENTION_FUNCTIONS[ATTENTION] = watched
     try:
         yield

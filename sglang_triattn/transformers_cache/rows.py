@@ -1,13 +1,13 @@
-"""Rows of K/V outside SGLang, each compacted under settings of its own, as the server compacts a request.
+"""Rows of K/V outside SGLang, each compacted under its own settings as the server compacts a request.
 
-Every layer has one pool for K and one for V, as in the server; row b owns the slots from b * capacity on:
+As in the server, every layer has one pool for K and one for V. Row b owns the slots from b * capacity on:
 
     0            frozen            length             capacity
     |-- frozen ---|---- private ----|------ free -------|
-                    rounds keep order: positions of what a head holds always ascend
+                    compaction rounds keep order: the positions that a head holds always ascend
 
-Rows see the same tokens and hold different numbers of them. What a policy keeps may differ between layers and heads,
-how many it keeps does not.
+Rows see the same tokens but may hold different numbers of them. Layers and heads of a row may keep different tokens,
+but equally many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.rounds.plan import Plan, Report, Totals, frozen_length, plan_round
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
 
-# Keeps the order of tokens, so that the newest are always the last.
+# Keeps tokens in order, so that the newest are always last.
 _STRATEGY = "slide"
 
 
@@ -31,20 +31,21 @@ class KVRows:
     """The rows and their rounds.
 
     Args:
-        settings: one for each row.
-        pools: of len(settings) * capacity slots.
+        settings: one per row.
+        pools: pools of len(settings) * capacity slots.
         capacity: KV entries that a row can hold.
         make_scorer: makes the policy of a row whose setting names none.
         prompt_length: tokens of the prompt, the same for all rows.
-        protected: first tokens of the prompt that a radix tree would own; no round touches them.
-        page_size: slots of a page; decides where a frozen prompt ends, and the count of freed slots.
+        protected: first tokens of the prompt, which a radix tree would own; no round touches them.
+        page_size: slots per page; determines where a frozen prompt ends, and how many slots are freed.
 
     Attributes:
         lengths: KV entries that each row holds.
         totals: what rounds did to each row.
-        after_round: called with the row's number and its plan after each round, unless None.
+        after_round: unless None, called after each round with the row's number and its plan.
 
-    Raises CacheError when a number is out of range.
+    Raises:
+        CacheError: a number is out of range.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class KVRows:
         self._mover: Mover | None = None
 
     def policy_of(self, row: int) -> Policy:
-        """What decides for a row; made when it is first asked for."""
+        """The policy of a row; made on first use."""
         setting = self.settings[row]
         if setting not in self._policies:
             make = setting.make_policy
@@ -83,7 +84,7 @@ class KVRows:
         return self._policies[setting]
 
     def logical_length(self, row: int) -> int:
-        """Tokens that a row has seen, and the position of its next one."""
+        """Tokens that a row has seen, which is also the position of its next one."""
         return self.lengths[row] + self.totals[row].evicted_tokens
 
     def frozen(self, row: int) -> int:
@@ -91,9 +92,10 @@ class KVRows:
         return frozen_length(self.settings[row].config, self.protected, self.prompt_length, self.page_size)
 
     def slots(self, size: int) -> torch.Tensor:
-        """[B, size] int64: where the next tokens of each row go.
+        """[B, size] int64: slots for the next tokens of each row.
 
-        Raises CacheError where a row would exceed its capacity.
+        Raises:
+            CacheError: a row would exceed its capacity.
         """
         longest = max(self.lengths)
         if longest + size > self.capacity:
@@ -111,7 +113,7 @@ class KVRows:
             buffer[slots.flatten()] = new.transpose(1, 2).flatten(0, 1).to(buffer.dtype)
 
     def advance(self, slots: torch.Tensor, counts: Sequence[int]) -> None:
-        """Lets the first `counts[b]` tokens of row b's `slots` count, once all layers were written."""
+        """Appends the first `counts[b]` tokens of row b's `slots` to the row, once all layers are written."""
         logical = torch.tensor([self.logical_length(row) for row in range(len(self.lengths))])
         positions = (logical[:, None] + torch.arange(slots.shape[1])).to(slots.device)
         for buffer in self.pools.positions:
@@ -119,16 +121,16 @@ class KVRows:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def pieces(self, count: int, chunk: int) -> Iterator[int]:
-        """Cuts the next `count` tokens where the server would look for rounds, and runs those that are due before each.
+        """Yields the sizes of pieces that end where the server looks for rounds, and runs due rounds before each.
 
-        The caller computes each piece before it asks for the next.
+        Together they make up the next `count` tokens. The caller computes each piece before it takes the next.
 
         Args:
             chunk: most tokens of a piece; within a prompt, rounds may run between two chunks.
         """
         while count:
             self.run_due_rounds()
-            # Rows have different lengths only behind the prompt.
+            # Rows differ in length only after the prompt.
             done = min(map(self.logical_length, range(len(self.lengths))))
             size = min(count, chunk)
             if done < self.prompt_length:
@@ -140,15 +142,15 @@ class KVRows:
             count -= size
 
     def run_due_rounds(self) -> None:
-        """One round for every row that has outgrown its budget."""
+        """Runs one round for every row that has outgrown its budget."""
         for row in range(len(self.lengths)):
             plan = self.due(row)
             if plan is not None:
                 self._compact(row, plan)
 
     def due(self, row: int) -> Plan | None:
-        """The round that the server would run before the row's next token, or None."""
-        # The first token behind the prompt is computed before the server looks at a request again.
+        """Plans the round that the server would run before the row's next token; None if none is due."""
+        # The first token after the prompt is computed before the server looks at a request again.
         if self.logical_length(row) == self.prompt_length:
             return None
         return plan_round(
@@ -160,12 +162,12 @@ class KVRows:
         )
 
     def positions_of(self, row: int) -> torch.Tensor:
-        """[L, H_kv, length] int64, ascending: the logical positions of what each head of a row holds."""
+        """[L, H_kv, length] int64, ascending: the logical positions that each head of a row holds."""
         first = row * self.capacity
         return torch.stack([layer[first : first + self.lengths[row]].T for layer in self.pools.positions])
 
     def report(self, row: int) -> Report:
-        """What the server says of a finished request in `meta_info`."""
+        """The report that the server would give in `meta_info` once the request finished."""
         totals = self.totals[row]
         return Report(
             rounds=totals.rounds,
@@ -177,9 +179,10 @@ class KVRows:
         )
 
     def branch(self, rows: Sequence[int], capacity: int) -> KVRows:
-        """Copies of some rows, maybe several of one, that share nothing with these.
+        """Copies of some rows, possibly several of one, that share nothing with these.
 
-        Raises CacheError where a row does not exist or exceeds the capacity.
+        Raises:
+            CacheError: a row does not exist or exceeds the capacity.
         """
         if not rows or not all(0 <= row < len(self.lengths) for row in rows):
             raise CacheError(f"rows is {list(rows)}, but it must name some of the {len(self.lengths)} rows.")
@@ -204,7 +207,7 @@ class KVRows:
         return copied
 
     def _until_due(self, row: int) -> int:
-        """Tokens up to the next round of a row, at least one."""
+        """Tokens until the next round of a row, at least one."""
         frozen = self.frozen(row)
         return max(frozen + self.settings[row].config.trigger(frozen) - self.lengths[row], 1)
 
@@ -226,7 +229,7 @@ class KVRows:
             self.after_round(row, plan)
 
     def _check_kept(self, row: int, kept: torch.Tensor, plan: Plan) -> None:
-        """Raises CacheError unless a policy returned sets as `Policy.keep` describes them."""
+        """Raises CacheError unless a policy returned sets as `Policy.keep` specifies."""
         layers, heads = len(self.pools.k_buffers), self.pools.k_buffers[0].shape[1]
         shapes = [(1, *sets, plan.kept_private) for sets in ((), (heads,), (layers, heads))]
         if kept.dtype != torch.int64 or tuple(kept.shape) not in shapes:
