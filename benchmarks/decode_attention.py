@@ -21,7 +21,9 @@ WORKSPACE = 512 << 20
 class Rows:
     """The static buffers that attention reads.
 
-    slots: [B, width] int32, each request's slots in row order. lengths: [B] int32, including the new token.
+    Attributes:
+        slots: [B, width] int32, each request's slots in row order.
+        lengths: [B] int32, including the new token.
     """
 
     slots: torch.Tensor
@@ -110,7 +112,7 @@ class FlashInferAttention:
         self._flatten(max(lengths))
         shape = self._shape
         sizes = (self._last, shape.q_heads, shape.kv_heads, shape.head_dim, 1)
-        # The scale is given so that it is cached: a plan without it would reset it to FlashInfer's own default.
+        # Plans cache the scale: one without it would go back to FlashInfer's own default.
         options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": shape.head_dim**-0.5}
         if self._planned:
             from flashinfer.decode import fast_decode_plan

@@ -43,7 +43,7 @@ def grid(bench: Bench, errors: Errors, requests: int) -> list[dict]:
 
 
 def goal_rows(bench: Bench, errors: Errors, rows: list[dict]) -> list[dict]:
-    """The goals' cell measured again with as many layers as fit, if the run has that cell but not all layers."""
+    """The goals' cell measured again with as many layers as fit, if the run has that cell and not all layers fit."""
     s = bench.setting
     mine = [r for r in rows if _is_goal(bench, r)]
     if not mine or mine[0]["dense_tokens_s"] is not None:

@@ -1,7 +1,7 @@
 """The device's part of a round: score, select, then permute the row or move K/V, for requests that share a launch.
 
 Requests do not see one another, so they are processed in slices: intermediate results stay below SLICE_BYTES, however
-many requests are due at once. The plan that sized the KV pool does not account for them.
+many requests are due at once. The plan that sized the KV pool does not count these results.
 """
 
 from __future__ import annotations

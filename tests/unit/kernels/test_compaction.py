@@ -160,7 +160,7 @@ def test_memory_of_a_round_is_bounded(no_launches, selection, strategy, share, n
     rows = 256 * num_tokens * 4
     most = peak(selection, strategy, requests=256, num_tokens=num_tokens, keep=keep, share=share)
     assert most <= SLICE_BYTES + (rows if strategy == "remap" else 0) + (1 << 20)
-    # The figure per request is an upper bound, and not far too high.
+    # The figure per request holds, and is not far too high.
     each = request_bytes(kept_sets(selection, 36, 8), keep, num_tokens, strategy)
     one = peak(selection, strategy, requests=1, num_tokens=num_tokens, keep=keep, share=share)
     assert 0.5 * each <= one <= each + num_tokens * 4 + (1 << 16)
