@@ -1,10 +1,10 @@
 """What does a turn of an agent cost, with exact reuse and with compressed continuation?
 
-Several agents at once share a long first prompt (instructions and tools). In every turn each of them adds a short
-message and generates an answer that outgrows its budget. `exact` prefills again of the last answer what the tree could
-not take, `continued` names a conversation and goes on behind its compressed row. For every turn: tokens that were
-prefilled and milliseconds until the first token, medians over the agents. `answers_equal_cold` says whether each answer
-equals that of a server with nothing cached; a continued one sees less of the past than that.
+Several agents at once share a long first prompt (instructions and tools). In every turn each agent adds a short message
+and generates an answer that outgrows its budget. `exact` prefills again whatever part of the last answer the tree could
+not take; `continued` names a conversation and resumes after its compressed row. For every turn: prefilled tokens and
+milliseconds until the first token, medians over the agents. `answers_equal_cold` counts the answers that equal those of
+a server with nothing cached; a continued answer sees less of the past than that.
 
     python benchmarks/agents.py --json agents.json
 """
@@ -36,7 +36,8 @@ def tokens_of(seed: int, count: int) -> list[int]:
 def ask(url: str, ids: list[int], tokens: int, conversation: str | None, key: str | None = None) -> dict:
     """One streamed turn: output ids, prefilled tokens, milliseconds until the first token, and how it started.
 
-    key: SGLang's `extra_key`: the turn finds in the tree only what turns of the same key left there.
+    Args:
+        key: SGLang's `extra_key`: the turn finds in the tree only what turns with the same key left there.
     """
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if conversation is not None:
@@ -69,7 +70,7 @@ def run_agent(url: str, number: int, turns: int, shared: int, tokens: int, conti
 
 
 def run_agents(url: str, turns: int, shared: int, tokens: int, continued: bool) -> list[list[dict]]:
-    """[agent][turn]; the shared prompt is in the tree beforehand, as on a server that has been up for a while."""
+    """Answers by [agent][turn]; the shared prompt is already in the tree, as on a server that has run for a while."""
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     ask(url, tokens_of(1, shared), 1, None)
     with ThreadPoolExecutor(AGENTS) as pool:
@@ -77,7 +78,7 @@ def run_agents(url: str, turns: int, shared: int, tokens: int, continued: bool) 
 
 
 def equal_cold(url: str, agents: list[list[dict]], tokens: int) -> int:
-    """How many of the answers a server with nothing cached gives too: each is asked for under a key of its own."""
+    """How many answers equal those of a server with nothing cached: each is asked for again under a key of its own."""
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
     answers = [answer for turns in agents for answer in turns]
 

@@ -1,12 +1,12 @@
-"""Does it matter on which text a model is calibrated?
+"""Does it matter which text a model is calibrated on?
 
-The model is calibrated on prose, code, chats, and texts that it generates itself, on as many tokens of each. Then it is
-measured how much of the attention to older tokens the scores of each foretell (`foretell.py`), on every kind of
-stream of the quality benchmark, in the words that no default was chosen on.
+The model is calibrated on prose, code, chats, and texts that it generates itself, with the same number of tokens each.
+The benchmark then measures how much of the attention to older tokens each calibration's scores foretell (`foretell.py`)
+on every kind of stream of the quality benchmark, in its held-out words, which no default was chosen on.
 
     python benchmarks/calibration_texts.py --model FOLDER --json calibration_texts.json
 
-Prose and code come with Python and change with its version. Texts that the model generates need SGLang.
+Prose and code come with Python and change with its version. Generating texts with the model needs SGLang.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
 from sglang_triattn.transformers_cache.cache import shape_of
 
 CODE = ("textwrap", "csv", "heapq", "dataclasses", "shlex", "zipfile", "tokenize", "pprint")
-"""Of Python's sources; none of the streams is made of them."""
+"""Modules of Python's own sources; none of the streams is made from them."""
 GENERATED = 16
-"""Texts that the model generates."""
+"""Number of texts that the model generates."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def rows_of(path: str, quick: bool) -> list[dict]:
-    """A row for each kind of stream: the capture of the scores by each calibration, and of what needs none."""
+    """One row per kind of stream: what each calibration's scores capture, and what criteria without one capture."""
     tokens = 1024 if quick else 8192
     with tempfile.TemporaryDirectory() as folder:
         stats = calibrations(path, Path(folder), tokens, generated=not quick)
@@ -67,7 +67,7 @@ def rows_of(path: str, quick: bool) -> list[dict]:
 
 
 def calibrations(path: str, folder: Path, tokens: int, generated: bool) -> dict[str, QueryStats]:
-    """The statistics of a model by what it was calibrated on."""
+    """Statistics of a model by what it was calibrated on."""
     found = {
         file.stem: calibrate(path, str(file), max_tokens=tokens, progress=False)
         for file in texts(folder, chats=bool(getattr(load_tokenizer(path), "chat_template", None)))

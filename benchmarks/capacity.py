@@ -1,9 +1,9 @@
 """What does freed memory buy? The same requests on a pool of fixed size, with compression and without it.
 
-All requests arrive at once and share their first tokens, which the tree holds. `mean_running` is the mean over time of
-the requests that decode together, `tokens_per_second` all generated tokens over the time of the whole run. The two
-servers are alternated, and figures are the medians of the runs. The tokens per second of a CPU grow slowly with the
-batch, because SGLang's attention loops over requests there; the number of running requests is what a GPU shares.
+All requests arrive at once and share their first tokens, which the tree holds. `mean_running` is the time average of
+the number of requests that decode together, `tokens_per_second` all generated tokens over the whole run time. The two
+servers alternate, and figures are medians over the runs. On a CPU the tokens per second grow slowly with the batch,
+because SGLang's attention loops over requests there; the number of running requests is what carries over to a GPU.
 
     python benchmarks/capacity.py --json capacity.json
 """
@@ -37,7 +37,7 @@ def server_args(compressed: bool, stats: str) -> list[str]:
 
 
 def prompts() -> list[list[int]]:
-    """Token ids: SHARED equal ones, then OWN of each request's own."""
+    """Token ids: SHARED equal ones, then OWN of each request."""
     stem = [3 + 7 * i % (VOCABULARY - 3) for i in range(SHARED)]
     return [[*stem, *(3 + (11 * i + 37 * number) % (VOCABULARY - 3) for i in range(OWN))] for number in range(REQUESTS)]
 
@@ -50,7 +50,7 @@ def generate(url: str, ids: list[int], tokens: int) -> dict:
 
 
 class Watch(threading.Thread):
-    """Polls what the server runs and holds, as [seconds, running requests, slots in use] in `seen`."""
+    """Polls what the server runs and holds, into `seen` as [seconds, running requests, slots in use]."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -70,7 +70,7 @@ class Watch(threading.Thread):
 
 
 def measure(url: str, tokens: int) -> dict:
-    """One run of all requests; the shared tokens are in the tree beforehand."""
+    """One run of all requests; the shared tokens are already in the tree."""
     generate(url, prompts()[0][:SHARED], 1)
     watch = Watch(url)
     watch.start()
@@ -91,7 +91,7 @@ def measure(url: str, tokens: int) -> dict:
 
 
 def median_of(runs: list[dict]) -> dict:
-    """The run whose throughput is the median, so that its figures and its timeline belong together."""
+    """The run of median throughput, so that its figures and its timeline belong together."""
     return sorted(runs, key=lambda run: run["tokens_per_second"])[(len(runs) - 1) // 2]
 
 

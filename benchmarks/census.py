@@ -1,9 +1,9 @@
-"""What does the census of the whole server (SGLANG_TRIATTN_CHECK=1) cost, each time that it is taken?
+"""What does one census of the whole server (SGLANG_TRIATTN_CHECK=1) cost?
 
-Over SGLang's own tree, allocator, row table and requests, without a model: `requests` rows of `row_length` entries, of
+Uses SGLang's own tree, allocator, row table and requests, without a model: `requests` rows of `row_length` entries, of
 which `FROZEN` are a prompt that all of them share through the tree. The rest of the pool is free. `milliseconds` is the
-median of one census; while requests run it is taken before and after the rounds of each step that has any. No figure
-is given unless the census notices a slot that is freed while its request holds it.
+median of one census; while requests run, it is taken before and after the rounds of each step that has any. No figure
+is reported unless the census notices a slot that is freed while its request holds it.
 
     python benchmarks/census.py --json census.json
 """
@@ -29,7 +29,7 @@ QUICK_CASES = [(1, 256, 4096), (8, 256, 4096)]
 
 
 def publish_settings() -> None:
-    """SGLang's requests and trees read settings of the process."""
+    """Publishes the process-wide settings that SGLang's requests and trees read."""
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import ServerArgs
 
@@ -48,7 +48,7 @@ def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, de
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     rows = ReqToTokenPool(requests, row_length, device, enable_memory_saver=False)
-    # The allocator hands out numbers; there is no K/V behind them.
+    # The allocator only hands out numbers; no K/V exists.
     plain = {"dtype": torch.bfloat16, "device": device, "kvcache": None, "need_sort": False}
     if page_size == 1:
         allocator = TokenToKVPoolAllocator(pool, **plain)
@@ -87,7 +87,7 @@ def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, de
 
 
 def running_request(number: int, row_length: int, rows: Any, allocator: Any, tree: Any) -> Any:
-    """A request whose prompt is in the tree, and that has generated the rest of its row."""
+    """A request whose prompt is in the tree and that has generated the rest of its row."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.common import checkpoint_kv_cache
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -111,7 +111,8 @@ def running_request(number: int, row_length: int, rows: Any, allocator: Any, tre
 def milliseconds(scheduler: SimpleNamespace, repeats: int) -> float:
     """Median time of a census of this scheduler.
 
-    Raises SystemExit where it does not notice a slot that is free and held.
+    Raises:
+        SystemExit: the census does not notice a slot that is both free and held.
     """
     from sglang_triattn.census import IntegrityError
     from sglang_triattn.patches.observability.census import Census

@@ -1,4 +1,4 @@
-"""What the benchmarks share: model shapes, the machine's description, tables and JSON."""
+"""Shared by the benchmarks: model shapes, the machine's description, tables and JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ checkout.make_importable()
 
 @dataclass(frozen=True)
 class Model:
-    """Attention of one model: layers, query heads, KV heads, head_dim."""
+    """Attention shape of a model: layers, query heads, KV heads, head_dim."""
 
     name: str
     layers: int
@@ -42,7 +42,7 @@ MODELS = (
 
 
 def machine() -> dict[str, str | int]:
-    """Where figures were measured."""
+    """The machine that figures were measured on."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -63,14 +63,14 @@ def versions() -> dict[str, str]:
 
 
 def report(rows: list[dict], path: str | None, quick: bool) -> None:
-    """Prints `rows`, a table for each run of equal keys, and writes them to `path` with what made them."""
+    """Prints `rows`, one table per run of equal keys, and writes them to `path` with what produced them."""
     for header, table in itertools.groupby(rows, key=lambda row: tuple(row)):
         print_table(header, [list(row.values()) for row in table])
     write({"rows": rows}, path, quick)
 
 
 def write(results: dict, path: str | None, quick: bool) -> None:
-    """Writes `results` to `path`, if there is one, with what made them."""
+    """Writes `results` to `path`, if given, with what produced them."""
     if path:
         content = {
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

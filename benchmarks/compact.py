@@ -1,10 +1,10 @@
 """What does a round's compaction move, how long does it take, and how much memory comes back?
 
 Two tables. The first: bytes and time of remap, slide and fill for 8 requests that each drop 128 of 2,176 tokens and
-keep the newest `recent`. `minimum_bytes` are those of the fewest copies that empty the stretch before the newest
-tokens: each kept token of it read once and written once. `ratio_to_own_minimum` holds a strategy's bytes, the lists of
-its moves included, against the rows that it moves, `ratio_to_keys` against the keys that the round's scoring reads. The
-second: slots that come back when 90 % of 16,384 tokens are evicted, by page size, with compaction and without it
+keep the newest `recent`. `minimum_bytes` counts the fewest copies that empty the stretch before the newest tokens: each
+kept token in it is read once and written once. `ratio_to_own_minimum` compares a strategy's bytes, its lists of moves
+included, with the rows that it moves; `ratio_to_keys` compares them with the keys that the round's scoring reads. The
+second: slots that come back when 90 % of 16,384 tokens are evicted, by page size, with compaction and without
 ("none": a page is free when all its tokens are evicted). Which tokens stay is random.
 
     python benchmarks/compact.py --json compact.json
@@ -29,7 +29,7 @@ SELECTIONS = ("shared-mean", "per-head", "per-layer-head")
 RECENT = (128, 512)
 """One interval, and a quarter of the budget."""
 LIST_BYTES = 8
-"""Of one move: its source and its target slot, 4 bytes each, read by every program that makes it."""
+"""Bytes of one move: source and target slot, 4 bytes each, read by every program that makes the move."""
 
 
 def kept_sets(shape: tuple[int, ...], private: int, keep: int, recent: int, device: str) -> torch.Tensor:
@@ -48,9 +48,9 @@ def shape_of_sets(selection: str, requests: int, model: Model) -> tuple[int, ...
 
 
 def count_bytes(model: Model, kept: torch.Tensor, strategy: str, private: int, recent: int) -> tuple[int, int, int]:
-    """Bytes of a round in all layers: moved, of the strategy's own rows alone, and of the fewest copies."""
+    """Bytes of a round over all layers: moved, of the strategy's own rows alone, and of the fewest copies."""
     row = 2 * model.head_dim  # bytes of one head's K or V in bf16
-    # Each kept set is followed in K and V, by every layer and head that it serves.
+    # Each kept set applies to K and V of every layer and head that it serves.
     uses = 2 * model.layers * model.kv_heads * kept.shape[0] // kept[..., 0].numel()
     cut = kept.shape[-1] - recent
     fewest = int(((kept >= cut) & (kept < private - recent)).sum()) * uses * 2 * row
@@ -66,8 +66,9 @@ def milliseconds(model: Model, selection: str, strategy: str, requests: int, pri
                  device: str, layers: int, repeats: int) -> float:  # fmt: skip
     """Median time of one round's compaction of the first `layers` layers.
 
-    Raises SystemExit unless the first run, which is not timed, brings the kept tokens of every head to the slots that
-    stay.
+    Raises:
+        SystemExit: the first run, which is not timed, does not bring the kept tokens of every head to the slots that
+            stay.
     """
     count = requests * private
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
@@ -105,7 +106,7 @@ def kept_of(kept: torch.Tensor, layer: int, model: Model) -> torch.Tensor:
 
 
 def held(pool: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[R, H_kv, keep]: what marks each of `tokens` of a row in `pool`, sorted, because their order does not matter."""
+    """[R, H_kv, keep]: the marks that `pool` holds for `tokens` of a row, sorted because order does not matter."""
     at = slots.long()[:, None].expand(-1, tokens.shape[1], -1).gather(2, tokens)
     return pool[..., 0].T.gather(1, at.transpose(0, 1).flatten(1)).unflatten(1, (len(slots), -1)).sort(-1).values
 
@@ -149,12 +150,12 @@ def measure(arguments: argparse.Namespace, requests: int, private: int, keep: in
 
 
 def freed_slots(private: int, keep: int, page_size: int) -> int:
-    """Slots that come back once the kept tokens are in front."""
+    """Slots that come back once the kept tokens are at the front."""
     return ceil_align(private, page_size) - ceil_align(keep, page_size)
 
 
 def freed_without_compaction(kept: torch.Tensor, private: int, page_size: int) -> int:
-    """Slots of the pages on which every token was evicted."""
+    """Slots of the pages whose tokens were all evicted."""
     stays = torch.zeros(ceil_align(private, page_size), dtype=torch.bool)
     stays[kept] = True
     return int((~stays.view(-1, page_size).any(1)).sum()) * page_size

@@ -1,7 +1,7 @@
 """Decode attention over rows of slots: FlashInfer as SGLang drives it, this folder's Triton kernel, or torch.
 
-Each is made for one batch size, is planned on the host before a step, and is then called once a layer, inside a CUDA
-graph or not: `attention(queries, k_pool, v_pool)`. What changes between steps comes through static buffers.
+Each backend is built for one batch size, planned on the host before a step, and then called once per layer, inside a
+CUDA graph or not: `attention(queries, k_pool, v_pool)`. What changes between steps comes through static buffers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ WORKSPACE = 512 << 20
 class Rows:
     """The static buffers that attention reads.
 
-    slots: [B, width] int32, of each request in row order. lengths: [B] int32, the new token counted.
+    Attributes:
+        slots: [B, width] int32, each request's slots in row order.
+        lengths: [B] int32, including the new token.
     """
 
     slots: torch.Tensor
@@ -50,7 +52,7 @@ class TorchAttention:
 
 
 class TritonAttention:
-    """This folder's kernel; reads rows and lengths as they are, so there is nothing to plan."""
+    """This folder's kernel; it reads rows and lengths as they are, so there is nothing to plan."""
 
     name = "triton"
 
@@ -73,7 +75,7 @@ class TritonAttention:
 
 
 class FlashInferAttention:
-    """FlashInfer's batch decode wrapper with page size 1, as SGLang plans it: a whole plan first, short ones after.
+    """FlashInfer's batch decode wrapper with page size 1, planned as SGLang does: first a full plan, then short ones.
 
     Sources: flashinfer/decode.py, `BatchDecodeWithPagedKVCacheWrapper` and `fast_decode_plan`; SGLang's
     layers/attention/flashinfer_backend.py, `FlashInferIndicesUpdaterDecode.call_begin_forward`.
@@ -88,7 +90,7 @@ class FlashInferAttention:
         device, requests = rows.slots.device, len(rows.lengths)
         self._rows, self._shape, self._planned = rows, shape, False
         if device not in self._workspaces:
-            # One for all batch sizes, as in SGLang; zeroed, because some of FlashInfer's backends count in it.
+            # One for all batch sizes, as in SGLang; zeroed because some of FlashInfer's backends count in it.
             self._workspaces[device] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
         self._indptr = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         self._indices = torch.zeros(rows.slots.numel(), dtype=torch.int32, device=device)
@@ -104,13 +106,13 @@ class FlashInferAttention:
         )
 
     def plan(self, lengths: Sequence[int]) -> None:
-        """Fills the wrapper's buffers on the device; its schedule is made on the host from `lengths`, unread there."""
+        """Fills the wrapper's device buffers; the schedule is made on the host from `lengths`, without a read back."""
         host = torch.tensor([0, *lengths]).cumsum(0).int()
         torch.cumsum(self._rows.lengths, 0, dtype=torch.int32, out=self._indptr[1:])
         self._flatten(max(lengths))
         shape = self._shape
         sizes = (self._last, shape.q_heads, shape.kv_heads, shape.head_dim, 1)
-        # The scale is given where it is cached: a plan without it would take FlashInfer's own default again.
+        # Plans cache the scale: one without it would go back to FlashInfer's own default.
         options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": shape.head_dim**-0.5}
         if self._planned:
             from flashinfer.decode import fast_decode_plan
@@ -119,7 +121,7 @@ class FlashInferAttention:
                 self._wrapper, self._indptr, self._indices, *sizes, **options, global_override_indptr_cpu=host
             )
         else:
-            # Copies the host's lengths onto those just summed up, which are the same, and loads the kernels.
+            # Copies the host's lengths over the identical ones just summed on the device, and loads the kernels.
             self._wrapper.plan(host, self._indices, *sizes, **options)
             self._planned = True
 
@@ -146,12 +148,13 @@ KINDS = {kind.name: kind for kind in (FlashInferAttention, TritonAttention, Torc
 
 
 def choose(wanted: str, shape, device: str) -> type:
-    """The kind of attention to measure with.
+    """Chooses the kind of attention to measure with.
 
     Args:
-        wanted: one of KINDS, or "auto": FlashInfer where it is installed and works, else Triton; torch without CUDA.
+        wanted: one of KINDS, or "auto": FlashInfer if it is installed and works, else Triton; torch without CUDA.
 
-    Raises SystemExit where `wanted` cannot run here.
+    Raises:
+        SystemExit: `wanted` cannot run here.
     """
     if wanted == "auto" and device != "cuda":
         return TorchAttention
@@ -177,7 +180,7 @@ def choose(wanted: str, shape, device: str) -> type:
 
 
 def _try_out(shape, device: str) -> None:
-    """Plans and attends twice, which compiles FlashInfer's kernels and shows whether its planner is as expected."""
+    """Plans and attends twice, which compiles FlashInfer's kernels and shows whether its planner works as expected."""
     rows = Rows(torch.zeros(1, 16, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device))
     attention = FlashInferAttention(rows, shape)
     pool = torch.zeros(16, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)

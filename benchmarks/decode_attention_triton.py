@@ -1,8 +1,8 @@
 """Triton decode attention over a paged KV pool, where FlashInfer is absent.
 
-The KV of a request is cut into parts so that few long requests fill the GPU too; each program reads one KV head's part
+A request's KV is cut into parts so that a few long requests also fill the GPU; each program reads one KV head's part
 once, for all query heads of its group, and a second kernel merges the parts. Lengths are read on the device, so a
-captured graph serves requests of every length.
+captured graph serves requests of any length.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton.language as tl
 
 BLOCK = 64
 LEAST_GROUP = 16
-"""Rows that a matrix product on tensor cores has at least; queries beyond the group are zeros."""
+"""Fewest rows of a matrix product on tensor cores; rows beyond the group's queries are zeros."""
 
 MAX_PARTS = 64
 
 
 def parts_for(requests: int, kv_heads: int, processors: int) -> int:
-    """Parts of each request, a power of two: about four programs a multiprocessor, whatever the batch."""
+    """Parts per request, a power of two: about four programs per multiprocessor, whatever the batch."""
     wanted = triton.cdiv(4 * processors, requests * kv_heads)
     return min(triton.next_power_of_2(wanted), MAX_PARTS)
 
@@ -29,7 +29,7 @@ class SplitAttention:
 
     Args:
         requests, q_heads, kv_heads, head_dim: B, H_q, H_kv, D; D a power of two of at least 16.
-        parts: of each request, a power of two.
+        parts: parts per request, a power of two.
     """
 
     def __init__(self, requests: int, q_heads: int, kv_heads: int, head_dim: int, parts: int, device) -> None:
@@ -38,7 +38,7 @@ class SplitAttention:
         self._sizes = torch.empty(requests, q_heads, parts, dtype=torch.float32, device=device)
 
     def __call__(self, queries, k_pool, v_pool, rows, lengths) -> torch.Tensor:
-        """[B, H_q, D] as `queries`: attention of each request's query over the first lengths[r] slots of its row.
+        """Attention of each request's query over the first lengths[r] slots of its row: [B, H_q, D] like `queries`.
 
         Args:
             queries: [B, H_q, D]. k_pool, v_pool: [num_slots, H_kv, D], equal strides. rows: [B, width] int32.

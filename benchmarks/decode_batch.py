@@ -1,7 +1,7 @@
 """Requests that decode in a paged KV pool: rows of slots, a free list, and this package's rounds.
 
-Page sizes 1 and 16, as SGLang has them: a row names slots, memory is handed out in whole pages. A free list stays on
-the device, as in SGLang; the host knows lengths alone, so nothing waits for the device.
+Page sizes are 1 and 16, as in SGLang: a row names slots, and memory is handed out in whole pages. The free list stays
+on the device, also as in SGLang; the host knows only lengths, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_triattn.rounds.plan import Plan, ceil_align, plan_round
 
 
 class Pool:
-    """One piece of memory for K and V of all layers, filled at random, in SGLang's layout.
+    """One block of memory for K and V of all layers, filled at random, in SGLang's layout.
 
     Args:
         size: in bytes.
@@ -35,7 +35,7 @@ class Pool:
         self._memory = torch.empty(count, dtype=DTYPE, device=device).normal_(generator=generator)
 
     def slots(self, layers: int) -> int:
-        """Tokens that fit with so many layers."""
+        """Number of tokens that fit with `layers` layers."""
         return self._memory.numel() * DTYPE.itemsize // self.shape.kv_bytes(layers)
 
     def buffers(self, layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -47,11 +47,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What makes the rounds of a batch.
+    """What runs the rounds of a batch.
 
     Attributes:
-        mover: None where rows are remapped.
-        reference: scores as `scorer` does, in plain torch.
+        mover: None if rows are remapped.
+        reference: computes the same scores as `scorer`, in plain torch.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Rounds:
 
     @staticmethod
     def of(config: Config, page_size: int, buffers, tables: ScoreTables) -> Rounds:
-        """As the server makes them: see `build_compressor` and `make_mover`."""
+        """Built as the server builds them: see `build_compressor` and `make_mover`."""
         k, v = buffers
         due = config.trigger(config.sinks)
         options = {
@@ -76,7 +76,7 @@ class Rounds:
 
     @property
     def bound(self) -> int:
-        """KV entries that a request holds when its round is due, and never more."""
+        """KV entries that a request holds when its round is due; it never holds more."""
         return self.config.sinks + self.config.trigger(self.config.sinks)
 
 
@@ -85,8 +85,8 @@ class Batch:
 
     Args:
         rows, positions, slots: the step's static buffers, B requests; `positions` and `slots` [B] int64.
-        page_size: slots that are handed out together.
-        rounds: None to decode with everything that was cached.
+        page_size: number of slots that are handed out together.
+        rounds: None to decode with everything cached.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class Batch:
         self._device = positions.device
         self._frozen = rounds.config.sinks if rounds else 0
         self.kept: dict[int, torch.Tensor] = {}
-        """Of the requests whose round ran before the current step: indices into their private tokens that stayed."""
+        """By request whose round ran before the current step: indices into its private tokens that stayed."""
 
     def start(self, lengths: Sequence[int], logical: Sequence[int], most: int) -> None:
-        """Requests that hold so many KV entries each and have seen so many tokens.
+        """Starts requests that hold `lengths` KV entries and have seen `logical` tokens.
 
-        Pages are dealt at random, as memory lies in a server that has run for a while.
+        Pages are dealt at random, like the memory of a server that has run for a while.
 
         Args:
-            most: KV entries that any of them comes to hold.
+            most: most KV entries that any of them will hold.
         """
         self.lengths, self.logical = list(lengths), list(logical)
         size, width = self.page_size, max(ceil_align(length, self.page_size) for length in lengths)
         counts = [ceil_align(length, size) // size for length in lengths]
-        # Page 0 is nobody's, as in SGLang.
+        # Page 0 belongs to nobody, as in SGLang.
         total = self.slots_for(len(lengths), most) // size - 1
         pages = 1 + torch.randperm(total, generator=torch.Generator().manual_seed(2))
         host = torch.zeros(len(lengths), width // size, dtype=torch.int64)
@@ -129,22 +129,22 @@ class Batch:
         self.positions.copy_(torch.tensor(self.logical) - 1)
 
     def slots_for(self, requests: int, most: int) -> int:
-        """Slots of the pool in which requests can hold `most` entries each, page 0 included."""
+        """Slots of a pool in which requests can hold `most` entries each, page 0 included."""
         return self.page_size + requests * ceil_align(most, self.page_size)
 
     def on_round(self, mark: Callable[[], None]) -> None:
-        """`mark` is called before and after the work of each pass of rounds."""
+        """Has `mark` called before and after the work of each pass of rounds."""
         self._mark = mark
 
     def prepare(self) -> None:
-        """Rounds that are due, then a place for each request's next token."""
+        """Runs due rounds, then finds a place for each request's next token."""
         self.kept = {}
         if self.rounds is not None:
             self._run_due_rounds()
         self._extend()
 
     def _extend(self) -> None:
-        """One token more for every request: position, length, slot."""
+        """Appends one token to every request: position, length, slot."""
         size, lengths = self.page_size, self.rows.lengths
         opening = [r for r, length in enumerate(self.lengths) if length % size == 0]
         if opening:
@@ -207,7 +207,7 @@ class Batch:
             self.kept[r] = kept[index]
 
     def _read_later(self, values: torch.Tensor) -> None:
-        """Where each row's first hole is: a server copies it to the host and looks at it rounds later."""
+        """Copies the first hole of each row as a server does: to the host, where it is read rounds later."""
         if values.is_cuda:
             self._holes = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._holes.copy_(values, non_blocking=True)

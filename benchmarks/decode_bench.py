@@ -1,4 +1,4 @@
-"""What gpu_decode.py measures with: the model, one pool of KV memory, and timed runs that alternate."""
+"""The machinery of gpu_decode.py: the model, one pool of KV memory, and timed runs that alternate."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
 
 WARM = 3
-"""Steps before those that are timed."""
+"""Untimed steps before the timed ones."""
 
 CHECKED = 4
-"""Steps of a check; the rounds of the checked requests are due before its second."""
+"""Steps of a check; the checked requests' rounds are due before the second one."""
 
 RESERVE = 4 << 30
-"""Device memory left to everything but weights and KV: activations, graphs, FlashInfer's and the scorer's workspace."""
+"""Device memory reserved for everything but weights and KV: activations, graphs, FlashInfer's and the scorer's
+workspace."""
 
 SELECTIONS = {1: "shared-mean", 16: "per-layer-head"}
-"""By page size: one kept set, so that rows are remapped, and a set for each head, so that K and V move."""
+"""By page size: one kept set, so that rows are remapped; one set per head, so that K and V move."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured. Lengths in tokens, `memories` in bytes of KV.
+    """What is measured. Lengths are in tokens, `memories` in bytes of KV.
 
     Attributes:
-        scale: by how much lengths and memories are smaller than those of a whole run.
-        pool: the most bytes of KV memory to take, or None.
+        scale: factor by which lengths and memories are smaller than in a whole run.
+        pool: the most KV memory to take, in bytes, or None.
     """
 
     shape: Shape
@@ -52,7 +53,7 @@ class Setting:
 
     @property
     def positions(self) -> int:
-        """Logical positions that any run reaches, and slots that a row names."""
+        """Highest logical position that any run reaches, and number of slots that a row names."""
         return max(*self.contexts, *(self.config(budget, 1).budget for budget in self.budgets)) + 4 * self.interval + 64
 
     def config(self, budget: int, page_size: int) -> Config:
@@ -61,10 +62,10 @@ class Setting:
 
 
 class Bench:
-    """Weights and the pool, for all runs.
+    """Weights and the pool, shared by all runs.
 
     Args:
-        kind: of attention, one of `decode_attention.KINDS`.
+        kind: kind of attention, one of `decode_attention.KINDS`.
     """
 
     def __init__(self, setting: Setting, kind: type) -> None:
@@ -87,11 +88,11 @@ class Bench:
         """KV memory that the largest measurement needs."""
         s = self.setting
         token = s.shape.kv_bytes(s.layers)
-        # And page 0.
+        # Plus page 0.
         return max([max(s.batches) * s.positions * token, *map(self.memory_of, s.memories)]) + max(SELECTIONS) * token
 
     def memory_of(self, memory: float) -> int:
-        """Bytes with this run's layers of what takes `memory` bytes with all of the model's."""
+        """Scales `memory`, the bytes that all of the model's layers need, to this run's layers."""
         return int(memory * self.setting.layers / self.setting.shape.layers)
 
     def step(self, requests: int, layers: int | None = None) -> Step:
@@ -103,15 +104,15 @@ class Bench:
         return Rounds.of(self.setting.config(budget, page_size), page_size, step.buffers, tables)
 
     def dense(self, step: Step, context: int) -> Runner:
-        """Requests that hold all of their `context` tokens when the run ends."""
+        """Requests that hold all of their `context` tokens at the end of the run."""
         steps = self.setting.interval
         first = context - steps - WARM
         return Runner(step, step.batch(1), [first] * step.requests, first, steps, context)
 
     def compressed(self, step: Step, context: int, budget: int, page_size: int) -> Runner | None:
-        """Requests at the same place that have been compressed; None where that is too early for a round.
+        """Compressed requests at the same position; None if that is too early for a round.
 
-        Their rounds are spread over the steps, one for each request in `interval` steps.
+        Their rounds are spread over the steps: one per request in `interval` steps.
         """
         steps = self.setting.interval
         rounds = self.rounds(step, budget, page_size)
@@ -124,7 +125,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Runner:
-    """One measurement that can be repeated: it starts from the same state each time."""
+    """A repeatable measurement: it starts from the same state each time."""
 
     step: Step
     batch: Batch
@@ -134,7 +135,7 @@ class Runner:
     most: int
 
     def slots(self) -> int:
-        """That it needs of the pool."""
+        """Slots that it needs in the pool."""
         return self.batch.slots_for(len(self.lengths), self.most)
 
     def fits(self) -> bool:
@@ -145,7 +146,7 @@ class Runner:
         self.batch.start(lengths, [max(self.logical, length) for length in lengths], self.most)
 
     def check(self, what: str) -> float:
-        """See `decode_check.check`; the first and the last request's rounds are due at the second step."""
+        """See `decode_check.check`; rounds of the first and the last request are due at the second step."""
         lengths = list(self.lengths)
         if self.batch.rounds is not None:
             lengths[0] = lengths[-1] = self.batch.rounds.bound - 1
@@ -158,7 +159,7 @@ class Runner:
 
 
 def alternate(runners: Sequence[Runner], repeats: int) -> list[list[Run]]:
-    """`repeats` runs of each, in turns, so that a device that slows down slows all."""
+    """`repeats` runs of each, in turn, so that a device that slows down slows all."""
     runs = [[runner.run() for runner in runners] for _ in range(repeats)]
     return [list(own) for own in zip(*runs, strict=True)] if runners else []
 
@@ -178,7 +179,7 @@ class Figures:
 
 
 def figures(bench: Bench, step: Step, runs: Sequence[Run]) -> Figures:
-    """The ceiling is what the bytes of weights and KV alone would take at the device's copy bandwidth."""
+    """The ceiling is the rate at which only the bytes of weights and KV are read, at the device's copy bandwidth."""
     layers = len(step.buffers[0])
     shape, first = bench.setting.shape, runs[0]
     count = first.steps * shape.read_bytes(layers) + first.kv_tokens * shape.kv_bytes(layers)
@@ -192,7 +193,7 @@ def figures(bench: Bench, step: Step, runs: Sequence[Run]) -> Figures:
 
 
 def random_tables(shape: Shape, layers: int, inv_freq: torch.Tensor, device: str) -> ScoreTables:
-    """Statistics of no model: what a round costs does not depend on them."""
+    """Random statistics: the cost of a round does not depend on them."""
     generator = torch.Generator().manual_seed(3)
     size = (layers, shape.q_heads, shape.head_dim // 2)
     mean = torch.complex(torch.randn(size, generator=generator), torch.randn(size, generator=generator))
@@ -200,7 +201,7 @@ def random_tables(shape: Shape, layers: int, inv_freq: torch.Tensor, device: str
 
 
 def _bandwidth(device: str) -> float:
-    """Bytes read and written per second by a copy, the best of some."""
+    """Bytes read and written per second by a copy, best of several."""
     measure: Callable[[], float] = copy_bandwidth(2 << 30 if device == "cuda" else 32 << 20, device)
     measure()
     best = max(measure() for _ in range(8))

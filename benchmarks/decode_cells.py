@@ -10,7 +10,7 @@ from decode_bench import Bench, Figures, Runner, alternate, figures
 from decode_step import Step
 
 MOST_REQUESTS = 512
-"""Largest batch that is tried at a fixed memory."""
+"""Largest batch to try at a fixed memory."""
 
 GOAL_BATCH, GOAL_CONTEXT, GOAL_BUDGET = 32, 16384, 2048
 GOALS = {
@@ -22,7 +22,7 @@ GOALS = {
 
 
 class Errors:
-    """Checks runners, and keeps the largest error that passed."""
+    """Checks runners and keeps the largest error that passed."""
 
     def __init__(self) -> None:
         self.largest = 0.0
@@ -32,7 +32,7 @@ class Errors:
 
 
 def grid(bench: Bench, errors: Errors, requests: int) -> list[dict]:
-    """A row for each context and budget of one batch size at page 1, and at page 16 for the longest context."""
+    """One row per context and budget for one batch size at page size 1, and at 16 for the longest context."""
     rows, step, checked = [], bench.step(requests), set()
     for context in bench.setting.contexts:
         wanted = [(budget, 1) for budget in bench.setting.budgets]
@@ -43,7 +43,7 @@ def grid(bench: Bench, errors: Errors, requests: int) -> list[dict]:
 
 
 def goal_rows(bench: Bench, errors: Errors, rows: list[dict]) -> list[dict]:
-    """The goals' cell once more with as many layers as fit, if the run has it and all layers do not."""
+    """The goals' cell measured again with as many layers as fit, if the run has that cell and not all layers fit."""
     s = bench.setting
     mine = [r for r in rows if _is_goal(bench, r)]
     if not mine or mine[0]["dense_tokens_s"] is not None:
@@ -57,7 +57,7 @@ def goal_rows(bench: Bench, errors: Errors, rows: list[dict]) -> list[dict]:
 
 
 def _cells(bench: Bench, errors: Errors, step: Step, context: int, wanted, checked: set) -> list[dict]:
-    """The rows of one batch and context; the runs of all of them alternate."""
+    """The rows of one batch size and context, whose runs all alternate."""
     dense, note = bench.dense(step, context), ""
     if not dense.fits():
         note, dense = _too_large(bench, step, dense), None
@@ -82,9 +82,10 @@ def _cells(bench: Bench, errors: Errors, step: Step, context: int, wanted, check
 
 
 def _measure(bench: Bench, errors: Errors, runners: dict, names: dict) -> tuple[dict[Any, Figures], str]:
-    """Figures by key of all runners, whose runs alternate, and what kept them from being had.
+    """Figures of all runners by key, their runs alternating, and why any are missing.
 
-    names: of those that are checked first.
+    Args:
+        names: of the runners to check first.
     """
     try:
         for key, name in names.items():
@@ -134,15 +135,15 @@ def _ratio(ours: Figures | None, dense: Figures | None) -> float | None:
 
 
 def capacity(bench: Bench, errors: Errors, memory: float) -> list[dict]:
-    """At a fixed KV memory: the largest batch and its tokens per second, dense by context, compressed by budget."""
+    """At a fixed KV memory: the largest batch and its tokens per second, dense by context and compressed by budget."""
     s = bench.setting
     tokens = bench.memory_of(memory) // s.shape.kv_bytes(s.layers)
-    # What a request may come to hold, in slots of page size 1.
+    # The most that a request may hold, in slots of page size 1.
     bounds = {("dense", context): context for context in s.contexts}
     bounds |= {("compressed", budget): _bound(bench, budget) for budget in s.budgets}
     batches = {key: min(tokens // bound, MOST_REQUESTS) for key, bound in bounds.items()}
     runners, lack = {}, ""
-    # Page 0 comes on top.
+    # Page 0 comes on top of that.
     if tokens >= bench.pool.slots(s.layers):
         lack = f"the pool holds {bench.pool.slots(s.layers)} of {tokens} tokens"
     else:
@@ -170,7 +171,7 @@ def capacity(bench: Bench, errors: Errors, memory: float) -> list[dict]:
 
 
 def _largest(bench: Bench, mode: str, length: int, requests: int) -> Runner | None:
-    """A batch in steps of its own, dense at a context or compressed to a budget at the longest context."""
+    """A batch with its own steps, dense at a context or compressed to a budget at the longest context."""
     step = bench.step(requests)
     return (
         bench.dense(step, length) if mode == "dense" else bench.compressed(step, max(bench.setting.contexts), length, 1)
@@ -189,7 +190,7 @@ def _is_goal(bench: Bench, row: dict) -> bool:
 
 
 def goals(bench: Bench, rows: list[dict], fewer: list[dict], scoring: float | None) -> list[dict]:
-    """The goals of a GPU run that this run has the cells for: what was wanted, seen, and whether that is met."""
+    """The goals that this run has cells for: what was wanted, what was seen, and whether the goal is met."""
     cell = next((row for row in fewer or rows if _is_goal(bench, row)), {})
     shares = [row["round_share"] for row in rows if row["page_size"] == 1 and row["round_share"] is not None]
     seen = (scoring, max(shares, default=None), cell.get("speedup"), cell.get("compressed_share"))

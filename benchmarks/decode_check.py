@@ -1,8 +1,8 @@
-"""Is a decode step right? Checked before a figure is given, on the very graph that is timed.
+"""Is a decode step right? Checked before any figure is reported, on the very graph that is timed.
 
-A ledger holds copies of the K and V that the checked requests hold by rights: it starts from the pool, forgets what a
-round evicts and takes in what each step adds, and never looks at a row again. Queries and keys are normalised and
-rotated once more in float64, at the ledger's own count of logical positions.
+A ledger holds copies of the K and V that the checked requests should hold: it starts from the pool, drops what a round
+evicts, adds what each step computes, and never looks at a row again. Queries and keys are normalised and rotated again
+in float64, at the ledger's own logical positions.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from decode_model import Layer, Shape
 from decode_step import Step
 
 TOLERANCE = 0.01
-"""Largest error of a head's vector, relative to its length. bf16 alone makes some 0.003 of it, a wrong token of a few
-thousand several times as much as this in the heads that weigh it most."""
+"""Largest error of a head's vector, relative to its length. bf16 alone causes about 0.003, a wrong token among a few
+thousand several times this limit in the heads that weigh it most."""
 
 GRAPH_TOLERANCE = 0.1
-"""The same between a graph and its eager reference, in every layer: where a matrix product is cut otherwise under
-capture, bf16 makes it grow to a few hundredths by the last layer. A graph that misses a change is off by about 1."""
+"""The same between a graph and its eager reference, in every layer: if a matrix product is split differently under
+capture, bf16 makes the error grow to a few hundredths by the last layer. A graph that misses a change is off by about
+1."""
 
 LEAST_AGREEMENT = 0.99
-"""Of what a round keeps with what its reference keeps: scores that are nearly equal may fall either way."""
+"""Share of a round's kept tokens that its reference keeps too: nearly equal scores may fall either way."""
 
 LAYERS = 3
 REQUESTS = 2
 
 
 class Ledger:
-    """What some requests hold, in some layers: per (request, layer) K and V [H_kv, n, D]."""
+    """What some requests hold in some layers: K and V [H_kv, n, D] by (request, layer)."""
 
     def __init__(self, step: Step, batch: Batch) -> None:
         self._step, self._batch = step, batch
@@ -48,7 +49,7 @@ class Ledger:
         return pool[slots].transpose(0, 1)
 
     def evict(self, frozen: int) -> None:
-        """What the rounds that just ran left: the frozen part and, of the rest, the kept tokens of each head."""
+        """Keeps what the rounds that just ran left: the frozen part and, beyond it, the kept tokens of each head."""
         for (r, layer), pair in self.held.items():
             if r in self._batch.kept:
                 kept = self._batch.kept[r].long()
@@ -60,12 +61,12 @@ class Ledger:
                 ]
 
     def add(self, request: int, layer: int, *pair: torch.Tensor) -> None:
-        """K and V [H_kv, D] of the newest token."""
+        """Appends K and V [H_kv, D] of the newest token."""
         held = self.held[request, layer]
         self.held[request, layer] = [torch.cat([x, new[:, None]], 1) for x, new in zip(held, pair, strict=True)]
 
     def attend(self, request: int, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """[H_q, D] float32 of queries [H_q, D]."""
+        """Attention [H_q, D] float32 of queries [H_q, D] over what the ledger holds."""
         k, v = (x.float() for x in self.held[request, layer])
         grouped = queries.float().view(len(k), -1, queries.shape[-1])
         weights = torch.softmax(grouped @ k.mT / queries.shape[-1] ** 0.5, -1)
@@ -73,11 +74,12 @@ class Ledger:
 
 
 def check(step: Step, batch: Batch, steps: int, what: str) -> float:
-    """The largest relative error of `steps` steps of a batch that has been started.
+    """Checks `steps` steps of a batch that has been started; returns the largest relative error.
 
-    Raises SystemExit if an answer is wrong: attention is not over exactly the kept tokens, a position is not the
-    logical one, the graph differs from the same work launched one by one, or a round keeps other tokens than its
-    reference.
+    Raises:
+        SystemExit: an answer is wrong: attention is not over exactly the kept tokens, a position is not the logical
+            one, the graph differs from the same work launched one by one, or a round keeps other tokens than its
+            reference.
     """
     ledger, worst, rounds = Ledger(step, batch), 0.0, 0
     for _ in range(steps):
@@ -117,7 +119,7 @@ def _compare_graph(step: Step, what: str) -> None:
 
 
 def _compare_layer(step: Step, ledger: Ledger, r: int, layer: int, what: str) -> float:
-    """One request's queries, new K and V, and attention in one layer; the ledger takes in the new token."""
+    """Checks one request's queries, new K and V, and attention in one layer; adds the new token to the ledger."""
     model, seen, slot = step.model, step.seen[layer], step.slots[r]
     queries, key, value = expected_heads(
         model.shape, model.layers[layer], model.inv_freq, seen.qkv[r], ledger.logical[r]
@@ -140,7 +142,7 @@ def _compare_layer(step: Step, ledger: Ledger, r: int, layer: int, what: str) ->
 
 
 def expected_heads(shape: Shape, layer: Layer, inv_freq: torch.Tensor, qkv: torch.Tensor, position: int):
-    """Queries [H_q, D], keys and values [H_kv, D] in float64 of one token's QKV, straight from RoPE's definition."""
+    """Queries [H_q, D], keys and values [H_kv, D] in float64 from one token's QKV, by RoPE's definition."""
     heads = qkv.double().view(-1, shape.head_dim)
     q, k, v = heads.split([shape.q_heads, shape.kv_heads, shape.kv_heads])
     turn = torch.polar(torch.ones_like(inv_freq), position * inv_freq).to(qkv.device)
@@ -155,7 +157,7 @@ def expected_heads(shape: Shape, layer: Layer, inv_freq: torch.Tensor, qkv: torc
 
 
 def _reference_keeps(batch: Batch, ledger: Ledger) -> dict[int, torch.Tensor]:
-    """What the checked requests whose rounds are due should keep."""
+    """What checked requests with a due round should keep."""
     if batch.rounds is None:
         return {}
     config, frozen, found = batch.rounds.config, batch.rounds.config.sinks, {}
@@ -170,14 +172,14 @@ def _reference_keeps(batch: Batch, ledger: Ledger) -> dict[int, torch.Tensor]:
 
 
 def _agreement(kept: torch.Tensor, other: torch.Tensor) -> float:
-    """The share of tokens that both hold, of all sets."""
+    """Share of tokens that both hold, over all sets."""
     size = int(max(kept.max(), other.max())) + 1
     marks = [torch.zeros(*x.shape[:-1], size, device=x.device).scatter_(-1, x.long(), 1.0) for x in (kept, other)]
     return ((marks[0] * marks[1]).sum() / kept.numel()).item()
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest error of a vector over the last dim, relative to its length; NaN counts as infinite."""
+    """Largest error of a vector over the last dim, relative to its length; NaN counts as infinite."""
     got, expected = got.float(), expected.float()
     relative = (got - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-9)
     return relative.nan_to_num(nan=float("inf")).max().item()

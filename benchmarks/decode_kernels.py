@@ -1,6 +1,6 @@
 """Triton kernels of a decode step between its matrix products, one launch each; references: `decode_model.TorchOps`.
 
-A server fuses these too. In plain torch they are some forty launches a layer, which would hide what attention costs.
+A server fuses these too. In plain torch they are some forty launches per layer, which would hide the cost of attention.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def add_norm(x, residual, weight, epsilon: float):
-    """(RMSNorm of x + residual, that sum), [B, hidden]; `residual` is overwritten. Without one, of x."""
+    """(RMSNorm of x + residual, that sum), [B, hidden]; overwrites `residual`. Without a residual, of x alone."""
     out = torch.empty_like(x)
     total = x if residual is None else residual
     size = x.shape[1]
@@ -25,7 +25,7 @@ def add_norm(x, residual, weight, epsilon: float):
 def rotate_and_store(qkv, shape, layer, positions, cos_sin, slots, k_pool, v_pool) -> torch.Tensor:
     """Queries [B, H_q, D], normalised and rotated; K and V go to the pools."""
     queries = torch.empty(len(qkv), shape.q_heads, shape.head_dim, dtype=qkv.dtype, device=qkv.device)
-    # Weights that the kernel does not read, where heads are not normalised.
+    # If heads are not normalised, any weights will do: the kernel does not read them.
     weights = (layer.q_norm, layer.k_norm) if shape.norm_heads else (layer.norm, layer.norm)
     rotate_kernel[(shape.q_heads + 2 * shape.kv_heads, len(qkv))](
         qkv, queries, *weights, positions, cos_sin, slots, k_pool, v_pool,
@@ -36,7 +36,7 @@ def rotate_and_store(qkv, shape, layer, positions, cos_sin, slots, k_pool, v_poo
 
 
 def gate(gate_up) -> torch.Tensor:
-    """[B, inner] of [B, 2 inner]: SiLU of the first half times the second."""
+    """[B, inner] from [B, 2 inner]: SiLU of the first half times the second."""
     size = gate_up.shape[1] // 2
     out = torch.empty(len(gate_up), size, dtype=gate_up.dtype, device=gate_up.device)
     gate_kernel[(triton.cdiv(size, 1024), len(gate_up))](gate_up, out, size, BLOCK=1024, num_warps=4)
@@ -44,11 +44,11 @@ def gate(gate_up) -> torch.Tensor:
 
 
 def flatten_rows(rows, lengths, indptr, indices, longest: int) -> None:
-    """The first lengths[r] slots of every row, one row behind the other.
+    """Concatenates the first lengths[r] slots of every row.
 
     Args:
-        rows: [B, width] int32. lengths: [B] int32. indptr: [B + 1] int32, where each row begins in `indices`.
-        indices: int32, written. longest: no length exceeds it.
+        rows: [B, width] int32. lengths: [B] int32. indptr: [B + 1] int32, where each row starts in `indices`.
+        indices: int32, written. longest: an upper bound on the lengths.
     """
     grid = (triton.cdiv(longest, 1024), len(rows))
     flatten_kernel[grid](rows, lengths, indptr, indices, rows.stride(0), BLOCK=1024, num_warps=4)

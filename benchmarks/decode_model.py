@@ -1,7 +1,7 @@
-"""A decoder of random weights in the shape of a real model: one decode step for a batch, in plain torch.
+"""A decoder with random weights in the shape of a real model: one decode step for a batch, in plain torch.
 
-Matrix products are torch's. What stands between them is one kernel each on a CUDA device (decode_kernels.py), as in a
-server, and torch elsewhere. Keys lie rotated in the pool, at the slot that the caller names for each new token.
+Matrix products are torch's. Everything between them is one kernel each on a CUDA device (decode_kernels.py), as in a
+server, and torch elsewhere. The pool holds rotated keys, at the slot that the caller names for each new token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BYTES = DTYPE.itemsize
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, as its config.json has them."""
+    """Sizes of a model, as in its config.json."""
 
     name: str
     layers: int
@@ -34,7 +34,7 @@ class Shape:
     vocabulary: int
     theta: float
     norm_heads: bool
-    """Whether each query's and key's head is normalised before RoPE, as in Qwen3."""
+    """Whether each query and key head is normalised before RoPE, as in Qwen3."""
     epsilon: float = 1e-6
 
     @property
@@ -42,18 +42,19 @@ class Shape:
         return (self.q_heads + 2 * self.kv_heads) * self.head_dim
 
     def kv_bytes(self, layers: int) -> int:
-        """Of one token, K and V."""
+        """Bytes of K and V per token."""
         return 2 * layers * self.kv_heads * self.head_dim * BYTES
 
     def read_bytes(self, layers: int) -> int:
-        """Weights that a step reads, whatever its batch: all but the embedding, of which it reads a row a request."""
+        """Bytes of weights that a step reads, whatever its batch: all but the embedding, of which it reads one row per
+        request."""
         attention = self.hidden * (self.width_qkv + self.q_heads * self.head_dim)
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden
         layer += 2 * self.head_dim * self.norm_heads
         return BYTES * (layers * layer + self.hidden * (self.vocabulary + 1))
 
     def held_bytes(self, layers: int) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return self.read_bytes(layers) + BYTES * self.hidden * self.vocabulary
 
 
@@ -69,7 +70,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one layer, [out, in] in bf16; norms [in]."""
+    """Weights of one layer, [out, in] in bf16; norms are [in]."""
 
     norm: torch.Tensor
     qkv: torch.Tensor
@@ -91,11 +92,11 @@ class Seen:
 
 
 class Model:
-    """Random weights; sizes of activations stay about 1, so that attention is neither flat nor a single token's.
+    """Random weights; activations stay around 1 in size, so that attention is neither flat nor on a single token.
 
     Args:
-        layers: how many of the shape's.
-        positions: logical positions that RoPE is prepared for.
+        layers: how many of the shape's layers to build.
+        positions: number of logical positions to prepare RoPE for.
     """
 
     def __init__(self, shape: Shape, layers: int, positions: int, device: str) -> None:
@@ -110,13 +111,13 @@ class Model:
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
-        """[D / 2] float64 on the host, radians a token."""
+        """[D / 2] float64 on the host, in radians per token."""
         dim = self.shape.head_dim
         return self.shape.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
     @cached_property
     def ops(self):
-        """What stands between the matrix products."""
+        """What runs between the matrix products."""
         if self.device.type == "cuda":
             import decode_kernels
 
@@ -132,10 +133,10 @@ class Model:
         v_pools: Sequence[torch.Tensor],
         attend: Attend,
     ) -> tuple[torch.Tensor, list[Seen]]:
-        """Logits [B, vocabulary] of one step, and what each layer saw. Uses as many layers as there are pools.
+        """Logits [B, vocabulary] of one step and what each layer saw. Uses as many layers as there are pools.
 
         Args:
-            ids, positions, slots: [B] int64; the token, its logical position, and where its K and V go.
+            ids, positions, slots: [B] int64; each token, its logical position, and where its K and V go.
             k_pools, v_pools: per layer [num_slots, H_kv, D]; written at `slots`.
         """
         shape, seen = self.shape, []
@@ -171,13 +172,13 @@ class Model:
         return made.normal_(0, num_tokens**-0.5 if deviation is None else deviation, generator=self._random)
 
     def _norm(self, size: int) -> torch.Tensor:
-        """Not all ones, so that a norm that forgets its weight is noticed."""
+        """Random norm weights: not all ones, so that a norm that ignores its weight is noticed."""
         made = torch.empty(size, dtype=DTYPE, device=self.device)
         return made.uniform_(0.8, 1.2, generator=self._random)
 
 
 class TorchOps:
-    """References of decode_kernels.py."""
+    """Reference for decode_kernels.py."""
 
     @staticmethod
     def add_norm(x, residual, weight, epsilon: float):
@@ -198,7 +199,7 @@ class TorchOps:
 
     @staticmethod
     def gate(gate_up) -> torch.Tensor:
-        """[B, inner] of [B, 2 inner]: SiLU of the first half times the second."""
+        """[B, inner] from [B, 2 inner]: SiLU of the first half times the second."""
         gate, up = gate_up.float().chunk(2, -1)
         return (functional.silu(gate) * up).to(gate_up.dtype)
 

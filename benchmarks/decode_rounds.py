@@ -1,4 +1,4 @@
-"""What does a round cost by itself? One pass for some requests at once, the device idle before it."""
+"""What does a round cost by itself? One pass for several requests at once, on an otherwise idle device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPEATS = 10
 
 
 def time_rounds(bench: Bench) -> list[dict]:
-    """A row for each page size, budget and number of requests: microseconds, launches included."""
+    """One row per page size, budget and number of requests: microseconds, launches included."""
     rows = []
     for page_size in SELECTIONS:
         for budget in bench.setting.budgets:
@@ -34,7 +34,7 @@ def time_rounds(bench: Bench) -> list[dict]:
 
 
 def _one(bench: Bench, page_size: int, budget: int, requests: int) -> float | None:
-    """Median seconds of one pass; None where the pool is too small."""
+    """Median seconds of one pass; None if the pool is too small."""
     runtime = bench.runtime
     step = bench.step(requests)
     rounds = bench.rounds(step, budget, page_size)
@@ -49,15 +49,15 @@ def _one(bench: Bench, page_size: int, budget: int, requests: int) -> float | No
         runtime.wait()
         batch.prepare()
     runtime.wait()
-    # The first compiles.
+    # The first pass compiles.
     pairs = zip(marks[2::2], marks[3::2], strict=True)
     return statistics.median(runtime.seconds(*pair) for pair in pairs)
 
 
 def scoring_share(bench: Bench) -> dict:
-    """How fast the scorer reads keys, as a share of the device's copy bandwidth; 8 requests of the middle budget.
+    """How fast the scorer reads keys, as a share of the device's copy bandwidth; 8 requests with the middle budget.
 
-    A pass over the scores alone, without what chooses among them; the mean of some that follow one another.
+    Times passes over the scores alone, without selection; the mean of several consecutive ones.
     """
     setting, runtime, layers = bench.setting, bench.runtime, bench.setting.layers
     budget = sorted(setting.budgets)[len(setting.budgets) // 2]
@@ -84,7 +84,7 @@ def scoring_share(bench: Bench) -> dict:
 
 
 def _scoring(bench: Bench, k, slots, lengths, positions):
-    """All scores, as the server makes them, of the newest tokens too: as many requests at once as its memory holds."""
+    """All scores as the server makes them, newest tokens included: as many requests at once as its memory holds."""
     scorer = Scorer(k, bench.tables, num_tokens=slots.shape[1], longest=slots.shape[1])
 
     def work() -> None:

@@ -2,17 +2,17 @@
 
 Texts (`quality_streams.py`, task `text`) go through a model once, with everything in sight. At several places the older
 private tokens are ranked by what a round could go by, and a quarter of them is chosen for each layer and KV head. What
-the queries of the next tokens then really attended to is known: a criterion's `attention` is the part of what they pay
-to the older tokens that falls on those chosen. `output` is the same of attention times the size of the value, which is
-what a token adds to the layer's output: much attention goes to tokens that add next to nothing.
+the queries of the next tokens then really attended to is known: a criterion's `attention` is the share of their
+attention to older tokens that falls on the chosen ones. `output` is the same for attention times the size of the value,
+which is what a token adds to the layer's output: much attention goes to tokens that add next to nothing.
 
     python benchmarks/foretell.py --model FOLDER --stats FILE --json foretell.json
     python benchmarks/foretell.py --model FOLDER --stats prose=A.safetensors code=B.safetensors
 
-Criteria are `score`, by each statistics file; `value-size`; `newest`; `random`, which gets a quarter; and `best`, the
+Criteria are `score`, for each statistics file; `value-size`; `newest`; `random`, which gets a quarter; and `best`, the
 tokens with most attention. The tables: all criteria, over all layers and heads; the score by the concentration of the
-heads; the score and the value size in each layer. `rank_correlation` is Spearman's, between the concentration of a head
-and its score's attention as a part of the best.
+heads; the score and the value size in each layer. `rank_correlation` is Spearman's, between a head's concentration and
+the attention that its score captures relative to `best`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from sglang_triattn.transformers_cache.feed import compute_dense
 
 KEPT = 0.25
 RECENT = 128
-"""Newest tokens that are not ranked: a round keeps them anyway."""
+"""Newest tokens, which are not ranked: a round keeps them anyway."""
 AHEAD = 256
-"""Queries whose attention is foretold."""
+"""Number of queries whose attention is foretold."""
 TEXTS = 4
 BOUNDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.01)
-"""Of concentration."""
+"""Bounds of the concentration bins."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,11 +80,11 @@ def _run(options: argparse.Namespace) -> None:
 
 @dataclass
 class Captures:
-    """Attention to older tokens, and that times the size of their values, summed over places and texts.
+    """Attention to older tokens, and the same times the size of their values, summed over places and texts.
 
     Attributes:
         on: criterion -> [2, L, H_kv] float64, what falls on the tokens that it chose.
-        total: [2, L, H_kv] float64, what falls on all older ones.
+        total: [2, L, H_kv] float64, what falls on all older tokens.
     """
 
     on: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Captures:
 
     @classmethod
     def of(cls, model: Any, streams: Sequence[Tokens], stats: Mapping[str, QueryStats]) -> Captures:
-        """Runs `streams`; `stats` are those of the model by name."""
+        """Runs `streams`; `stats` holds the model's statistics by name."""
         sums = cls()
         for stream in streams:
             print(f"  {stream.id}", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ class Captures:
         return sums
 
     def shares(self, name: str, *where: Any) -> list[float]:
-        """The parts of attention and of output that fall on what a criterion chose, in some layers and heads."""
+        """Shares of attention and output that fall on a criterion's choice, in some layers and heads."""
         return [(self.on[name][(kind, *where)].sum() / self.total[(kind, *where)].sum()).item() for kind in (0, 1)]
 
     def criteria(self, stats: Mapping[str, QueryStats]) -> list[dict]:
@@ -122,7 +122,7 @@ class Captures:
         return rows
 
     def by_concentration(self, name: str, stats: QueryStats) -> list[dict]:
-        """The score of heads whose concentration lies between two bounds, beside the best and the newest."""
+        """The score in heads whose concentration lies between two bounds, beside the best and the newest."""
         spread, rows = self._spread(stats), []
         for low, high in itertools.pairwise(BOUNDS):
             where = (low <= spread) & (spread < high)
@@ -149,17 +149,18 @@ class Captures:
         return concentration(stats).unflatten(1, (self.total.shape[-1], -1)).mean(-1)
 
     def _of_best(self, name: str) -> torch.Tensor:
-        """[L, H_kv]: attention that a criterion captures, as a part of what the best choice does."""
+        """[L, H_kv]: attention that a criterion captures, relative to the best choice."""
         return self.on[name][0] / self.on["best"][0]
 
 
 def captured(
     model: Any, stream: Tokens, stats: Mapping[str, QueryStats]
 ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """At each place of the text: criterion -> [2, L, H_kv] of what it chose, and [2, L, H_kv] of all older tokens.
+    """Yields for each place of the text: criterion -> [2, L, H_kv] of what it chose, and [2, L, H_kv] of all older
+    tokens.
 
-    First attention, then attention times the size of the value, summed over the next AHEAD queries and the query heads
-    of a group.
+    Index 0 is attention, index 1 attention times the size of the value, summed over the next AHEAD queries and the
+    query heads of a group.
     """
     shape, prompt = shape_of(model), len(stream.prompt)
     ids = torch.tensor(stream.prompt + stream.private)
@@ -205,7 +206,7 @@ def _chosen(
         tables = score_tables(one, kv_heads, older.device)
         scorer = Scorer(keys, tables, num_tokens=len(older), longest=len(older), selection="per-layer-head")
         found[score_name(name)] = scorer.keep(slots, lengths, older.new_tensor([place]), count, 0)[0]
-    # The center is of tokens that come behind those that are ranked.
+    # The center is taken over tokens that come after the ranked ones.
     row = torch.arange(int(older[0]), place, device=older.device)[None]
     sizes = value_size_torch(values, row, lengths + RECENT, RECENT)[0, ..., : len(older)]
     found["value-size"] = sizes.topk(count, dim=-1).indices

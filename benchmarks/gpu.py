@@ -1,7 +1,7 @@
 """What do the kernels and decode cost on this GPU? Runs score_speed, compact and gpu_decode, and keeps the figures.
 
-Each ends without a figure when its answers are wrong. The JSON files are named after the benchmark and the GPU. Needs
-torch and Triton; neither SGLang nor an installed package.
+Each of them exits without a figure if its answers are wrong. The JSON files are named after the benchmark and the GPU.
+Needs torch and Triton, but neither SGLang nor an installed package.
 
     python benchmarks/gpu.py
 """
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def result(folder: Path, name: str, gpu: str, quick: bool) -> Path:
-    """Such as results/compact-nvidia-h200.json; a quick run never replaces a whole one."""
+    """Path such as results/compact-nvidia-h200.json; a quick run never replaces a whole one."""
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return folder / f"{name}-{slug}{'-quick' if quick else ''}.json"
 

@@ -2,12 +2,12 @@
 
 One decode loop in the shape of a real model with random weights: paged KV in SGLang's layout, FlashInfer's batch decode
 planned every step (this folder's Triton kernel where it is absent), a CUDA graph for each batch size, and this
-package's own scorer, remap and mover making real rounds between the steps, on the stream of the steps, every `interval`
-tokens of a request. Requests are staggered, so that rounds spread over the steps as in a server. Dense and compressed
-runs alternate; figures are medians. K and V lie in one pool, which both use.
+package's own scorer, remap and mover, which run real rounds between the steps, on the same stream, every `interval`
+tokens of a request. Requests are staggered so that rounds spread over the steps as in a server. Dense and compressed
+runs alternate; figures are medians. K and V lie in one pool that both use.
 
 A ceiling is the tokens per second at which weights and KV entries alone would be read at this device's copy bandwidth.
-No figure is given unless the answers are right, see decode_check.py. Needs torch, Triton and numpy.
+No figure is reported unless the answers are right, see decode_check.py. Needs torch, Triton and numpy.
 
     python benchmarks/gpu_decode.py --json decode.json
 """
@@ -29,13 +29,13 @@ from decode_model import SHAPES
 from decode_rounds import scoring_share, time_rounds
 
 QUICK = 16
-"""By how much lengths and memories are smaller in a quick run."""
+"""Factor by which lengths and memories are smaller in a quick run."""
 
 QUICK_LAYERS = 2
 
 
 def setting_of(arguments: argparse.Namespace) -> Setting:
-    """Raises SystemExit where the options cannot be measured together."""
+    """Raises SystemExit if the options cannot be measured together."""
     shape = SHAPES[arguments.model or ("Qwen3-8B" if arguments.device == "cuda" else "Toy")]
     scale = QUICK if arguments.quick else 1
     layers = arguments.layers or (min(shape.layers, QUICK_LAYERS) if arguments.quick else shape.layers)
@@ -50,7 +50,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
             f"Contexts of {min(contexts)} tokens, budgets of {min(budgets)} and an interval of {interval} are too "
             "small to measure: give larger --contexts, --budgets and --interval, and batches of at least 1."
         )
-    # A toy holds as many tokens as the model it stands for.
+    # A toy model holds as many tokens as the model that it stands for.
     tokens = [memory * 1e9 / SHAPES["Qwen3-8B"].kv_bytes(SHAPES["Qwen3-8B"].layers) for memory in arguments.memories]
     memories = [memory * 1e9 for memory in arguments.memories]
     if shape.name == "Toy":
@@ -71,7 +71,7 @@ def setting_of(arguments: argparse.Namespace) -> Setting:
 
 
 def show(rows: list[dict]) -> None:
-    """A table; figures that could not be had are dashes."""
+    """Prints a table; missing figures are dashes."""
     shown = [["-" if value is None else value for value in row.values()] for row in rows]
     for header, _ in itertools.groupby(rows, key=lambda row: tuple(row)):
         print_table(header, shown)
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = {"setting": about, "complete": False, "rows": [], "goal_rows": [], "capacity": [], "goals": []}
 
     def keep(part: str, rows: list[dict]) -> None:
-        """Shows and writes what is known so far: a run that is cut short leaves the figures that it has."""
+        """Shows and writes what is known so far, so that a run that is cut short keeps its figures."""
         show(rows)
         results[part] = results.get(part, []) + rows
         results["setting"] = about | {"largest_error": errors.largest}
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep("rows", grid(bench, errors, requests))
     results["scoring"] = scoring_share(bench)
     keep("rounds", time_rounds(bench))
-    # The goals are of whole lengths.
+    # The goals are for full lengths.
     if setting.scale == 1:
         keep("goal_rows", goal_rows(bench, errors, results["rows"]))
         keep("goals", goals(bench, results["rows"], results["goal_rows"], results["scoring"]["share"]))

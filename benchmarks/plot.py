@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def bars(axes, labels: list[str], values: list[float], line: float | None = None) -> None:
-    """Horizontal bars with their values, the first on top, and a dashed line to compare with."""
+    """Horizontal bars with their values, the first on top, and a dashed line for comparison."""
     axes.barh(labels, values, color="#4477aa")
     axes.invert_yaxis()
     axes.margins(x=0.12)
@@ -84,7 +84,7 @@ def draw_capacity(content: dict, path: Path) -> None:
 
 
 def draw_decode(content: dict, path: Path) -> None:
-    """Tokens per second by context, a panel for each batch; ceilings dashed, cells that did not fit left out."""
+    """Tokens per second by context, one panel per batch; ceilings dashed, cells that did not fit left out."""
     rows = [row for row in content["rows"] if row["page_size"] == 1]
     batches = sorted({row["batch"] for row in rows})
     figure, panels = pyplot.subplots(1, len(batches), figsize=(3.5 * len(batches) + 1, 4), layout="constrained")
@@ -112,7 +112,7 @@ def draw_decode(content: dict, path: Path) -> None:
 
 
 def draw_quality(content: dict, path: Path) -> None:
-    """The part that is right: a panel for each task, a bar for each policy, a shade for each share."""
+    """The share of right answers: one panel per task, one bar per policy, one shade per share."""
     rows = content["rows"]
     tasks, policies, shares = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "policy", "share"))
     right = {(row["task"], row["policy"], row["share"]): row["right"] for row in rows}
@@ -149,7 +149,7 @@ DRAWN = {
 
 def main() -> None:
     for name, draw in DRAWN.items():
-        # Also those of a GPU, which have its name in theirs.
+        # Includes the files of a GPU, which have its name in theirs.
         for path in sorted(RESULTS.glob(f"{name}*.json")):
             draw(json.loads(path.read_text()), path.with_suffix(".png"))
             print(path.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""What does a model still know of a text once its KV cache was compressed, and what would cheaper choices leave?
+"""What does a model still know of a text after its KV cache was compressed, and what would cheaper choices leave?
 
 Streams (`quality_streams.py`) are fed to a model whose KV cache is compacted by the server's default settings, by each
 selection, by controls (`quality_policies.py`), and by any settings that are named:
@@ -7,13 +7,13 @@ selection, by controls (`quality_policies.py`), and by any settings that are nam
     python benchmarks/quality.py --model FOLDER --shares 0.25 --policies default settings:selection=per-head,recent=0.5
     python benchmarks/quality.py --model FOLDER --server http://localhost:30000 --json quality-server.json
 
-A share is the budget as a part of the private tokens at the end. Rounds run every 128 tokens, so that up to 127 tokens
-more are held when the questions come: equally many under every policy. A question is right when each token of its
-answer is the most likely one, given those before; scored text is right where the most likely token is the dense
-model's. `dense` keeps everything, `default` is what a server keeps that was given the budget and nothing else.
-Questions see K/V that were computed densely, unless --fed; scored text is always fed. `quality_table.py` says how the
-intervals are made. With --server the same questions go to a live server (`quality_server.py`), whose own settings are
-the default.
+A share is the budget relative to the private tokens at the end. Rounds run every 128 tokens, so up to 127 tokens more
+are held when the questions come; their number is the same under every policy. A question is right when each token of
+its answer is the most likely one, given those before; scored text is right where the most likely token is the dense
+model's. `dense` keeps everything, `default` keeps what a server does that was given only the budget.
+Questions see K/V that was computed densely, unless --fed; scored text is always fed. `quality_table.py` explains how
+the intervals are computed. With --server the same questions go to a live server (`quality_server.py`), whose own
+settings are the default.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 def _measure(
     streams: Sequence[Tokens], measure: Callable[[Tokens], Found], setting: dict, options: argparse.Namespace
 ) -> None:
-    """Runs all streams; the JSON is written after each, so that what was measured is not lost."""
+    """Runs all streams; writes the JSON after each, so that nothing measured is lost."""
     found: list[Found] = []
     for number, stream in enumerate(streams, 1):
         start = time.monotonic()
@@ -108,16 +108,17 @@ def _measure(
 
 
 def cells_of(names: Sequence[str], shares: Sequence[float]) -> list[Cell]:
-    """Every choice at every share; dense and default are always among them.
+    """Every choice at every share; dense and default are always included.
 
-    Raises ChoiceError.
+    Raises:
+        ChoiceError: a name stands for no choice.
     """
     choices: dict[str, Choice] = {name: read_choice(name) for name in dict.fromkeys((DENSE, DEFAULT, *names))}
     return [Cell(share, choice) for share in shares for choice in choices.values()]
 
 
 def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
-    """Those of the file, or those that the benchmark makes."""
+    """The streams of the file, or else those that the benchmark makes."""
     if options.streams:
         made = read_streams(options.streams)
     else:

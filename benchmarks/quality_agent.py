@@ -1,4 +1,4 @@
-"""Streams of an agent's work whose tools returned identifiers that it needs again at the end: task `agent`."""
+"""Streams of an agent's work, with identifiers returned by its tools that it needs again at the end: task `agent`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ other's data then.
 
 @dataclass(frozen=True)
 class Tool:
-    """What the agent looks up, and what it does with that later."""
+    """What the agent looks up and what it does with the result later."""
 
     name: str
     thought: str
     identifier: str
     """The field of the result that is asked for."""
     others: dict[str, int | tuple[str, ...]]
-    """Further fields: numbers below a limit, or one of some words."""
+    """Further fields: numbers below a limit, or one of several words."""
     acts: str
     """The tool that needs the identifier."""
 
@@ -110,7 +110,7 @@ ACT = {
 
 
 def agent(rng: Random, order: Order) -> Draft:
-    """A stream of `order.units` steps of an agent, of whose identifiers thirteen are asked for."""
+    """A stream of `order.units` steps of an agent, with questions about thirteen of the identifiers."""
     form = order.form
     opening, call, closing = STEP[form]
     names, tools = people(rng, form), deck(rng, TOOLS[form])

@@ -1,4 +1,4 @@
-"""All questions of a stream in one forward pass behind what every row holds."""
+"""Asks all questions of a stream in one forward pass, after what every row holds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PACK = 512
 
 @torch.no_grad()
 def ask(model: Any, cache: CompactedCache, questions: Sequence[Asked]) -> tuple[torch.Tensor, torch.Tensor]:
-    """All questions in one forward pass, each behind what every row holds and blind to the others.
+    """Asks all questions in one forward pass, each after what every row holds and blind to the others.
 
     Args:
-        cache: is used up; needs room for all tokens of the questions but the last of each answer.
+        cache: used up; needs room for all tokens of the questions except the last of each answer.
 
     Returns:
         [B, questions] bool, whether every token of the answer is the most likely one, and [B, questions] float32, the
@@ -34,7 +34,7 @@ def ask(model: Any, cache: CompactedCache, questions: Sequence[Asked]) -> tuple[
     own = (owner[:, None] == owner) & (steps[:, None] >= steps)
     lengths = torch.tensor(cache.rows.lengths, device=device)
     logical = torch.tensor([cache.rows.logical_length(row) for row in range(len(lengths))], device=device)
-    # Entry j of a row is token j - length of the questions, or from before them.
+    # Entry j of a row is question token j - (the row's length), or an entry that the row held before.
     place = torch.arange(int(lengths.max()) + len(ids), device=device) - lengths[:, None]  # [B, K]
     inside = (place >= 0) & (place < len(ids))
     seen = (place < 0)[:, None] | (inside[:, None] & own[:, place.clamp(0, len(ids) - 1)].transpose(0, 1))
@@ -42,7 +42,7 @@ def ask(model: Any, cache: CompactedCache, questions: Sequence[Asked]) -> tuple[
     mask = given["attention_mask"].new_zeros(seen.shape)
     given["attention_mask"] = mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)[:, None]
     given["position_ids"] = logical[:, None] + (steps - first)
-    # A token is told by the logits one place before.
+    # The logits one place earlier predict a token.
     asked = [
         range(start + len(one.text) - 1, start + len(one.text) + len(one.answer) - 1)
         for one, start in zip(questions, (sizes.cumsum(0) - sizes).tolist(), strict=True)
@@ -59,13 +59,13 @@ def ask(model: Any, cache: CompactedCache, questions: Sequence[Asked]) -> tuple[
 
 
 def logprobs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[n] float32 on the CPU: of `targets` [n] under `logits` [n, vocabulary]."""
+    """Log-probabilities, [n] float32 on the CPU, of `targets` [n] under `logits` [n, vocabulary]."""
     logits = logits.float()
     return (logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu()
 
 
 def packs(questions: Sequence[Asked]) -> Iterator[list[Asked]]:
-    """Questions of about _PACK tokens together."""
+    """Groups of questions of about _PACK tokens together."""
     pack: list[Asked] = []
     size = 0
     for one in questions:

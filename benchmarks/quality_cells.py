@@ -1,4 +1,4 @@
-"""What the quality benchmark fills in: a cell for each choice at each budget, with units of answers."""
+"""The cells that the quality benchmark fills in, one for each choice at each budget, and their units of answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Cell:
     choice: Choice
 
     def config(self, private: int, interval: int | None) -> Config:
-        """Its settings for a stream of `private` tokens."""
+        """The cell's settings for a stream of `private` tokens."""
         return self.choice.config(max(1, round(self.share * private)), interval)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is drawn as one for an interval: a question, or a block of scored text. Sums over its `count` answers."""
+    """What an interval draws as one: a question, or a block of scored text. Sums over its `count` answers."""
 
     right: float
     logprob: float
@@ -30,4 +30,4 @@ class Unit:
 
 
 Found = dict[Cell, dict[str, list[Unit]]]
-"""Cell -> task -> units of one stream."""
+"""Cell -> task -> units, for one stream."""

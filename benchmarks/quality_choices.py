@@ -1,9 +1,9 @@
 """What the quality benchmark compares, by name: `dense`, `default`, selections, controls, and any settings.
 
-A selection stands for the server's scores alone, with no share for large values. A name may have fields of Config
-behind it: `value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a
-server derives that was started with the budget alone. A number between 0 and 1 for a field that counts tokens, such as
-`recent`, is a share of the budget.
+A selection name means the server's scores alone, with no share for large values. Fields of Config may follow a name:
+`value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a server
+derives when started with only the budget. A number between 0 and 1 for a field that counts tokens, such as `recent`, is
+a share of the budget.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DENSE, DEFAULT, SETTINGS = "dense", "default", "settings"
 ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)
 # More tokens than any stream has.
 _UNLIMITED = Config(budget=1 << 40, recent=0)
-# The benchmark sets the one, and takes the other from --stats.
+# The benchmark sets the first and takes the second from --stats.
 _TAKEN = ("budget", "stats")
 
 
 class ChoiceError(ValueError):
-    """Nothing goes by this name; the message is one sentence for the user."""
+    """No choice goes by this name; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Choice:
 
     Attributes:
         name: as the user wrote it.
-        control: None where the server's own scorer decides.
-        fields: names and texts of Config's fields.
+        control: None if the server's own scorer decides.
+        fields: Config's fields by name, as text.
     """
 
     name: str
@@ -47,13 +47,14 @@ class Choice:
 
     @property
     def scores(self) -> bool:
-        """Whether it needs the model's statistics."""
+        """Whether the choice needs the model's statistics."""
         return self.control is None and self.name != DENSE
 
     def config(self, budget: int, interval: int | None) -> Config:
-        """The settings at a budget in tokens; `interval` None means the server's.
+        """The settings at a budget in tokens; an `interval` of None means the server's.
 
-        Raises ChoiceError where they contradict one another.
+        Raises:
+            ChoiceError: the settings contradict one another.
         """
         if self.name == DENSE:
             return _UNLIMITED
@@ -65,21 +66,22 @@ class Choice:
             raise ChoiceError(f"{self.name} cannot be used: {error}") from error
 
     def setting(self, config: Config, row: RowFacts) -> Setting:
-        """What a row of a CompactedCache needs; equal for equal scorers, so that they are computed once."""
+        """What a row of a CompactedCache needs; equal for equal scorers, so that rows are computed once."""
         if self.name == DENSE:
             return Setting(config, _never)
         return Setting(config) if self.control is None else Setting(config, partial(_make, self.control, row))
 
 
 def frozen_of(config: Config, prompt_length: int) -> int:
-    """First entry of a row that a round may touch, with a prompt that no tree holds and pages of one token."""
+    """First entry of a row that a round may touch if no tree holds the prompt and pages hold one token."""
     return frozen_length(config, 0, prompt_length, 1)
 
 
 def read_choice(text: str) -> Choice:
-    """The choice of a name.
+    """Reads the choice that a name stands for.
 
-    Raises ChoiceError.
+    Raises:
+        ChoiceError: the name or one of its fields is unknown.
     """
     head, colon, rest = text.partition(":")
     if head not in (*ALL, SETTINGS) or (head == DENSE and colon):
@@ -87,7 +89,7 @@ def read_choice(text: str) -> Choice:
             f"There is no policy {text!r}: use {', '.join(ALL)}, or {SETTINGS}:FIELD=VALUE,... with fields of the "
             "server's settings."
         )
-    # By scores alone.
+    # Scores alone decide.
     fields: dict[str, str] = {"selection": head, "value_share": "0"} if head in SELECTIONS else {}
     known = [field.name for field in dataclasses.fields(Config) if field.name not in _TAKEN]
     for entry in rest.split(",") if colon else ():
@@ -101,7 +103,7 @@ def read_choice(text: str) -> Choice:
 
 
 def _value(choice: str, name: str, text: str, budget: int) -> Any:
-    """`text` as the type that Config gives the field."""
+    """`text` converted to the type that Config gives the field."""
     kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
     if kind.startswith("str"):
         return text
@@ -123,5 +125,5 @@ def _make(control: type[Control], row: RowFacts, pools: Pools) -> Policy:
 
 
 def _never(pools: Pools) -> Policy:
-    """For rows that no round ever touches."""
+    """The policy of rows that no round ever touches."""
     return None

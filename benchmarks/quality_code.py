@@ -1,4 +1,4 @@
-"""Streams of code with assignments in it whose values are asked for at the end: task `variables`."""
+"""Streams of code with assignments whose values are asked for at the end: task `variables`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ CODE_PARTS = {
         words("amount bias delay factor height index level period range step"),
     ),
 }
-# Pieces of code that have nothing to do with the settings.
+# Pieces of code unrelated to the settings.
 FUNCTIONS = {
     "bench": (
         """\
@@ -138,7 +138,7 @@ export class {Noun}{Verb} extends Panel {{
 
 
 def variables(rng: Random, order: Order) -> Draft:
-    """A stream of `order.units` pieces of code and thirteen variables between them, four of them assigned twice."""
+    """A stream of `order.units` pieces of code with thirteen variables among them, four of them assigned twice."""
     form = order.form
     names = _variable_names(rng, form)
     numbers = iter(rng.sample(range(100, 10000), VARIABLES + REASSIGNED))
@@ -146,7 +146,7 @@ def variables(rng: Random, order: Order) -> Draft:
     secrets = deck(rng, WORDS[form].secrets)
     values = [f"{quote}{next(secrets)}{quote}" if i < QUOTED else str(next(numbers)) for i in range(VARIABLES)]
     rng.shuffle(values)
-    # Where each is assigned for the last time, as a share of the text.
+    # Where each is last assigned, as a share of the text.
     last = {name: ((i + 0.5) / VARIABLES, value) for i, (name, value) in enumerate(zip(names, values, strict=True))}
     pieces = [(where, name, value, 0) for name, (where, value) in last.items()]
     for name in rng.sample(names[VARIABLES // 3 :], REASSIGNED):

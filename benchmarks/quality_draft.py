@@ -1,4 +1,4 @@
-"""What makes a stream of a wanted length: a builder is asked for ever more units until the length fits."""
+"""Makes streams of a wanted length: a builder is asked for more and more units until the length fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Order:
 
     form: str
     number: int
-    """Of the stream among those of its kind."""
+    """Number of the stream among those of its kind."""
     units: int
     """Sentences, log lines, snippets or steps: the more, the longer."""
     tokens: int
-    """About how many tokens the private text will have."""
+    """Approximate number of tokens of the private text."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,20 @@ Builder = Callable[[Random, Order], Draft]
 
 @dataclass(frozen=True)
 class Length:
-    """How long private texts are: `amount`, as `count` counts."""
+    """How long private texts are: `amount`, in the unit that `count` counts."""
 
     amount: int
     count: Callable[[str], int]
-    """Tokens or characters of a text."""
+    """Counts the tokens or characters of a text."""
     tokens: int
-    """`amount` in tokens, exactly or about."""
+    """`amount` in tokens, exact or approximate."""
 
 
 def fitted(build: Builder, seed: str, form: str, number: int, length: Length) -> Draft:
-    """The longest draft that is not longer than `length`; the same for the same arguments.
+    """The longest draft that does not exceed `length`; the same for the same arguments.
 
-    Raises StreamError if none is nearly that long.
+    Raises:
+        StreamError: no draft comes close to that length.
     """
 
     def draft(units: int) -> Draft:

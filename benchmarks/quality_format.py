@@ -3,12 +3,12 @@
     {"id": "a", "prompt": "...", "private": "...", "questions": [{"task": "facts", "text": "...", "answer": " 42"}]}
     {"id": "b", "prompt": "...", "private": "...", "score_last": 1024}
 
-The prompt is frozen. The private text is fed as if the model had generated it. A question branches off what is left of
-that: its text is fed, then its answer, and it is right when every token of the answer is the most likely one. A
-stream with `score_last` has no questions: its last so many private tokens are scored.
+The prompt is frozen. The private text is fed as if the model had generated it. A question branches off from what is
+left of it: the question's text is fed, then its answer, and it is right when every token of the answer is the most
+likely one. A stream with `score_last` has no questions: that many tokens at the end of its private text are scored.
 
-Prompt, private text, question and answer are tokenized one by one. So that this gives the tokens of the whole, prompt
-and private text end with one line break, a question starts with a letter or a sign, and an answer with a space.
+Prompt, private text, question and answer are tokenized separately. For this to give the same tokens as the whole text,
+prompt and private text end with one line break, a question starts with a letter or a sign, and an answer with a space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 
 class StreamError(ValueError):
-    """A stream file cannot be used, or a stream cannot be made; the message is one sentence for the user."""
+    """A stream file cannot be used or a stream cannot be made; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,25 @@ class Question:
     """One question about a private text."""
 
     task: str
-    """Under which name it is counted."""
+    """Name under which it is counted."""
     text: str
     """What is fed before the answer."""
     answer: str
-    """What the model should go on with; starts with a space where a token does."""
+    """What the model should continue with; starts with a space where a token does."""
     at: int | None = None
-    """Character of the private text at which the statement that answers it begins; None if there is no single one."""
+    """Character of the private text at which the answering statement begins; None if there is no single one."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One text with what is asked or scored about it: either `questions` or `score_last`."""
+    """One text with what is asked or scored about it: `questions` or `score_last`."""
 
     id: str
     prompt: str
     private: str
     questions: tuple[Question, ...] = ()
     score_last: int | None = None
-    """Private tokens at the end that are scored."""
+    """Number of private tokens at the end that are scored."""
 
 
 def to_line(stream: Stream) -> str:
@@ -68,9 +68,10 @@ def write_streams(path: str | Path, streams: Iterable[Stream]) -> None:
 
 
 def read_streams(path: str | Path) -> tuple[Stream, ...]:
-    """The streams of a file, in its order; empty lines are skipped.
+    """Reads the streams of a file in order; empty lines are skipped.
 
-    Raises StreamError that names the line, what is wrong with it and what to do.
+    Raises:
+        StreamError: a line is wrong; the message names the line, what is wrong with it and what to do.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

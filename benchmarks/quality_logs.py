@@ -1,7 +1,7 @@
 """Streams that log a changing state: counters (task `state`) and a depth-first search (task `dfs`).
 
-`dfs` follows the test by which the paper's authors show what eviction does to a search: its log says what was popped
-and pushed, and the questions need the search's state at some point of it.
+`dfs` follows the test with which the paper's authors show what eviction does to a search: its log says what was popped
+and pushed, and the questions need the search's state at some point of the log.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from quality_words import WORDS
 
 COUNTERS = 12
 VALUES = range(10, 100)
-# How often a counter is set. More values than these, and small models take any of them for the last.
+# How often a counter is set. With more values than this, small models take any of them for the last.
 UPDATES = (1, 2)
 PARENTS, STEPS = 8, 4
-# The part of the stack that is asked for.
+# How much of the stack is asked for.
 TOP = 3
 
 STATE_PROMPTS = {
@@ -112,10 +112,10 @@ DFS_ASKING = {
 
 
 def state(rng: Random, order: Order) -> Draft:
-    """A stream of `order.units` log lines, in some of which one of twelve counters is set, and their last values."""
+    """A stream of `order.units` log lines, some of which set one of twelve counters; the last values are asked for."""
     count = max(order.units, 3 * COUNTERS)
     names = rng.sample(WORDS[order.form].things, COUNTERS)
-    # Last values evenly over all but the first lines, so that there is room for others before them.
+    # Last values are spread over all but the first lines, which leaves room for earlier values.
     first = count // 6
     last = {first + int((i + 0.5) / COUNTERS * (count - first)): name for i, name in enumerate(names)}
     finals = dict(zip(names, rng.sample(VALUES, COUNTERS), strict=True))
@@ -138,7 +138,7 @@ def state(rng: Random, order: Order) -> Draft:
 
 
 def _state_line(rng: Random, form: str, minute: int, name: str | None, value: int) -> str:
-    """A line in which a counter is set, or something else happens where there is no name."""
+    """A line that sets a counter or, without a name, reports something else."""
     who, event = rng.choice(WORKERS[form]), rng.choice(EVENTS[form])
     if form == "bench":
         return f"worker {who} {event}\n" if name is None else f"worker {who} is done: counter {name} set to {value}\n"
@@ -147,13 +147,13 @@ def _state_line(rng: Random, form: str, minute: int, name: str | None, value: in
 
 
 def dfs(rng: Random, order: Order) -> Draft:
-    """A stream of about `order.units` steps of a search, cut where there is a stack to be asked for."""
+    """A stream of about `order.units` steps of a search, cut where there is a stack to ask about."""
     count = max(order.units, PARENTS + STEPS)
     popping, pushing, root = DFS_LINES[order.form]
     names = _node_names(rng, order.form)
     private, step = "", 0
     stack: list[str] = []
-    # With the character at which their line begins: node and step, and child and parent.
+    # With the character at which each line begins: node and step; child and parent.
     popped: list[tuple[int, int, str]] = []
     pushed: list[tuple[int, str, str]] = []
     while step < count or not stack:
@@ -184,20 +184,20 @@ def _dfs_questions(rng: Random, form: str, popped: list, pushed: list, stack: li
     ]
     pushed_at = {child: at for at, child, _ in pushed}
     questions.append(Question("dfs", next_pop, f" {stack[0]}", pushed_at[stack[0]]))
-    # Its answer is in no single line.
+    # No single line holds the answer.
     questions.append(Question("dfs", holds, " " + ", ".join(stack[:TOP])))
     rng.shuffle(questions)
     return tuple(questions)
 
 
 def _spread(rng: Random, items: list, count: int) -> list:
-    """One at random of each of `count` equal parts."""
+    """One item at random from each of `count` equal parts."""
     edges = [len(items) * i // count for i in range(count + 1)]
     return [items[rng.randrange(low, max(high, low + 1))] for low, high in pairwise(edges)]
 
 
 def _node_names(rng: Random, form: str) -> Iterator[str]:
-    """Names of two syllables, none twice."""
+    """Names of two syllables, without repeats."""
     pairs = [(vowel, consonant) for consonant in "bdfgklmnprstvz" for vowel in "aeiou"]
     syllables = ["".join(pair if form == "bench" else reversed(pair)) for pair in pairs]
     names = [(one + two).capitalize() for one in syllables for two in syllables]

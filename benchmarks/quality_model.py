@@ -1,4 +1,4 @@
-"""The model and the tokenizer that quality is measured with."""
+"""The model and the tokenizer for measuring quality."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from sglang_triattn.transformers_cache.queries import ATTENTION
 
 
 def load_model(path: str, device: str | None = None, dtype: str | None = None) -> Any:
-    """A model whose queries can be watched; by default on the GPU if there is one, and in float32 on the CPU.
+    """Loads a model whose queries can be watched; by default on the GPU if there is one, else in float32 on the CPU.
 
-    Raises CalibrationError where it cannot be loaded.
+    Raises:
+        CalibrationError: it cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
@@ -24,7 +25,7 @@ def load_model(path: str, device: str | None = None, dtype: str | None = None) -
 
 
 def load_tokenizer(path: str) -> Any:
-    """Raises CalibrationError where it cannot be loaded."""
+    """Raises CalibrationError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     return loaded(AutoTokenizer, path)

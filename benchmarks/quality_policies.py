@@ -1,8 +1,8 @@
 """Controls: cheap or well-known ways to choose the tokens that stay, for the rounds of `CompactedCache`.
 
-Each is held to the rules of the server's own settings: the prompt and the newest `recent` tokens stay, the rest of the
-budget goes to the highest importance, what is evicted does not come back. With k and v a token's key and value in one
-head:
+Each follows the rules of the server's own settings: the prompt and the newest `recent` tokens stay, the rest of the
+budget goes to the highest importance, and what is evicted does not come back. With k and v a token's key and value in
+one head:
 
     newest              its position                            (arXiv 2309.17453; the prompt holds the sinks)
     random              drawn once for life, per layer and head (Random Attention, arXiv 2609.03430)
@@ -15,8 +15,8 @@ head:
     value-range         max(v) - min(v) for a quarter,          (VaSE, arXiv 2606.03928, in its plainest reading)
                         drawn for the rest
 
-A priority that is drawn once, for life, makes what stays a uniform sample of all tokens older than `recent`: a token
-that lost against k others stays lost, as if all had been compared at the end.
+A priority that is drawn once, for life, makes the kept tokens a uniform sample of all tokens older than `recent`: a
+token that once lost against k others stays lost, as if all had been compared at the end.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from sglang_triattn.transformers_cache.policy import Pools
 
 SPAN = 16
 WINDOW, POOLING = 64, 5
-"""Observed queries and width of the pooling: the defaults of kvpress's SnapKV."""
+"""Number of observed queries and width of the pooling: the defaults of kvpress's SnapKV."""
 SINKS, FUTURE = 4, 512
-"""First tokens without part in the statistics, and positions looked ahead: the defaults of kvpress."""
+"""First tokens excluded from the statistics, and positions to look ahead: the defaults of kvpress."""
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a policy knows of its row besides the pools.
+    """What a policy knows about its row besides the pools.
 
     Attributes:
-        seed: of random choices; the same at every budget, so that a smaller sample lies within a larger one.
-        tokens: that the row will have seen in the end.
+        seed: for random choices; the same at every budget, so that a smaller sample lies within a larger one.
+        tokens: tokens that the row will have seen in the end.
         frozen: first entry of the row that a round may touch.
-        rope: of the model.
-        queries: of the row's tokens; None unless the policy `needs_queries`.
+        rope: the model's.
+        queries: queries of the row's tokens; None unless the policy `needs_queries`.
     """
 
     seed: str
@@ -60,7 +60,7 @@ class RowFacts:
 
 
 class Control(ABC):
-    """A policy by importance. Subclasses say what that is; all that it says of the newest `recent` is ignored."""
+    """A policy by importance, which subclasses define; what they say about the newest `recent` tokens is ignored."""
 
     needs_queries = False
 
@@ -70,7 +70,7 @@ class Control(ABC):
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
     ) -> torch.Tensor:
-        """See `sglang_triattn.transformers_cache.policy.Policy`; one row at a time."""
+        """See `sglang_triattn.transformers_cache.policy.Policy`; handles one row at a time."""
         aged = slots.shape[1] - recent
         importance = self.importance(slots[0], int(next_positions[0]), aged, num_kept).float().clone()
         importance[..., aged:] = float("-inf")
@@ -78,36 +78,36 @@ class Control(ABC):
 
     @abstractmethod
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
-        """[N], or [L, H_kv, N], of private tokens at `slots` [N]; the first `aged` of them compete."""
+        """[N] or [L, H_kv, N] for private tokens at `slots` [N]; the first `aged` of them compete."""
 
     def positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """[L, H_kv, N] int64: the logical position of the token that each head holds."""
+        """[L, H_kv, N] int64: logical positions of the tokens that each head holds."""
         return torch.stack([layer[slots].T for layer in self.pools.positions])
 
     def vectors(self, buffers: Sequence[torch.Tensor], slots: torch.Tensor) -> torch.Tensor:
-        """float32 [L, H_kv, N, head_dim]: keys or values."""
+        """Keys or values, float32 [L, H_kv, N, head_dim]."""
         return torch.stack([layer[slots].transpose(0, 1).float() for layer in buffers])
 
     def whole_row(self, slots: torch.Tensor) -> torch.Tensor:
-        """Slots of the frozen entries and the private ones: a row lies together."""
+        """Slots of the frozen and the private entries; a row is contiguous."""
         first = int(slots[0]) - self.row.frozen
         return torch.arange(first, first + self.row.frozen + len(slots), device=slots.device)
 
     def priorities(self, *shape: int) -> torch.Tensor:
-        """Uniform in [0, 1), the same whenever this row's policy is made."""
+        """Uniform in [0, 1), the same whenever this row's policy is built."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.row.seed.encode()))
         return torch.rand(*shape, generator=generator).to(self.pools.k_buffers[0].device)
 
 
 class Newest(Control):
-    """A sliding window behind the prompt."""
+    """A sliding window after the prompt."""
 
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         return torch.arange(len(slots), device=slots.device)
 
 
 class Random(Control):
-    """A uniform sample of history for each head of each layer."""
+    """A uniform sample of the history for each head of each layer."""
 
     def __init__(self, pools: Pools, row: RowFacts) -> None:
         super().__init__(pools, row)
@@ -118,7 +118,7 @@ class Random(Control):
 
 
 class RandomShared(Control):
-    """One uniform sample of history for all heads."""
+    """One uniform sample of the history for all heads."""
 
     span = 1
 
@@ -131,13 +131,13 @@ class RandomShared(Control):
 
 
 class RandomSpans(RandomShared):
-    """Spans of SPAN neighbours, all in or all out but for the last one, of which the older tokens stay."""
+    """Spans of SPAN neighbours that stay or go as a whole, except the last one, whose older tokens stay."""
 
     span = SPAN
 
 
 class KeyNorm(Control):
-    """Small keys stay: they tend to be those that are attended to."""
+    """Small keys stay: they tend to be the ones that are attended to."""
 
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         return -self.vectors(self.pools.k_buffers, slots).norm(dim=-1)
@@ -168,7 +168,7 @@ class ValueRange(Random):
 class SnapKV(Control):
     """Mean attention of the newest WINDOW queries, averaged over POOLING neighbours and then over a KV head's queries.
 
-    At every round anew, over what is left; the paper does it once, at the end of a prompt.
+    Recomputed at every round over what is left; the paper does it once, at the end of a prompt.
     """
 
     needs_queries = True
@@ -188,11 +188,11 @@ class SnapKV(Control):
 
 
 class ExpectedAttention(Control):
-    """Softmax of the logit expected of a Gaussian query at the next FUTURE positions, times the norm of the value.
+    """Softmax of the expected logit of a Gaussian query at the next FUTURE positions, times the norm of the value.
 
     With mean m and covariance C of the row's queries before RoPE, and R the mean rotation over those positions:
     k R m / sqrt(d) + k R C R' k' / 2d, softmax over the row without its sinks, mean over a KV head's queries, times
-    |v|. The statistics are of all tokens so far but the sinks, as kvpress takes them of the prompt.
+    |v|. The statistics are over all tokens so far except the sinks, as kvpress takes them over the prompt.
     """
 
     needs_queries = True
@@ -216,7 +216,7 @@ class ExpectedAttention(Control):
         return torch.stack(found)
 
     def _mean_rotation(self, start: int) -> torch.Tensor:
-        """[d, d] float32: turns a column vector by the mean of RoPE over the next FUTURE positions."""
+        """[d, d] float32: rotates a column vector by the mean of RoPE over the next FUTURE positions."""
         size = self.pools.k_buffers[0].shape[-1]
         axes = torch.eye(size, device=self.pools.k_buffers[0].device)
         ahead = torch.arange(start, start + FUTURE, device=axes.device)

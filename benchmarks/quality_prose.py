@@ -1,7 +1,7 @@
-"""Streams of prose with statements in it that are asked for at the end: tasks `facts`, `early` and `words`.
+"""Streams of prose with statements that are asked for at the end: tasks `facts`, `early` and `words`.
 
 A statement ties four digits (`facts`, `early`) or a word (`words`) to a person who is named once. Statements of `facts`
-and `words` lie at even distances over the whole text, those of `early` within its first EARLY_TOKENS tokens.
+and `words` are spread evenly over the whole text, those of `early` over its first EARLY_TOKENS tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quality_words import WORDS, deck, people, sentences
 
 EARLY_TOKENS = 300
 COUNTS = {"facts": 6, "early": 3, "words": 5}
-# A paragraph's sentences.
+# Sentences per paragraph.
 PARAGRAPH = 7
 
 PROMPTS = {
@@ -35,7 +35,7 @@ single time. When the recording is over, somebody calls and wants to know a few 
 character for character, and add nothing of your own; a wrong number is worse than none. Here is the recording.
 """,
 }
-# The statement, and what is asked; the statement's stem is what the answer goes on from.
+# The statement and the question; the answer continues the statement's stem.
 DIGITS = {
     "bench": (
         ("The access code of {name} is", "What is the access code of {name}?"),
@@ -71,7 +71,7 @@ def mixed(rng: Random, order: Order) -> Draft:
     wide = [entry for entry in statements if entry[0] != "early"]
     rng.shuffle(wide)
     early = [entry for entry in statements if entry[0] == "early"]
-    # Positions are shares of the sentences; sentences differ in length, so `early` stays clear of its limit.
+    # Positions are shares of the sentences, which differ in length, so `early` stays clear of its limit.
     share = min(1.0, 0.8 * EARLY_TOKENS / order.tokens)
     placed = [((i + 0.5) / len(wide), entry) for i, entry in enumerate(wide)]
     placed += [((i + 0.5) / len(early) * share, entry) for i, entry in enumerate(early)]
@@ -94,7 +94,7 @@ def _filler(rng: Random, order: Order):
 
 
 def _statements(rng: Random, form: str) -> list[tuple[str, str, str, str]]:
-    """Task, stem, text of the question and secret of each statement."""
+    """Task, stem, question text and secret of each statement."""
     names = people(rng, form)
     digits = iter(rng.sample(range(1000, 10000), COUNTS["facts"] + COUNTS["early"]))
     words = deck(rng, WORDS[form].secrets)

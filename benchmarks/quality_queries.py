@@ -1,6 +1,6 @@
-"""What policies that look at attention need to know: the queries of a row's own tokens, before RoPE turned them.
+"""What policies based on attention need: the queries of a row's own tokens, before RoPE rotated them.
 
-Queries are taken where transformers hands them to its attention function, as in calibration.
+Queries are captured where transformers hands them to its attention function, as in calibration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_triattn.transformers_cache.queries import watching_queries
 
 
 class QueryLog:
-    """The queries of all tokens of one row so far; token number = position."""
+    """The queries of all tokens of one row so far; a token's number is its position."""
 
     def __init__(self, layers: int, rope: Rope) -> None:
         self.rope = rope
@@ -30,25 +30,25 @@ class QueryLog:
         self._counts[layer] += queries.shape[1]
 
     def before_rope(self, layer: int, start: int, until: int) -> torch.Tensor:
-        """float32 [H_q, until - start, head_dim] of tokens `start` to `until` - 1."""
+        """float32 [H_q, until - start, head_dim] for tokens `start` to `until` - 1."""
         parts = self._parts[layer]
         if len(parts) > 1:
             parts[:] = [torch.cat(parts, dim=1)]
         return parts[0][:, start:until]
 
     def after_rope(self, layer: int, start: int, until: int) -> torch.Tensor:
-        """The same, turned to the tokens' own positions."""
+        """The same, rotated to the tokens' own positions."""
         queries = self.before_rope(layer, start, until)
         return rotate(queries, torch.arange(start, until, device=queries.device), self.rope)
 
     def forget(self) -> None:
-        """Gives the memory back; nothing can be asked for any more."""
+        """Frees the memory; nothing can be asked for afterwards."""
         self._parts = [[] for _ in self._parts]
 
 
 @contextmanager
 def recording(logs: Mapping[int, QueryLog]) -> Iterator[None]:
-    """While open, queries of every attention call of transformers models are added to the logs: row -> its log."""
+    """While open, adds the queries of every attention call of transformers models to the logs: row -> its log."""
     if not logs:
         yield
         return

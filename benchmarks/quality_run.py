@@ -1,9 +1,9 @@
-"""The quality benchmark's measurement by transformers: streams into compacted rows, then questions and scored text.
+"""The quality benchmark on transformers: streams into compacted rows, then questions and scored text.
 
-Several choices lie side by side as rows of one `CompactedCache`. For questions, rounds run on K/V that were computed
+Several choices lie side by side as rows of one `CompactedCache`. For questions, rounds run on K/V that was computed
 once, with everything in sight (`replay`); with `fed` every row computes its own, as a server does. Scored text is
-always fed. All questions of a stream are asked in one forward pass: a question sees what is left and itself, not the
-others.
+always fed. All questions of a stream are asked in one forward pass: a question sees what is left and itself, but no
+other question.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from sglang_triattn.transformers_cache.feed import CHUNK, compute_dense, feed, r
 from sglang_triattn.transformers_cache.policy import Setting
 
 BLOCK = 64
-"""Neighbouring tokens of scored text that count as one unit."""
-# Scored tokens whose logits are held at once, for each row.
+"""Adjacent tokens of scored text that count as one unit."""
+# Scored tokens per row whose logits are held at once.
 _PIECE = 64
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What rows a stream needs.
+    """The rows that a stream needs.
 
     Attributes:
-        groups: setting -> the cells that it stands for.
-        logs: queries to be recorded, of one setting's row; of the dense pass under None, for all.
+        groups: setting -> the cells that share it.
+        logs: queries to record, by the setting whose row they are of; None stands for the dense pass, for all.
     """
 
     groups: dict[Setting, list[Cell]]
@@ -50,12 +50,12 @@ class Runner:
     """Runs streams through a model.
 
     Attributes:
-        model: of transformers, loaded with attention by `transformers_cache.queries.ATTENTION`.
+        model: a transformers model, loaded with attention by `transformers_cache.queries.ATTENTION`.
         stats: its statistics; needed by choices that `scores`.
         interval: of rounds, in tokens; None means the server's.
-        rows: choices side by side.
+        rows: number of choices side by side.
         fed: whether questions, too, are asked of rows that computed their own K/V.
-        seed: of random choices.
+        seed: for random choices.
         progress: called with a line of text.
     """
 
@@ -68,9 +68,10 @@ class Runner:
     progress: Callable[[str], None] = field(default=print)
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
-        """Units of every cell; those of equal settings are computed once. `dense` must be among the cells.
+        """Units of every cell; equal settings are computed once. `dense` must be among the cells.
 
-        Raises a TriAttentionError or ChoiceError where a setting cannot work.
+        Raises:
+            TriAttentionError, ChoiceError: a setting cannot work.
         """
         ids = torch.tensor(stream.prompt + stream.private)
         replayed = not self.fed and not stream.score_last
@@ -102,7 +103,7 @@ class Runner:
     def _plan(self, stream: Tokens, cells: Sequence[Cell], replayed: bool) -> _Plan:
         shape, plan = shape_of(self.model), _Plan({}, {})
         length = len(stream.prompt) + len(stream.private)
-        # Dense first: agreement is with it.
+        # Dense first: agreement is measured against it.
         for cell in sorted(cells, key=lambda cell: cell.choice.name != DENSE):
             config = cell.config(len(stream.private), self.interval)
             control, log = cell.choice.control, None
@@ -122,7 +123,7 @@ class Runner:
             max_kv_tokens(setting.config, frozen=frozen_of(setting.config, prompt), logical_end=end)
             for setting in settings
         ]
-        # A chunk more, which a prompt that is compacted may hold.
+        # One chunk more, which a prompt that is compacted may hold.
         capacity = min(max(bounds) + CHUNK, end)
         return CompactedCache.for_model(self.model, settings, self.stats, capacity=capacity, prompt_length=prompt)
 
@@ -141,7 +142,7 @@ class Runner:
     def _scored(
         self, cache: CompactedCache, ids: torch.Tensor, count: int, most_likely: list[torch.Tensor]
     ) -> list[dict[str, list[Unit]]]:
-        """[row]: blocks of the last `count` tokens. `most_likely` takes what the first row of all says."""
+        """[row]: blocks of the last `count` tokens. The first row ever scored fills `most_likely`."""
         start = len(ids) - count
         if start > 1:
             feed(self.model, cache, ids[: start - 1], logits=0)

@@ -1,14 +1,14 @@
-"""The quality benchmark's measurement by a live server: its model, its settings, its scheduler.
+"""The quality benchmark on a live server: its model, its settings, its scheduler.
 
-For each answer the prompt is put into the radix tree first, then prompt, private text and question are sent as one
-request under `"prompt": "compact"`: the server freezes what the tree holds and compacts the rest between the chunks of
-its prefill. The answer is teacher-forced by one request for each of its tokens, which asks for the token that follows
-and for the log-probability of the right one; log-probabilities of the prompt would keep a server from compacting it.
-Each request has a part of the tree to itself (`extra_key`), so that none finds, frozen, what another left there. Of
-scored text every 64th token is asked for.
+For each answer the prompt is put into the radix tree first; then prompt, private text and question are sent as one
+request with `"prompt": "compact"`: the server freezes what the tree holds and compacts the rest between the chunks of
+its prefill. The answer is teacher-forced with one request per token, which asks for the next token and for the
+log-probability of the right one; log-probabilities of the prompt would keep a server from compacting it. Each request
+has its own part of the tree (`extra_key`), so that none finds, frozen, what another left there. Of scored text every
+64th token is asked for.
 
-Rounds run between chunks, so that chunks should be no longer than the interval: `--chunked-prefill-size 128`. Requests
-that are prefilled at once share a chunk, which moves their rounds: one after the other they are always the same.
+Rounds run between chunks, so chunks should be no longer than the interval: `--chunked-prefill-size 128`. Requests
+that are prefilled at the same time share a chunk, which moves their rounds; one at a time, rounds are always the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quality_tokens import TEXT, Tokens
 from sglang_triattn.config import Config
 
 STEP = 64
-"""Scored tokens of which one is asked for."""
+"""One in this many scored tokens is asked for."""
 ASKABLE = ("interval", "recent")
 """Settings that a request may choose."""
 _PATIENCE_S = 3600
@@ -43,15 +43,16 @@ class ServerRunner:
     """Runs streams through a server.
 
     Attributes:
-        url: of the server.
+        url: the server's.
         interval: of rounds, in tokens; None means the server's.
         parallel: requests at once; above one, rounds depend on which of them share a chunk.
         progress: called with a line of text.
-        settings: those that the server was started with.
-        chunk: tokens of a chunk of its prefill.
+        settings: the server's own.
+        chunk: tokens per chunk of the server's prefill.
 
-    Raises AskError where the server does not compress or prefills prompts as a whole, and requests' own where it does
-    not answer.
+    Raises:
+        AskError: the server does not compress, or prefills prompts as a whole.
+        requests.RequestException: the server does not answer.
     """
 
     url: str
@@ -82,11 +83,12 @@ class ServerRunner:
             )
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
-        """Units of every cell; those of equal requests are asked for once. `dense` must be among the cells.
+        """Units of every cell; equal requests are sent once. `dense` must be among the cells.
 
-        Raises AskError where the server cannot do what a cell asks for, or compacts nothing.
+        Raises:
+            AskError: the server cannot do what a cell asks for, or compacts nothing.
         """
-        # Fields of requests -> the cells that they stand for, dense first: agreement is with it.
+        # Request fields -> the cells that share them, dense first: agreement is measured against it.
         groups: dict[tuple, list[Cell]] = {}
         for cell in sorted(cells, key=lambda cell: cell.choice.name != DENSE):
             fields = self.fields_of(cell, len(stream.private))
@@ -105,9 +107,10 @@ class ServerRunner:
     def fields_of(self, cell: Cell, private: int) -> dict[str, Any]:
         """What a request for a cell says under `custom_params.triattention`.
 
-        The server's own settings hold but for the budget, and what it derives from that.
+        The server's own settings apply except for the budget and what it derives from that.
 
-        Raises AskError where a request cannot ask for it.
+        Raises:
+            AskError: a request cannot ask for it.
         """
         choice, served = cell.choice, self.settings
         if choice.name == DENSE:
@@ -145,7 +148,7 @@ class ServerRunner:
         return tasks
 
     def _scored(self, stream: Tokens, fields: dict[str, Any], likely: list[int]) -> dict[str, list[Unit]]:
-        """Every STEP-th token of the end; `likely` takes what the first caller is told."""
+        """Asks for every STEP-th token at the end; the first caller's answers fill `likely`."""
         ids = stream.prompt + stream.private
         jobs = [(ids[:place], ids[place]) for place in range(len(ids) - stream.score_last, len(ids), STEP)]
         told = self._all_told(stream, fields, jobs)
@@ -160,7 +163,7 @@ class ServerRunner:
             return list(pool.map(lambda job: self._told(stream, fields, *job), jobs))
 
     def _told(self, stream: Tokens, fields: dict[str, Any], ids: list[int], target: int) -> tuple[int, float]:
-        """The most likely token behind `ids`, and the log-probability of `target`."""
+        """The most likely token after `ids`, and the log-probability of `target`."""
         key = f"quality {uuid.uuid4()}"
         self._generate(stream.prompt, {"prompt": "frozen"}, key)
         facts = self._generate(ids, fields, key, return_logprob=True, token_ids_logprob=[target])["meta_info"]
@@ -170,7 +173,7 @@ class ServerRunner:
         return facts["output_token_logprobs"][0][1], logprob
 
     def _check_compacted(self, stream: Tokens, fields: dict[str, Any], length: int, facts: dict[str, Any]) -> None:
-        """Raises AskError where the prompt was not shared, or a round is missing that the lengths call for."""
+        """Raises AskError if the prompt was not shared, or a round that the lengths call for is missing."""
         frozen = facts["triattention"]["frozen_length"]
         shared = len(stream.prompt) - len(stream.prompt) % self.page_size
         if not shared <= frozen <= max(shared, self.settings["sinks"]):

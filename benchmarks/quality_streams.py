@@ -1,13 +1,13 @@
-"""Streams for the quality benchmark: what does a model still know of a text once its KV cache was compressed?
+"""Streams for the quality benchmark: what does a model still know of a text after its KV cache was compressed?
 
-Deterministic in form, seed and length, self-made, nothing is downloaded. Kinds of streams and the tasks in them:
+Deterministic in form, seed and length; generated here, with nothing downloaded. Kinds of streams and their tasks:
 
     mixed      statements among unrelated sentences, asked for at the end: facts, early, words
     state      the last values of twelve counters in a log
     dfs        a depth-first search: parents, steps, and the stack at its end
     variables  the values of variables in code
     agent      identifiers that an agent's tools returned
-    text       prose and code from what comes with Python; no questions, its second half is scored
+    text       prose and code that come with Python; no questions, the second half is scored
 
     python benchmarks/quality_streams.py --model FOLDER --seed 1 --out streams.jsonl
     python benchmarks/quality_streams.py --model FOLDER --form held-out --streams mixed=12 dfs=4 --out x.jsonl
@@ -39,19 +39,19 @@ KINDS: dict[str, Builder] = {
     "text": text,
 }
 DEFAULT_STREAMS = {"mixed": 6, "state": 3, "dfs": 2, "variables": 2, "agent": 2, "text": 2}
-# Below, the statements of a stream would be most of it.
+# Below this, the statements would make up most of a stream.
 MIN_TOKENS = 1024
-# Of English and code, for lengths in characters.
+# For English and code, to convert lengths in characters.
 CHARACTERS_PER_TOKEN = 4
 
 
 def length_in_tokens(tokens: int, count: Callable[[str], int]) -> Length:
-    """`count` gives the tokens of a text, without any that a tokenizer puts before it."""
+    """`count` gives the number of tokens of a text, without any that a tokenizer puts before it."""
     return Length(tokens, count, tokens)
 
 
 def length_by_tokenizer(tokenizer: Any, tokens: int) -> Length:
-    """Of private texts, in a model's own tokens; `tokenizer` is of transformers."""
+    """Length of private texts in a model's own tokens; `tokenizer` is from transformers."""
     return length_in_tokens(
         tokens, lambda text: len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     )
@@ -62,9 +62,10 @@ def length_in_characters(characters: int) -> Length:
 
 
 def make_streams(form: str, seed: int, streams: Mapping[str, int], length: Length) -> tuple[Stream, ...]:
-    """The first so many streams of each kind in `streams`; those of another seed, form or kind are unrelated.
+    """The first streams of each kind, as many as `streams` says; other seeds, forms and kinds give unrelated ones.
 
-    Raises StreamError if a kind, a number or the length cannot be had.
+    Raises:
+        StreamError: a kind, a number or the length is not available.
     """
     if form not in FORMS:
         raise StreamError(f"There is no form {form!r}: use one of {', '.join(FORMS)}.")

@@ -1,10 +1,10 @@
 """Rows and tables of the quality benchmark, and how sure its differences are.
 
-Intervals are of a paired bootstrap in two stages: streams are drawn with replacement, then in each drawn stream its
-questions (of scored text, blocks of 64 tokens), and both policies are compared on the same draw; 2.5 % of the draws lie
-below `low` and 2.5 % above `high`. Answers of one stream are not independent, which is why streams are drawn. With two
-or three streams a task, the spread between streams is underestimated; where all differences are equal, an interval has
-no width.
+Intervals come from a paired bootstrap in two stages: streams are drawn with replacement, then, in each drawn stream,
+its questions (for scored text, blocks of 64 tokens), and both policies are compared on the same draw; 2.5 % of the
+draws lie below `low` and 2.5 % above `high`. Streams are drawn because answers within a stream are not independent.
+With two or three streams per task, the spread between streams is underestimated; if all differences are equal, an
+interval has no width.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LEVELS = torch.tensor([0.025, 0.975], dtype=torch.float64)
 
 
 def rows_of(found: Sequence[Found]) -> list[dict]:
-    """One row for each task, share and policy, from the streams' units.
+    """One row per task, share and policy, from the streams' units.
 
-    task, share, policy; questions: answers, or tokens of scored text; right: the part of them that is right, or that
-    agrees with dense; logprob: mean log-probability of a token of the answer; low, high: 95 % interval of right(policy)
-    - right(default).
+    Keys: task, share, policy; questions: answers, or tokens of scored text; right: the share of them that is right, or
+    that agrees with dense; logprob: mean log-probability of an answer's token; low, high: 95 % interval of
+    right(policy) - right(default).
     """
     tasks = dict.fromkeys(task for stream in found for units in stream.values() for task in units)
     cells = list(dict.fromkeys(cell for stream in found for cell in stream))
@@ -56,7 +56,7 @@ def rows_of(found: Sequence[Found]) -> list[dict]:
 
 
 def difference(own: Sequence[Sequence[Unit]], base: Sequence[Sequence[Unit]], seed: str = "") -> tuple[float, float]:
-    """Bounds of the difference in the part that is right; both [stream][unit] of the same answers."""
+    """Bounds of the difference in the share of right answers; both [stream][unit] for the same answers."""
     generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
     sizes = torch.tensor([len(units) for units in own])
     gains = torch.zeros(len(own), int(sizes.max()), dtype=torch.float64)
@@ -77,7 +77,7 @@ def difference(own: Sequence[Sequence[Unit]], base: Sequence[Sequence[Unit]], se
 
 
 def print_rows(rows: Sequence[dict]) -> None:
-    """A table for each share: the part right of each policy and task, and where that is surely not the default's."""
+    """Prints a table per share: right answers by policy and task, and where they surely differ from the default's."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     for share in dict.fromkeys(row["share"] for row in rows):

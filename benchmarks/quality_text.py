@@ -1,7 +1,7 @@
-"""Streams of text that nobody made for the benchmark (task `text`): manuals and sources that come with Python.
+"""Streams of text that was not made for the benchmark (task `text`): manuals and sources that come with Python.
 
-They change with Python's version, so figures compare only where that is the same. None of the topics shares a
-paragraph with the text on which `tools/prepare_model.py` calibrates, nor the forms with one another.
+They change with Python's version, so figures compare only between equal versions. None of the topics shares a paragraph
+with the text on which `tools/prepare_model.py` calibrates, nor do the two forms share one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ them.
 
 
 def text(rng: Random, order: Order) -> Draft:
-    """A stream of `order.units` lines, prose and code in turns; the second half of its tokens is scored."""
+    """A stream of `order.units` lines, alternating prose and code; the second half of its tokens is scored."""
     kind = ("prose", "code")[order.number % 2]
     found = _topics(order.form) if kind == "prose" else _sources(order.form)
     lines = "\n\n".join(rng.sample(found, len(found))).splitlines(keepends=True)

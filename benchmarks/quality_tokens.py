@@ -32,9 +32,10 @@ class Tokens:
 
 
 def tokenized(stream: Stream, tokenizer: Any) -> Tokens:
-    """Prompt, private text, questions and answers one by one; the prompt begins as texts of this tokenizer do.
+    """Tokenizes prompt, private text, questions and answers separately; the prompt begins as this tokenizer's texts do.
 
-    Raises StreamError where a part has no tokens, or not as many as are to be scored.
+    Raises:
+        StreamError: a part has no tokens, or fewer than are to be scored.
     """
 
     def ids(text: str, **options: Any) -> list[int]:

@@ -1,7 +1,7 @@
 """Words, names and unrelated sentences of the quality benchmark, in two forms that share none of them.
 
-`bench` is what the benchmark is run on. `held-out` asks for the same kinds of things in other words, so that a choice
-that was made on one form can be checked on the other.
+The benchmark runs on `bench`. `held-out` asks for the same kinds of things in other words, so that a choice made on one
+form can be checked on the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMS = ("bench", "held-out")
 
 @dataclass(frozen=True)
 class Words:
-    """What one form draws from."""
+    """The words of one form."""
 
     first_names: list[str]
     last_names: list[str]
@@ -34,12 +34,12 @@ class Words:
 
 
 def words(text: str) -> list[str]:
-    """Those between spaces."""
+    """Splits at spaces."""
     return text.split()
 
 
 def phrases(text: str) -> list[str]:
-    """Those between semicolons."""
+    """Splits at semicolons."""
     return [" ".join(phrase.split()) for phrase in text.split(";")]
 
 
@@ -157,13 +157,13 @@ WORDS = {
 
 
 def deck(rng: Random, items: Sequence[Item]) -> Iterator[Item]:
-    """Endlessly `items`, shuffled anew after each pass, so that none comes back soon."""
+    """Yields `items` endlessly, shuffled again after each pass, so that none comes back soon."""
     while True:
         yield from rng.sample(items, len(items))
 
 
 def people(rng: Random, form: str) -> Iterator[str]:
-    """Full names, none twice (900 of them); the first thirty share no part."""
+    """Full names, without repeats (900 of them); the first thirty share no part."""
     vocabulary = WORDS[form]
     first, last = rng.sample(vocabulary.first_names, 30), rng.sample(vocabulary.last_names, 30)
     for number in range(900):
@@ -171,7 +171,7 @@ def people(rng: Random, form: str) -> Iterator[str]:
 
 
 def sentences(rng: Random, form: str) -> Iterator[str]:
-    """Endlessly unrelated sentences; about every eighth holds a number of two or three digits."""
+    """Endless unrelated sentences; about one in eight holds a number of two or three digits."""
     vocabulary = WORDS[form]
     openings, subjects = deck(rng, vocabulary.openings), deck(rng, vocabulary.subjects)
     doings, endings = deck(rng, vocabulary.doings), deck(rng, vocabulary.endings)

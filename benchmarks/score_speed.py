@@ -2,12 +2,12 @@
 
 The rival does what is usual elsewhere: for each request and layer it gathers the keys, repeats them for every query
 head and goes over the 17 offsets one by one. Both score the same keys, and no figure is printed unless they agree. Runs
-alternate, so that a machine that slows down slows both; figures are of the fastest run of each, the least disturbed.
+alternate, so that a machine that slows down slows both; figures are from the fastest, least disturbed run of each.
 
 The scorer is the one that serves. `milliseconds` is scoring alone, as a round does it piece by piece before it selects;
-`keep_milliseconds` is the whole of `Scorer.keep`, selection `union` included. `share_of_copy_bandwidth` is the key
-bytes per second of scoring over the bytes per second that a plain copy of as many bytes reads and writes on the same
-device in the same run.
+`keep_milliseconds` is all of `Scorer.keep`, selection `union` included. `share_of_copy_bandwidth` relates the key bytes
+per second of scoring to the bytes per second that a plain copy of as many bytes reads and writes on the same device in
+the same run.
 
     python benchmarks/score_speed.py --json speed.json
 """
@@ -26,11 +26,12 @@ from sglang_triattn.kernels.scorer import Scorer
 
 RECENT = 128
 TOLERANCE = 2e-3
-"""Largest difference from the rival, of the largest score; the rival's own phases are float32 after a float64 angle."""
+"""Largest difference from the rival, relative to the largest score; the rival's phases are float32, computed from a
+float64 angle."""
 
 
 def rival(pools, slots, lengths, next_positions, raw: dict, kv_heads: int) -> list[torch.Tensor]:
-    """Per request [L, H_q, n] float32, one layer of one request at a time, one offset at a time."""
+    """Per request [L, H_q, n] float32, computed one layer and one offset at a time."""
     answers = []
     for r, length in enumerate(lengths.tolist()):
         layers = []
@@ -63,7 +64,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def copy_bandwidth(count: int, device: str) -> Callable[[], float]:
-    """Measures bytes read and written per second by a copy of `count` bytes."""
+    """Returns a function that measures the bytes per second that a copy of `count` bytes reads and writes."""
     source = torch.ones(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: 2 * count / seconds(lambda: target.copy_(source), device)
@@ -91,7 +92,7 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     row, recent = (slots, lengths, positions), min(RECENT, tokens // 8)
 
     def ours():
-        # The rival knows no newest tokens, whose keys need not be read.
+        # The rival does not know of newest tokens, whose keys need not be read.
         for _ in scorer.pieces(*row, recent=0):
             pass
 
@@ -101,7 +102,7 @@ def measure(model: Model, layers: int, requests: int, tokens: int, device: str, 
     def theirs():
         return rival(pools, slots, lengths, positions, raw, model.kv_heads)
 
-    # The first runs compile and warm up; they are also the check.
+    # The first runs compile and warm up; they also serve as the check.
     scores, expected = scorer.scores(*row), torch.stack(theirs())
     error = ((scores - expected).abs().max() / expected.abs().max()).item()
     if not error < TOLERANCE:

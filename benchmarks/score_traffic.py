@@ -1,13 +1,13 @@
-"""How many bytes does a round move, against the fewest it could?
+"""How many bytes does a round move, compared with the fewest possible?
 
-Counted from the kernels' launch parameters, not measured: what each program loads and stores, a program's own repeats
-of a line counted once, because its row of importance (64 KiB for 16,384 tokens) stays in the cache.
+Counted from the kernels' launch parameters, not measured: what each program loads and stores. A program that reads a
+line repeatedly is counted once, because its row of importance (64 KiB for 16,384 tokens) stays in the cache.
 
-The scorer's own minimum is every key read once and every score written once. A whole round must also read every score
+The scorer's own minimum is to read every key once and write every score once. A whole round must also read every score
 once more: whether a token stays depends on the mean and deviation of whole rows, so no score can be used before all are
-there. `ratio_to_minimum` compares with these; `ratio_to_keys_and_writes` leaves the second visit out.
+there. `ratio_to_minimum` compares with these; `ratio_to_keys_and_writes` leaves out the second read.
 
-Rows of the default settings are of a whole round with its moves, every one of which is counted as if it were made: the
+Rows of the default settings cover a whole round with its moves, all of which are counted as if they were made: the
 newest tokens' keys are not read, the values of the others are, and what each head of each layer keeps is moved.
 `ratio_to_keys` compares with reading every key once.
 
@@ -34,7 +34,7 @@ BUDGET = 2048
 
 
 def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, selection: str) -> dict[str, int]:
-    """Bytes of each part of one round of `requests` rows of `tokens` private tokens, "mean" aggregation."""
+    """Bytes of each part of one round for `requests` rows of `tokens` private tokens, "mean" aggregation."""
     rows = requests * model.layers * model.q_heads
     chunks, frequencies = -(-tokens // CHUNK), model.head_dim // 2
     group = model.q_heads // model.kv_heads
@@ -42,7 +42,7 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
     sets = requests * kept_sets(selection, model.layers, model.kv_heads)
     keys = requests * tokens * model.layers * model.kv_heads
     blocks = -(-tokens // TOKENS)
-    # A program of grouped selections needs its group's sums only, over one layer or over all.
+    # A program of a grouped selection needs only its group's sums, over one layer or over all.
     scale_reads = blocks * rows * 8
     return {
         "keys": keys * model.head_dim * key_bytes,
@@ -60,22 +60,22 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
 
 
 def default_bytes(model: Model, requests: int, tokens: int, key_bytes: int) -> dict[str, int]:
-    """Bytes of each part of one round of the default settings, K/V moves included."""
+    """Bytes of each part of one round with the default settings, K/V moves included."""
     config = Config(budget=BUDGET)
     candidates = tokens - config.recent
     sets = requests * kept_sets(config.selection, model.layers, model.kv_heads)
     large = sets * value_count(BUDGET, config.recent, config.value_share)
     moves = sets * moves_of("fill", BUDGET - config.recent, candidates)
     vector = model.head_dim * key_bytes
-    # Scored like a row without its newest tokens; marks are written, read back and set in the importance.
+    # Scored like rows without their newest tokens; marks are written, read back and set in the importance.
     return round_bytes(model, requests, candidates, key_bytes, config.selection) | {
         "values": sets * candidates * vector,
-        # Read once from memory: all programs of a row take the same ones.
+        # Read from memory once: all programs of a row read the same values.
         "center": sets * min(config.recent, NEWEST) * (vector + 4),
         "value slots": sets * candidates * 4,
         "value sizes": sets * candidates * 4 * 2,
         "marks": large * (8 * 2 + 4),
-        # As int64, read again by what lists the moves.
+        # As int64, read again when the moves are listed.
         "kept": sets * BUDGET * 8 * 2,
         "moves listed": moves * 2 * 4 * 2,
         "moves": moves * 2 * vector * 2,
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes moved by a round, against the fewest possible.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--requests", type=int, default=8, help="requests due at once (%(default)s)")
-    # Not per-layer-head: an importance for each head of each layer is no small part of so few bytes.
+    # Not per-layer-head: one importance per head of each layer is a large part of so few bytes.
     parser.add_argument("--selections", nargs="+", choices=SELECTIONS, default=SELECTIONS[:3])
     parser.add_argument("--quick", action="store_true", help="the same: nothing here takes time")
     arguments = parser.parse_args()

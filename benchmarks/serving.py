@@ -1,4 +1,4 @@
-"""Servers for the benchmarks of serving: of the tiny random model of tools/, or of any other."""
+"""Servers for the serving benchmarks: of the tiny random model in tools/, or of any other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from server import running_server
 from tiny_model import build_tiny_model
 
-# As large as those of real models, whose logits take their part of a decode step.
+# As large as in real models, whose logits take a noticeable part of a decode step.
 VOCABULARY = 32768
 
 
 @contextmanager
 def prepared_model(model: str | None, stats: str | None):
-    """(model, statistics): as given, or the tiny model, which lives as long as the context."""
+    """(model, statistics): those given, or the tiny model's, which live as long as the context."""
     if model is not None:
         yield model, stats or "auto"
         return
@@ -32,7 +32,7 @@ def prepared_model(model: str | None, stats: str | None):
 
 @contextmanager
 def serving(model: str, args: Sequence[str], log: Path):
-    """URL of a server of token ids, with SGLang's memory checks as a user has them."""
+    """URL of a server that takes token ids, with the SGLang memory checks that a user has."""
     common = ["--skip-tokenizer-init", "--random-seed", "1"]
     if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]

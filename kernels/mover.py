@@ -1,4 +1,4 @@
-"""Compaction by copies for one server: the Triton kernel for a pool on a CUDA device, the torch reference elsewhere."""
+"""Compaction by copies for one server: the Triton kernel for a pool on a CUDA device, else the torch reference."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 
 
 class Mover:
-    """Brings kept tokens to the private slots that their requests keep.
+    """Brings kept tokens into the private slots that their requests keep.
 
     Args:
         k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are.
-        kernels: whether to use the Triton kernel, by default where the pool is on a CUDA device.
+        kernels: whether to use the Triton kernel; by default if the pool is on a CUDA device.
 
-    Raises ValueError if the kernel cannot read or move what the pool holds.
+    Raises:
+        ValueError: the kernel cannot read or move what the pool holds.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Mover:
         self._layers = len(k_buffers)
         k, v = k_buffers[0], v_buffers[0]
         alike = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
-        # One launch for both, unless values are of another width than keys.
+        # One launch for both, unless keys and values differ in dtype, shape or strides.
         groups = [[*k_buffers, *v_buffers]] if alike else [list(k_buffers), list(v_buffers)]
         self._buffers, self._pools = groups, None
         if k_buffers[0].is_cuda if kernels is None else kernels:
@@ -57,7 +58,8 @@ class Mover:
             strategy: "slide" or "fill", see `compact`.
             cut, lengths: as for `list_moves`.
 
-        Raises ValueError on an unknown strategy.
+        Raises:
+            ValueError: the strategy is unknown.
         """
         if self._pools is None:
             sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)

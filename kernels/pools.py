@@ -14,16 +14,16 @@ KINDS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Key dtypes, as kernels tell them apart; float8 is decoded from bytes: older GPUs do not have the conversion."""
+"""Key dtypes as the kernels tell them apart; float8 is decoded from bytes because older GPUs lack the conversion."""
 
 FLOAT8 = {
     torch.float8_e4m3fn: (20, 0x7F, 2.0**120, float("nan")),
     torch.float8_e5m2: (21, 0x7C, 2.0**112, float("inf")),
 }
-"""How bytes of a float8 dtype become float32.
+"""How the bytes of a float8 dtype become float32.
 
-Places by which exponent and mantissa move up; the first byte (without its sign) that is no finite number; the factor
-that mends the exponent's bias; what that first byte stands for.
+The bits by which exponent and mantissa shift left; the first byte (without its sign) that is not a finite number; the
+factor that corrects the exponent's bias; what that first byte stands for.
 """
 
 
@@ -36,7 +36,7 @@ class KeyPools:
     addresses: torch.Tensor
     """[L] int64: where each pool begins."""
     scales: torch.Tensor
-    """[L] float32: what stored keys are multiplied with, 1 but for float8 pools that were divided by it."""
+    """[L] float32: the factor for stored keys, 1 except for float8 pools that were divided by it."""
 
     def __getitem__(self, layers: slice) -> KeyPools:
         """The pools of some layers."""
@@ -50,7 +50,8 @@ def key_pools(buffers: Sequence[torch.Tensor], scales: torch.Tensor | None = Non
         buffers: per layer [num_slots, H_kv, head_dim], equal in dtype and strides, dims of a head adjacent.
         scales: [L] float32, SGLang's k_scale of each layer, None where keys are stored as they are.
 
-    Raises ValueError if the pools differ or cannot be read by the kernel.
+    Raises:
+        ValueError: the pools differ, or the kernel cannot read them.
     """
     first = buffers[0]
     if first.dtype not in KINDS:

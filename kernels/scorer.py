@@ -18,16 +18,16 @@ from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.kernels.select.reference import kept_sets, select_torch
 from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
 
-# None, which nobody reads but `select_torch`, where it means that the other of scores and sizes decides alone.
+# None, typed as a tensor: only `select_torch` reads it, and takes it to mean that scores or sizes decide alone.
 _NOT_MADE = cast(torch.Tensor, None)
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Scores, and sizes of values, of some layers of some requests; shapes as of `WorkspacePlan`.
+    """Scores and value sizes of some layers of some requests; shapes as in `WorkspacePlan`.
 
-    The kernels' lie in memory that the next piece overwrites, but for `importance`, which stays for the other layers of
-    the same rows. The reference has nothing beside its scores and sizes. What was not asked for is None, or unwritten.
+    The kernels' tensors lie in memory that the next piece overwrites, except `importance`, which stays for the other
+    layers of the same rows. The reference sets only scores and sizes. What was not asked for is None or unwritten.
     """
 
     rows: slice
@@ -47,23 +47,23 @@ class Scorer:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys; must stay where they are.
         tables: the model's constants, on the pool's device.
         num_tokens, longest, limit: see `WorkspacePlan`; they decide how much device memory is held and how much is
-            scored in one launch. The reference holds nothing and takes no notice of them.
+            scored in one launch. The reference holds nothing and ignores them.
         selection, aggregation: as for `select_torch` and `score_torch`.
-        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may be another; needed by
+        v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may differ; needed by
             `value_share`, and must stay where they are.
-        value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
-            values, see `select_torch`. Where it is 1 no key is read.
-        reduce_ranks: merges the importance [R, 1, N] of tensor-parallel ranks, each of which has its own heads, into
-            one that is equal on all of them; used for selections with one kept set. None on a single rank.
+        value_share: share, from 0 to 1, of the kept tokens besides the newest that are chosen for the largest
+            values, see `select_torch`. If it is 1, no key is read.
+        reduce_ranks: merges the importance [R, 1, N] of the tensor-parallel ranks, each with its own heads, into one
+            that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
-        kernels: whether to use the Triton kernels, by default where the pool is on a CUDA device.
+        kernels: whether to use the Triton kernels; by default if the pool is on a CUDA device.
 
-    A layer's k_scale and v_scale are not asked for: they scale all scores and all values of the layer, which no
-    selection notices.
+    A layer's k_scale and v_scale are not needed: they scale all scores and all values of the layer alike, which changes
+    no selection. Once built, a Scorer can score any request within its plan.
 
-    Raises ValueError if `tables` do not fit the pool, the selection or aggregation is unknown, `check_values` refuses,
-    the kernels cannot read the pool, or `memory` is too small. A Scorer that was built scores any request within its
-    plan.
+    Raises:
+        ValueError: `tables` do not fit the pool, the selection or aggregation is unknown, `check_values` refuses,
+            the kernels cannot read the pool, or `memory` is too small.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scorer:
         self._reduce_ranks = reduce_ranks if selection in SHARED else None
         self._k_buffers, self._tables = k_buffers, tables
         self._selection, self._aggregation = selection, aggregation
-        # Empty where `value_share` is 0, so that nothing reads them.
+        # Empty if `value_share` is 0, so that nothing reads them.
         self._v_buffers, self._value_share = v_buffers or (), value_share
         self._pools = None
         if k_buffers[0].is_cuda if kernels is None else kernels:
@@ -127,11 +127,12 @@ class Scorer:
             int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
             [R, L, H_kv, num_kept].
 
-        Raises ValueError unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
+        Raises:
+            ValueError: unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
         """
         options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
         large = value_count(num_kept, recent, self._value_share)
-        # Whether sizes decide alone: scores, which nobody asks for, are not made.
+        # If sizes decide alone, no scores are computed.
         alone = self._value_share > 0 and large == num_kept - recent
         pieces = self.pieces(slots, lengths, next_positions, recent, scored=not alone, sized=alone or large > 0)
         if self._pools is None:
@@ -147,7 +148,7 @@ class Scorer:
         kept = lengths.new_empty((len(slots), self.sets, num_kept), dtype=torch.int64)
         for piece in pieces:
             rows, group, own = piece.rows, piece.layers, lengths[piece.rows]
-            # For sets of their own. Where a piece has not all layers, it is of one row: what it fills lies together.
+            # Used for kept sets per layer. A piece without all layers covers a single row, so its part is contiguous.
             target = kept[rows, group.start * kv_heads : group.stop * kv_heads]
             if alone:
                 keep_triton(piece.sizes.flatten(1, 2), own, num_kept, recent, kept=target)
@@ -158,7 +159,7 @@ class Scorer:
             )  # fmt: skip
             if self._selection == "per-layer-head":
                 if large > 0:
-                    # Nothing is kept yet: the memory for it holds the indices of large values until then.
+                    # Nothing is kept yet: until then its memory holds the indices of the large values.
                     marked = target.view(-1)[: importance[..., 0].numel() * large].view(*importance.shape[:2], large)
                     keep_triton(piece.sizes.flatten(1, 2), own - recent, large, 0, kept=marked)
                     importance.scatter_(2, marked, float("inf"))
@@ -178,7 +179,8 @@ class Scorer:
         Returns:
             [R, L, H_q, N] float32, meaningless from `lengths[r] - recent` on.
 
-        Raises ValueError where `value_share` is 1: nothing is decided by scores.
+        Raises:
+            ValueError: `value_share` is 1, so nothing is decided by scores.
         """
         if self._value_share == 1:
             raise ValueError("value_share is 1: nothing is decided by scores")
@@ -199,14 +201,14 @@ class Scorer:
         scored: bool = True,
         sized: bool = False,
     ) -> Iterator[Piece]:
-        """Scores, and sizes of values, as `keep` makes them, as much at once as the plan allows.
+        """Scores and value sizes as `keep` computes them, as much at once as the plan allows.
 
-        All layers of a row come before the next row's. A piece has all layers, or one row. The reference makes
-        one piece.
+        All layers of a row come before those of the next row. A piece covers all layers, or a single row. The
+        reference yields one piece.
 
         Args:
             slots, lengths, next_positions, recent: as for `keep`.
-            scored, sized: which of the two to make.
+            scored, sized: which of the two to compute.
         """
         requests, layers = len(slots), len(self._k_buffers)
         if self._pools is None:
@@ -236,7 +238,7 @@ class Scorer:
             yield piece
 
     def _workspace(self, requests: int, num_tokens: int, layers: int) -> dict[str, torch.Tensor]:
-        """Views into the memory held."""
+        """Views into the held memory."""
         views, start = {}, 0
         for name, shape in self.plan.parts(requests, num_tokens, layers).items():
             views[name] = self._memory[start : start + torch.Size(shape).numel()].view(shape)

@@ -1,4 +1,4 @@
-"""How much device memory a `Scorer` holds and what it scores in one launch: arithmetic on a model's shape."""
+"""How much device memory a `Scorer` holds and how much it scores in one launch: arithmetic on a model's shape."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class WorkspacePlan:
     """Device memory of a `Scorer`, known before the first request.
 
     Args:
-        layers, q_heads, kv_heads, frequencies: of the model.
-        num_tokens: private tokens of one request that all layers are scored for in one launch.
-        longest: most private tokens that any request can have. One that has more than `num_tokens` may take several
-            launches, some layers each.
-        limit: bytes to hold; more only where one of those two needs more.
+        layers, q_heads, kv_heads, frequencies: the model's.
+        num_tokens: most private tokens of a request that is scored in one launch for all layers.
+        longest: most private tokens that any request can have. One with more than `num_tokens` may take several
+            launches of some layers each.
+        limit: bytes to hold; exceeded only if one of those two needs more.
         selection, aggregation, value_share: as for `select_torch` and `score_torch`.
     """
 
@@ -43,7 +43,7 @@ class WorkspacePlan:
         """Shapes of the float32 tensors for `layers` layers of `requests` rows of `num_tokens` tokens each.
 
         Importance comes first: it stays where it is while groups of layers, not all equal in size, add to it. Only what
-        decides is there: no scores where `value_share` is 1, no sizes of values where it is 0.
+        decides is included: no scores if `value_share` is 1, no value sizes if it is 0.
         """
         sizes = {"sizes": (requests, layers, self.kv_heads, num_tokens)} if self.value_share else {}
         if self.value_share == 1:
@@ -60,21 +60,22 @@ class WorkspacePlan:
         }
 
     def needs(self, requests: int, num_tokens: int, layers: int) -> int:
-        """Bytes that `parts` take."""
+        """Bytes that `parts` take up."""
         return sum(padded_bytes(shape) for shape in self.parts(requests, num_tokens, layers).values())
 
     def bytes(self) -> int:
-        """Bytes held from start to end, whatever requests come."""
+        """Bytes held throughout, whatever requests arrive."""
         least = max(self.needs(1, self.num_tokens, self.layers), self.needs(1, self.longest, 1))
         return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
 
     def launch(self, num_tokens: int) -> tuple[int, int]:
-        """(requests, layers) to score at once where rows have `num_tokens` tokens.
+        """(requests, layers) to score at once if rows have `num_tokens` tokens.
 
-        Depends on nothing but the row's width, which is the widest request's. That does not matter to a narrower
-        one: its result has the same bits however the layers are cut.
+        Depends only on the width of the rows, which is that of the widest request. Narrower requests are unaffected:
+        their results have the same bits however the layers are split.
 
-        Raises ValueError if one layer of one request does not fit.
+        Raises:
+            ValueError: one layer of one request does not fit.
         """
         total = self.bytes()
         layers = next((n for n in range(self.layers, 0, -1) if self.needs(1, num_tokens, n) <= total), 0)
@@ -86,7 +87,7 @@ class WorkspacePlan:
             # Launches of about equal size.
             return 1, -(-self.layers // -(-self.layers // layers))
         requests = total // self.needs(1, num_tokens, layers)
-        # Parts of several requests lie closer together than those of one do.
+        # The parts of several requests pack more tightly than those of one.
         while self.needs(requests + 1, num_tokens, layers) <= total:
             requests += 1
         return requests, layers

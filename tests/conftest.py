@@ -6,18 +6,18 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """What takes minutes comes first: neither of two test processes should be left with it when the other has ended."""
+    """Runs slow tests first: neither of two test processes should be left with them when the other has finished."""
     items.sort(key=lambda item: item.path.parent.name != "slow")
 
 
 @pytest.fixture(scope="session")
 def reference_files() -> Path:
-    """Folder with published statistics and the reference implementation's scores; its README says what they are."""
+    """Folder with published statistics and the reference implementation's scores; its README describes them."""
     return Path(__file__).parent / "golden"
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Figures are shown at the end, also those of parallel processes."""
+    """Shows figures at the end, including those of parallel processes."""
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):

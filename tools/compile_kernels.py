@@ -2,10 +2,10 @@
 
     python tools/compile_kernels.py
 
-Every combination of compile-time arguments that a launch can ask for is compiled; kernels are specialised on nothing
-else. Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again.
-Exits with 1 if a combination does not compile, spills a register, or copies in pieces of less than 16 bytes: K and V
-that move, values that are measured, and keys where a head's halves are held in one tile and that wide.
+Compiles every combination of compile-time arguments that a launch can ask for; kernels are specialised on nothing else.
+Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again. Exits with 1
+if a combination does not compile, spills a register, or copies in pieces of less than 16 bytes. The last is checked
+for K and V that move, values that are measured, and keys if a head's halves are held in one tile and are that wide.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FLOATS = ("min_std", "factor", "beyond")
 
 
 def combinations(architecture: int) -> Iterator[tuple[str, dict]]:
-    """(name of a kernel, its compile-time arguments) for everything that the launching code can ask for, each once."""
+    """(kernel name, its compile-time arguments) for everything that the launching code can ask for, each once."""
     found = {json.dumps([name, settings], sort_keys=True) for name, settings in _launches(architecture // 10)}
     yield from sorted(map(json.loads, found), key=repr)
 
@@ -57,7 +57,7 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, importance_settings
     from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_settings
 
-    # What is beyond a program's heads or a tile's frequencies is launched as what is just beyond them.
+    # Anything beyond a program's heads or a tile's frequencies is launched like the first value beyond them.
     groups, frequencies = range(1, HEADS + 2), range(1, MAX_TILE + ALIGN + 1)
     for shape in itertools.product(KINDS, frequencies, groups, STYLES, ("mean", "max")):
         for aligned in (False, True)[: 1 + (shape[1] % ALIGN == 0)]:
@@ -81,7 +81,7 @@ def kernel_named(name: str):
 
 
 def jit_functions() -> dict[str, dict]:
-    """Per module of kernels, what is compiled in it by name: kernels and the parts they are put together from."""
+    """By kernel module: what is compiled in it, by name; kernels and the functions that they are built from."""
     from triton import JITFunction
 
     from sglang_triattn.kernels.compact import list_moves_kernel, move_kernel
@@ -98,7 +98,7 @@ def jit_functions() -> dict[str, dict]:
 
 
 def source_of(name: str) -> list[str]:
-    """The text of a kernel and of everything it may call; unlike Triton's own key, without line numbers."""
+    """The source of a kernel and of everything it may call; unlike Triton's own key, without line numbers."""
     functions = jit_functions()
     module = next(key for key, found in functions.items() if name in found)
     parts = [*functions[module].values(), *functions["sglang_triattn.kernels.score.parts"].values()]
@@ -106,12 +106,12 @@ def source_of(name: str) -> list[str]:
 
 
 def label(settings: dict) -> str:
-    """Compile-time arguments in words, without those that never vary."""
+    """Compile-time arguments in words, without those that are always the same."""
     return " ".join(f"{k}={v}" for k, v in settings.items() if k.isupper() and k not in ("CHUNK", "WIDEN"))
 
 
 def compile_one(architecture: int, name: str, settings: dict) -> dict:
-    """Figures of one compiled kernel, or {"error": ...}."""
+    """Figures for one compiled kernel, or {"error": ...}."""
     import triton
     import triton.knobs
     from triton.backends.compiler import GPUTarget
@@ -126,7 +126,7 @@ def compile_one(architecture: int, name: str, settings: dict) -> dict:
     options = {key: value for key, value in settings.items() if not key.isupper()}
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
-        # An empty cache: what ptxas reports is seen only when it runs.
+        # An empty cache: ptxas reports only when it runs.
         triton.knobs.cache.dir = folder
         triton.knobs.nvidia.dump_ptxas_log = True
         try:
@@ -156,7 +156,7 @@ def figures(log: str, ptx: str, shared: int) -> dict:
 
 
 def complaint(name: str, settings: dict, row: dict) -> str | None:
-    """Why a kernel is not fit to ship."""
+    """Why a kernel is not fit to ship, or None."""
     if "error" in row:
         return row["error"]
     if row["spilled"]:
@@ -172,7 +172,7 @@ def complaint(name: str, settings: dict, row: dict) -> str | None:
 
 
 def cache_file(architecture: int, name: str, settings: dict) -> Path:
-    """Where the figures of one combination are kept; another file whenever anything they depend on changes."""
+    """Where the figures of one combination are kept; the name changes whenever anything they depend on changes."""
     import triton
 
     parts = [
@@ -188,7 +188,7 @@ def cache_file(architecture: int, name: str, settings: dict) -> Path:
 
 
 def measured(architecture: int, name: str, settings: dict, path: Path) -> dict:
-    """Compiles one combination and keeps its figures; a failure may be the machine's and is not kept."""
+    """Compiles one combination and keeps its figures; a failure may be the machine's fault and is not kept."""
     row = compile_one(architecture, name, settings)
     if "error" not in row:
         path.parent.mkdir(parents=True, exist_ok=True)

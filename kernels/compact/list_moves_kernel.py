@@ -1,8 +1,8 @@
-"""Triton `list_moves`: which K/V a round copies where, of all kept sets in one launch; see `reference.list_moves`.
+"""Triton `list_moves`: lists which K/V a round copies where, for all kept sets at once; see `reference.list_moves`.
 
-One program lists moves of one kept set. The hole of rank q lies behind the kept tokens that have at most q holes before
-them; `kept[i] - i`, the holes before kept token i, rises with i, so a binary search counts them. "fill" passes over the
-holes of the columns that it empties.
+One program lists the moves of one kept set. The hole of rank q comes after the kept tokens that have at most q holes
+before them; `kept[i] - i`, the number of holes before kept token i, never decreases, so a binary search counts them.
+"fill" skips the holes of the columns that it empties.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from sglang_triattn.kernels.compact.reference import moves_of
 
 BLOCK = 512
-"""Moves of one program."""
+"""Moves per program."""
 
 
 def list_moves_triton(
@@ -25,11 +25,11 @@ def list_moves_triton(
     cut: int | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The copies that bring each kept set to the private slots that its request keeps.
+    """Lists the copies that bring each kept set into the private slots that its request keeps.
 
     Args:
-        slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots. int64 is
-            narrowed into a copy.
+        slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots. An int64
+            tensor is copied to int32.
         kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64, ascending indices into them.
         strategy: "slide" or "fill".
         cut, lengths: as for `list_moves`.
@@ -37,7 +37,8 @@ def list_moves_triton(
     Returns:
         sources, targets: [R, ..., M] int32, as `list_moves` defines them.
 
-    Raises ValueError on an unknown strategy.
+    Raises:
+        ValueError: the strategy is unknown.
     """
     requests, num_tokens = slots.shape
     num_kept = kept.shape[-1]
@@ -86,7 +87,7 @@ def _count(p_kept, num_kept, steps, b_most, SLOPE: tl.constexpr):
     return b_low
 
 
-# Triton makes constexpr of numbers, which pyright does not know.
+# Triton turns numbers into constexpr, which pyright does not know.
 # As in `score_triton`, nothing is specialised on a run-time value.
 @triton.jit(do_not_specialize=list(range(10)))
 def moves_kernel(

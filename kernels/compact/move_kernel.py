@@ -1,15 +1,15 @@
 """Triton `move`: all K/V copies of a round, every layer, head and request in one launch; see `reference.move_torch`.
 
-Bytes are copied as 32-bit words, whatever the pool's dtype. One program owns one KV head of one layer's K or V of one
-request, or a part of its moves: nobody else touches those bytes.
+Bytes are copied as 32-bit words, whatever the pool's dtype. One program handles one KV head of one layer's K or V for
+one request, or some of its moves; no other program touches those bytes.
 
 Why nothing is overwritten before it is read, although the copies are in place:
 
 - fill: sources lie in the columns that are emptied and targets outside them. They never meet, so the order of the
   copies does not matter and they are spread over programs.
-- slide: token m moves from kept[m] to m, and kept[m] >= m grows with m. A target can be the source of the same or an
-  earlier move only. One program makes all moves of its head, block by block in rising order; within a block all rows
-  are in registers, and the barrier is passed, before the first one is written.
+- slide: token m moves from kept[m] to m, and kept[m] >= m grows with m. A target can only be the source of the same or
+  an earlier move. One program makes all moves of its head, block by block in ascending order; within a block all rows
+  are loaded into registers, and a barrier is passed, before the first one is written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import triton.language as tl
 from sglang_triattn.kernels.pools import KeyPools
 
 WORD = 4
-"""Bytes of a word."""
+"""Bytes per word."""
 
 ALIGNMENT = 16
-"""Bytes that a head's K or V must be a multiple of, so that copies are wide."""
+"""A head's K or V must be a multiple of this many bytes, so that copies are wide."""
 
 MAX_WORDS = 1024
-"""Of a head: 1,024 dims in float32."""
+"""Most words per head: 1,024 dims in float32."""
 
 WORDS_IN_FLIGHT = 4096
 
@@ -41,7 +41,7 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
         sources, targets: from `list_moves_triton`.
         ordered: True for "slide".
 
-    Pools that `check_movable` refuses are moved wrongly.
+    Does not check the pools: those that `check_movable` refuses are moved incorrectly.
     """
     requests, moves = sources.shape[0], sources.shape[-1]
     if not moves:
@@ -70,7 +70,7 @@ def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *
 
 
 def check_movable(pools: KeyPools) -> None:
-    """Raises ValueError unless the heads of a token begin and end at multiples of ALIGNMENT, within MAX_WORDS."""
+    """Raises ValueError unless heads start and end at multiples of ALIGNMENT and have at most MAX_WORDS words."""
     first = pools.buffers[0]
     head_dim, width = first.shape[2], first.element_size()
     if any(count * width % ALIGNMENT for count in (head_dim, *first.stride()[:2])):
@@ -83,7 +83,7 @@ def check_movable(pools: KeyPools) -> None:
 
 
 def move_settings(words: int, ordered: bool) -> dict:
-    """Compile-time arguments of `move_kernel` for heads of so many words."""
+    """Compile-time arguments of `move_kernel` for heads of `words` words."""
     padded = triton.next_power_of_2(words)
     return {"WORDS": padded, "BLOCK": max(1, WORDS_IN_FLIGHT // padded), "ORDERED": ordered, "num_warps": 4}
 

@@ -1,28 +1,29 @@
-"""Compaction: what happens to a row once the kept tokens are known. Reference of the kernels beside it.
+"""Compaction: what happens to a row once the kept tokens are known. Reference for the kernels in this folder.
 
-Three ways to make as many of a request's private slots empty as it loses tokens:
+Three ways to empty as many of a request's private slots as it loses tokens:
 
-    remap   permutes the row, so that the kept slots come first; moves no K/V. Needs slots that can be freed one by
+    remap   permutes the row so that the kept slots come first; moves no K/V. Needs slots that can be freed one by
             one (page size 1) and one kept set for all heads.
     slide   copies every kept token's K/V forward to the first free place; tokens stay in order.
-    fill    empties one stretch of the row, and copies only the kept tokens of that stretch, into the holes around it.
+    fill    empties one stretch of the row and copies only the kept tokens of that stretch into the holes around it.
 
-Attention over a set of keys does not depend on their order, and neither does a score (the position of a key is in its
-phase). What depends on it is which tokens are newest. They stay in every head, so their slots are common to all heads,
-and `fill` can leave their K/V alone: it cuts a stretch out of the row that ends before them, and they move up in the
-row, which is a list of slots. The private part of a row, cut at column keep - recent, where `fill` copies least:
+Attention over a set of keys does not depend on their order, and neither does a score (a key's position is in its
+phase). What does depend on order is which tokens are the newest. Those stay in every head, so their slots are the same
+for all heads and `fill` can leave their K/V alone: it cuts a stretch out of the row that ends before them, and they
+move up in the row, which is only a list of slots. The private part of a row, cut at column num_kept - recent, where
+`fill` copies least:
 
     before  0                      cut                     length - recent              length
-            |-- older, any order ---|-- left the newest -----|-- newest, in order -------|
+            |-- older, any order ---|-- emptied -------------|-- newest, in order -------|
                     holes  <-- kept tokens of all heads
     after   |-- older, any order ---|-- newest, in order ----|      the slots between are free
 
-Whole pages can be cut out only where the cut begins a page and the request loses a multiple of the page size: see
-`cut_column`. A cut may lie further in front than keep - recent; then it is the stretch behind it that is emptied, and
-there are holes on both sides. Else K/V is filled in from the end of the row, where the newest tokens are, and their
-order is lost: see `needs_order`.
+Whole pages can be cut out only where the cut starts a page and the request loses a multiple of the page size; see
+`cut_column`. The cut may lie before num_kept - recent; the stretch that starts there is then emptied, with holes on
+both sides of it. Where no cut is possible, K/V is taken from the end of the row, where the newest tokens are, and
+their order is lost; see `needs_order`.
 
-Kept sets come as [R, num_kept] (one set for all heads), [R, H_kv, num_kept] or [R, L, H_kv, num_kept], ascending.
+Kept sets are [R, num_kept] (one set for all heads), [R, H_kv, num_kept] or [R, L, H_kv, num_kept], ascending.
 Symbols: R requests, L layers, H_kv KV heads, N private tokens of the longest request, M moves of one kept set.
 """
 
@@ -36,25 +37,25 @@ STRATEGIES = ("slide", "fill")
 
 
 def cut_column(num_kept: int, recent: int, frozen: int, evicted: int, page_size: int) -> int | None:
-    """The last private column at which `fill` can cut whole pages out of a row without a copy of its newest tokens.
+    """The last private column at which `fill` can cut whole pages out of a row without copying its newest tokens.
 
     Args:
-        num_kept: private tokens that stay, the newest `recent` among them.
+        num_kept: private tokens that stay, including the newest `recent`.
         frozen: first private position of the row.
-        evicted: private tokens that do not stay.
+        evicted: private tokens that are evicted.
 
     Returns:
-        0 to keep - recent; None where there is no such column.
+        A column from 0 to num_kept - recent, or None if there is none.
     """
     column = num_kept - recent - (frozen + num_kept - recent) % page_size
     return None if column < 0 or evicted % page_size else column
 
 
 def needs_order(recent: int, interval: int) -> bool:
-    """Whether a later round relies on the order of what this one keeps, if nothing of it is known to be in order.
+    """Whether a later round relies on the order of what this one keeps, assuming that this one preserves none.
 
-    The newest `recent` tokens are taken from the end of the row. Those that came since the last round, `interval` at
-    least, are in order anyway.
+    The newest `recent` tokens are taken from the end of the row. Those appended since the last round, at least
+    `interval`, are in order anyway.
     """
     return recent > interval
 
@@ -67,7 +68,8 @@ def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         kept: [R, num_kept] int64, ascending indices into the private tokens.
 
     Returns:
-        [R, N] as `slots`: columns [0, keep) are the kept slots, [keep, length) the evicted ones, the rest padding.
+        [R, N] like `slots`: columns [0, num_kept) are the kept slots, [num_kept, length) the evicted ones, the rest
+        padding.
     """
     stays = torch.zeros_like(slots, dtype=torch.bool).scatter_(1, kept, True)
     place = torch.where(stays, stays.cumsum(1), kept.shape[1] + (~stays).cumsum(1)) - 1
@@ -75,7 +77,7 @@ def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
-    """How many private tokens stay where they are before the first that some set drops.
+    """Number of private tokens before the first one that any kept set drops; they stay where they are.
 
     Args:
         kept: [R, ..., num_kept] int64, ascending indices into the private tokens.
@@ -83,15 +85,16 @@ def unchanged_start(kept: torch.Tensor) -> torch.Tensor:
     Returns:
         [R] int64.
     """
-    # Behind the first hole every token lies behind its place, so those that do not all come before it.
+    # Past the first hole every kept token is beyond its place, so the tokens that are in place all come before it.
     same = kept == torch.arange(kept.shape[-1], device=kept.device)
     return same.sum(-1).view(len(kept), -1).amin(1)
 
 
 def moves_of(strategy: str, num_kept: int, num_tokens: int) -> int:
-    """Most moves of one kept set, of a row with `num_tokens` private tokens.
+    """Most moves of one kept set in a row with `num_tokens` private tokens.
 
-    Raises ValueError on an unknown strategy.
+    Raises:
+        ValueError: the strategy is unknown.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
@@ -106,22 +109,25 @@ def list_moves(
     cut: int | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The copies that bring each kept set to the private slots that its request keeps.
+    """Lists the copies that bring each kept set into the private slots that its request keeps.
 
     Args:
         slots: [R, N] int32 or int64, private slots of each request in row order, right-padded.
         kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64.
         strategy: "slide" or "fill".
-        cut: the private column from which on `fill` empties as many slots as a request loses tokens, at most
-            `num_kept`; the others stay. None for `num_kept`: the end of the row. `slide` always empties the end.
-        lengths: [R] int64, private tokens of each request; N where None, which makes no difference at the end.
+        cut: first private column of the stretch that `fill` empties, at most `num_kept`; the stretch is as long as the
+            number of tokens that the request loses. None means `num_kept`: the end of the row. `slide` always empties
+            the end.
+        lengths: [R] int64, private tokens of each request. None means N, which makes no difference where the end is
+            emptied.
 
     Returns:
-        sources, targets: [R, ..., M] slots, dims as of `kept`, M as of `moves_of`; equal slots are no move. No slot is
-        the target of two moves; for "fill" no target is a source, for "slide" the source of move m is no target of a
-        move before m.
+        sources, targets: [R, ..., M] slots, with the leading dims of `kept` and M from `moves_of`; where the two are
+        equal, nothing moves. No slot is the target of two moves. For "fill" no target is a source; for "slide" the
+        source of move m is not the target of any move before m.
 
-    Raises ValueError on an unknown strategy.
+    Raises:
+        ValueError: the strategy is unknown.
     """
     num_kept, num_tokens = kept.shape[-1], slots.shape[1]
     most = moves_of(strategy, num_kept, num_tokens)
@@ -138,18 +144,18 @@ def list_moves(
 def _fill(
     kept: torch.Tensor, place: torch.Tensor, most: int, cut: int, emptied: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices [R, ..., M] of kept tokens in columns [cut, cut + emptied[r]) and of the holes around these that they go
-    to; equal where none is left.
+    """Sources and targets [R, ..., M] as indices into the private tokens, equal where no move is left.
 
-    Before kept token i lie kept[i] - i holes, so the hole of rank q is at q plus the number of kept tokens that have
-    at most q holes before them.
+    Sources are the kept tokens in columns [cut, cut + emptied[r]), targets the holes outside them. Before kept token i
+    there are kept[i] - i holes, so the hole of rank q is at q plus the number of kept tokens with at most q holes
+    before them.
     """
     rank, kept = place[..., :most].contiguous(), kept.contiguous()
     ends = torch.stack([torch.full_like(emptied, cut), cut + emptied], -1)  # [R, 2]
     ends = ends.view(len(ends), *[1] * (kept.ndim - 2), 2).expand(*kept.shape[:-1], 2).contiguous()
-    first, behind = torch.searchsorted(kept, ends).split(1, -1)  # [R, ..., 1], of the kept
+    first, behind = torch.searchsorted(kept, ends).split(1, -1)  # [R, ..., 1], indices into kept
     which = first + rank
-    # Those of the emptied columns are passed over.
+    # The holes in the emptied columns are skipped.
     inside = ends[..., 1:] - cut - (behind - first)
     hole = torch.where(rank < cut - first, rank, rank + inside)
     target = hole + torch.searchsorted(kept - place, hole, right=True)

@@ -1,4 +1,4 @@
-"""What `score_triton` is put together from: loading, decoding and turning, and products that lose nothing."""
+"""Building blocks of `score_triton`: loading, decoding, rotating, and products without rounding loss."""
 
 import triton
 import triton.language as tl

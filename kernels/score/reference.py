@@ -1,20 +1,20 @@
 """Scores of cached keys: how strongly future queries are expected to attend to each of them.
 
-The score of a key is a property of the key and of where the next token stands, no attention is computed
-(arXiv 2604.04921, section 4; docs/method.md). RoPE turns component f of a key at position p by `exp(i w_f p)`, so
-the mean query of a head, turned to a future position T + delta, meets the *cached* key without p being known:
+A key's score depends only on the key and on the position of the next token; no attention is computed
+(arXiv 2604.04921, section 4; docs/method.md). RoPE rotates component f of a key at position p by `exp(i w_f p)`, so
+the mean query of a head, rotated to a future position T + delta, meets the *cached* key without p being known:
 
     base(delta) = s * Re sum_f mu_f exp(i w_f (T + delta)) conj(K_f)
     extra       = s *    sum_f (a_f - |mu_f|) |K_f|
     score       = mean over delta in OFFSETS of base(delta) + extra
 
-`K_f` is a cached key's complex component, `mu_f` the mean pre-RoPE query's and `a_f` the mean of its absolute
+`K_f` is a complex component of a cached key, `mu_f` that of the mean pre-RoPE query and `a_f` the mean of its absolute
 value, `w_f` the RoPE frequency and `s` RoPE's attention scaling. Only `exp(i w_f delta)` depends on delta, so
 its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one dot product of length 3F:
 
     [Re K, Im K, |K|] . [Re v, Im v, b]    with    v_f = s mu_f g_f exp(i w_f T),  b_f = s (a_f - |mu_f|)
 
-Symbols of shapes: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated
+Shape symbols: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated
 dims), N keys.
 """
 
@@ -27,13 +27,13 @@ OFFSETS = tuple(2**i for i in range(17))
 """Distances, in tokens, of the future queries that a score averages over: 1, 2, 4, ..., 65536."""
 
 WORKSPACE_BYTES = 256 << 20
-"""Most device memory that a reference uses beside its result; keys or values are processed in pieces that fit."""
+"""Most device memory that a reference uses besides its result; keys or values are processed in pieces that fit."""
 
 CPU_WORKSPACE_BYTES = 4 << 20
 """The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
 
 CHUNK = 1024
-"""Tokens whose scores the kernel sums up together; part of the result's definition down to the last bit."""
+"""Tokens whose scores the kernel sums together; the last bits of the result depend on it."""
 
 AGGREGATIONS = ("mean", "max", "norm")
 STYLES = ("half", "interleaved")
@@ -41,7 +41,7 @@ STYLES = ("half", "interleaved")
 
 @dataclass(frozen=True, eq=False)
 class ScoreTables:
-    """Constants of one model on one device, everything a score needs beside the keys and T."""
+    """Constants of one model on one device: everything that a score needs besides the keys and T."""
 
     mean: torch.Tensor
     """[L, H_q, F] complex64: s * mu."""
@@ -56,7 +56,7 @@ class ScoreTables:
     style: str
     """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
     rotary_dim: int
-    """2F, the leading dims of a head that RoPE turns; the others are not scored."""
+    """2F: the leading dims of a head that RoPE rotates; the others are not scored."""
     num_kv_heads: int
 
     def __getitem__(self, layers: slice) -> "ScoreTables":
@@ -79,11 +79,12 @@ def build_tables(
         mean: [L, H_q, F] complex64, mean pre-RoPE query.
         abs_mean: [L, H_q, F] float32, mean of its absolute value.
         inv_freq: [F], radians per token.
-        attention_scaling: RoPE's factor on cos and sin, 1.0 but for YaRN-like types; folded in so that scores
+        attention_scaling: RoPE's factor on cos and sin, 1.0 except for YaRN-like types; folded in so that scores
             equal those of keys before RoPE.
         style: "half" or "interleaved", see `ScoreTables`.
 
-    Raises ValueError if shapes disagree, `style` is unknown or H_q is no multiple of `num_kv_heads`.
+    Raises:
+        ValueError: shapes disagree, `style` is unknown, or H_q is not a multiple of `num_kv_heads`.
     """
     if mean.ndim != 3 or mean.shape != abs_mean.shape or inv_freq.shape != mean.shape[-1:]:
         raise ValueError(
@@ -114,7 +115,7 @@ def build_tables(
 
 
 def check_fits(k_buffers: Sequence[torch.Tensor], tables: ScoreTables, aggregation: str) -> None:
-    """Raises ValueError on an unknown aggregation, or unless `tables` describe the model that `k_buffers` belong to."""
+    """Raises ValueError if the aggregation is unknown or `tables` do not describe the model of `k_buffers`."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
     layers = len(tables.spread)
@@ -128,7 +129,7 @@ def check_fits(k_buffers: Sequence[torch.Tensor], tables: ScoreTables, aggregati
 
 
 def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Tensor:
-    """The vectors that keys are multiplied with, `[Re v, Im v, b]` per request, layer and query head.
+    """The vectors that keys are multiplied by, `[Re v, Im v, b]` per request, layer and query head.
 
     Args:
         next_positions: [R] int64 on the tables' device: T, the logical position of each request's next token.
@@ -143,9 +144,9 @@ def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Te
 def phase_rows(
     tables: ScoreTables, next_positions: torch.Tensor, aggregation: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[R, O, 2, F] float32, `out` if given: cos and sin of the phases that queries stand at, computed in float64.
+    """Cos and sin of the phases at the query positions, [R, O, 2, F] float32, in `out` if given; computed in float64.
 
-    O is 1, for "max" one per offset. For "norm" they are zero, which leaves the trigonometric term out.
+    O is 1, or one per offset for "max". For "norm" all are zero, which drops the trigonometric term.
     """
     positions = next_positions.to(torch.float64)[:, None]
     if aggregation == "max":
@@ -164,20 +165,21 @@ def score_torch(
     *,
     aggregation: str = "mean",
 ) -> torch.Tensor:
-    """Scores of the private tokens of R requests in all layers and query heads; higher is more important.
+    """Scores of the private tokens of R requests for all layers and query heads; higher is more important.
 
     Args:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys in bf16, fp16, fp32 or
-            float8. Keys divided by a constant give scores divided by it, which no selection notices.
+            float8. Keys divided by a constant give scores divided by it, which changes no selection.
         slots: [R, N] int64, private slots of each request in row order, right-padded with any valid slot.
             Scores of padded columns are meaningless.
         next_positions: [R] int64, see `phase_vectors`.
-        aggregation: over OFFSETS, "mean" (the paper's) or "max"; "norm" leaves the trigonometric term out.
+        aggregation: over OFFSETS, "mean" (the paper's) or "max"; "norm" drops the trigonometric term.
 
     Returns:
         [R, L, H_q, N] float32.
 
-    Raises ValueError where `check_fits` does.
+    Raises:
+        ValueError: `check_fits` refuses.
     """
     check_fits(k_buffers, tables, aggregation)
     layers, q_heads, _ = tables.spread.shape
@@ -199,20 +201,20 @@ def score_torch(
 
 
 def workspace_bytes(pool: torch.Tensor) -> int:
-    """Bytes that a reference may use beside its result, on the pool's device."""
+    """Bytes that a reference may use besides its result, on the pool's device."""
     return CPU_WORKSPACE_BYTES if pool.device.type == "cpu" else WORKSPACE_BYTES
 
 
 def gather_slots(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What a pool [num_slots, ...] of any dtype holds at `slots` [n]."""
+    """Gathers `slots` [n] from a pool [num_slots, ...] of any dtype."""
     if pool.element_size() > 1:
         return pool.index_select(0, slots)
-    # Devices gather bytes but not all of them gather float8.
+    # Every device can gather bytes; not all can gather float8.
     return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
 
 
 def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`coefficients` [L, H_q, F] complex64 turned to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im]."""
+    """`coefficients` [L, H_q, F] complex64 rotated to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im]."""
     angles = positions.to(torch.float64)[:, None] * inv_freq  # [R, F]
     unit = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
     turned = coefficients * unit[:, None, None, :]
@@ -220,7 +222,7 @@ def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.T
 
 
 def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, num_tokens: int) -> tuple[int, int]:
-    """How many layers and how many columns to process at once so that workspace stays in bounds."""
+    """How many layers and how many columns to process at once so that the workspace stays within bounds."""
     limit = workspace_bytes(pool)
     _, q_heads, frequencies = tables.spread.shape
     # Held for every layer of a piece: the features and two results (17 offsets keep a running maximum).
@@ -252,9 +254,9 @@ def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreT
 
 
 def _project(vectors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """vectors [R, layers, H_q, K] on features [layers, R, H_kv, N, K]: [R, layers, H_q, N].
+    """Projects vectors [R, layers, H_q, K] on features [layers, R, H_kv, N, K]: [R, layers, H_q, N].
 
-    The query heads of a group are rows of one matrix product with their KV head's keys: no key is repeated.
+    The query heads of a group are rows of one matrix product with their KV head's keys, so no key is repeated.
     """
     grouped = vectors.unflatten(2, (features.shape[2], -1)).transpose(0, 1)  # [layers, R, H_kv, G, K]
     return torch.matmul(grouped, features.transpose(-1, -2)).flatten(2, 3).transpose(0, 1)
@@ -263,7 +265,7 @@ def _project(vectors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
 def _without_collapse(
     tables: ScoreTables, group: slice, next_positions: torch.Tensor, features: torch.Tensor, aggregation: str
 ) -> torch.Tensor:
-    """Scores [R, layers, H_q, N] of a piece where the offsets do not fold into one vector."""
+    """Scores [R, layers, H_q, N] of a piece whose offsets do not fold into one vector."""
     trig = 2 * tables.inv_freq.numel()
     spread = tables.spread[group].expand(next_positions.shape[0], -1, -1, -1)
     extra = _project(spread, features[..., trig:])

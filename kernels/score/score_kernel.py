@@ -1,19 +1,19 @@
 """Triton `score`: every due request, layer and query head in one launch; see `reference.score_torch`.
 
-One program scores one chunk of one request's candidates with all query heads of one KV head:
+One program scores one chunk of one request's candidates for all query heads of one KV head:
 
     slots [CHUNK] -> keys [BLOCK, 2F], read once from the paged pool -> [Re K, Im K, |K|] . columns -> scores
 
-A query head is one column of a matrix product, so its cost hardly depends on how many heads share the key; more than
-HEADS of them are spread over programs that lie side by side and find the keys in the cache. Tensor
-cores multiply bfloat16 without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts
-whose sum is exact, and the result is as good as a float32 product. No key is widened in memory, gathered or repeated.
-Only "max" gives a program four query heads at most: 17 offsets cost so much more than reading the keys again.
+A query head is one column of a matrix product, so the cost hardly depends on how many heads share the key. More than
+HEADS of them are spread over adjacent programs, which find the keys in the cache. Tensor cores multiply bfloat16
+without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts whose sum is exact, and
+the result is as good as a float32 product. No key is widened in memory, gathered or repeated. Only "max" limits a
+program to four query heads: 17 offsets cost far more than reading the keys again.
 
-The newest tokens stay whatever their score, so that their keys are not read.
+The newest tokens stay whatever their score, so their keys are not read.
 
 Each program also reduces its scores to a mean and a sum of squared deviations, which `importance_triton` merges in a
-fixed order: no atomics, equal bits in every run, and nothing of a request depends on the batch around it.
+fixed order: no atomics, the same bits in every run, and no request's result depends on the batch around it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def score_triton(
     Args:
         pools: from `key_pools`.
         slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
-            int64 is narrowed into a copy.
+            An int64 tensor is copied to int32.
         lengths: [R] int64, private tokens of each request.
         next_positions: [R] int64, logical position of each request's next token.
-        recent: newest tokens of each request, which are no candidates.
+        recent: newest tokens of each request, which are not candidates.
         aggregation: "mean", "max" or "norm", see `score_torch`.
         scores, moments, phases: float32 tensors to fill, allocated where None; `phases` as `phase_rows` returns it.
 
@@ -57,7 +57,8 @@ def score_triton(
         scores [R, L, H_q, N] float32, only the candidates' columns written; moments [R, L, H_q, C, 2] float32 with
         C = ceil(N / CHUNK): mean of the chunk's candidates and their sum of squared deviations from it.
 
-    Raises ValueError where `check_fits` does.
+    Raises:
+        ValueError: `check_fits` refuses.
     """
     check_fits(pools.buffers, tables, aggregation)
     layers, q_heads, frequencies = tables.spread.shape
@@ -103,9 +104,9 @@ def score_triton(
     return scores, moments
 
 
-# What the branches of a constexpr bind is bound wherever it is read, and Triton makes constexpr of numbers: pyright
+# A name bound in a constexpr branch is bound wherever it is read, and Triton turns numbers into constexpr: pyright
 # knows neither.
-# Nothing is specialised on a run-time value: what is compiled ahead of time is what is launched.
+# Nothing is specialised on a run-time value, so what is compiled ahead of time is what is launched.
 @triton.jit(do_not_specialize=list(range(23)))
 def score_kernel(
     addresses,  # [L] int64

@@ -13,22 +13,22 @@ BLOCK = 64
 """Tokens in flight at once: the rows of one Hopper tensor-core instruction."""
 
 HEADS = 16
-"""Most query heads of one program; a larger group is spread over several."""
+"""Most query heads per program; a larger group is spread over several."""
 
 WARPGROUPS = 9
-"""First compute capability whose tensor cores read a factor from shared memory."""
+"""First compute capability whose tensor cores read an operand from shared memory."""
 
 MAX_TILE = 64
 """Most frequencies held in registers at once; larger heads are read in tiles."""
 
 ALIGN = 8
-"""Elements whose multiples the halves of a head and the strides of the pool are, where loads are to be wide."""
+"""Loads are wide only if the halves of a head and the pool's strides are multiples of this many elements."""
 
 
 def launch_settings(
     dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str, aligned: bool, warpgroups: bool
 ) -> dict:
-    """Compile-time arguments of `score_kernel` and how it is launched, for one model and key dtype.
+    """Compile-time arguments and launch settings of `score_kernel` for one model and key dtype.
 
     Args:
         aligned: whether the frequencies and the pool's strides are multiples of ALIGN.
@@ -42,7 +42,7 @@ def launch_settings(
     # With 64 rows these would spill registers. Fewer rows also keep Triton 3.8 off Blackwell's tensor memory, where it
     # cannot compile the loop over offsets.
     rows = 32 if offsets or dtype.itemsize == 1 else BLOCK
-    # Without a warpgroup's product, each warp has its own copy of the columns in registers.
+    # Without warpgroup products, each warp has its own copy of the columns in registers.
     copies = heads == HEADS and tile == MAX_TILE and dtype == torch.bfloat16 and not warpgroups
     if copies:
         rows = 32

@@ -1,17 +1,17 @@
-"""Sizes of cached values: a second criterion beside the score, for each layer and KV head by itself.
+"""Sizes of cached values: a second criterion beside the score, separate for each layer and KV head.
 
-An attention head's output is the mean of the values, o = sum_i a_i v_i, weighted by attention. Without token i it
-becomes o - a_i / (1 - a_i) (v_i - o) (CAOTE, arXiv 2504.14051): what is lost is in proportion to how far v_i lies from
-the output, not to its length. Many heads' values share a large common part, which says nothing about a token. So values
-are measured from a center that stands for the output, the plain mean of the newest tokens' values:
+An attention head's output is the attention-weighted mean of the values, o = sum_i a_i v_i. Without token i it becomes
+o - a_i / (1 - a_i) (v_i - o) (CAOTE, arXiv 2504.14051): the loss is proportional to the distance of v_i from the
+output, not to its length. In many heads the values share a large common part, which says nothing about a token. So
+values are measured from a center that stands for the output, the plain mean of the newest tokens' values:
 
     size = sum_d (v_d - c_d)^2,    c = mean of v over the newest min(recent, NEWEST) tokens, 0 where recent is 0
 
-The newest stay anyway, and where they lie is known whatever order rounds have left the others in. The size is squared,
-because only the order counts and the root of a sum keeps it. For the same reason a pool that was divided by a v_scale
-(float8) needs no correction: one factor for all values of a layer changes no order.
+The newest tokens stay anyway, and their places are known whatever order rounds have left the others in. The size is
+squared because only the order counts, which a square root would not change. For the same reason a pool that was
+divided by a v_scale (float8) needs no correction: one factor for all values of a layer changes no order.
 
-Symbols of shapes: R requests, L layers, H_kv KV heads, N tokens.
+Shape symbols: R requests, L layers, H_kv KV heads, N tokens.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,20 @@ import torch
 from sglang_triattn.kernels.score.reference import gather_slots, workspace_bytes
 
 NEWEST = 64
-"""Tokens whose values' mean is the center, at most."""
+"""Most tokens whose values are averaged into the center."""
 
 
 def check_values(
     k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor] | None, selection: str, value_share: float
 ) -> None:
-    """Whether values can decide about a share of what a `Scorer` keeps.
+    """Checks that values can decide a share of what a `Scorer` keeps.
 
     Args:
         k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim]; the head dims may differ.
 
-    Raises ValueError unless 0 <= `value_share` <= 1, and where it is not 0, unless the selection is "per-layer-head"
-    and the value pools are of as many layers and heads as the key pools.
+    Raises:
+        ValueError: `value_share` is outside [0, 1]; or it is not 0 and the selection is not "per-layer-head", or the
+            value pools do not have as many layers and heads as the key pools.
     """
     if not 0 <= value_share <= 1:
         raise ValueError(f"value_share must lie between 0 and 1, got {value_share}")
@@ -49,7 +50,7 @@ def check_values(
 
 
 def value_count(num_kept: int, recent: int, value_share: float) -> int:
-    """How many of the kept tokens the sizes decide about: a share of all but the newest, halves to the even number."""
+    """How many of the kept tokens the sizes decide: a share of all but the newest, halves rounded to even."""
     return round(value_share * (num_kept - recent))
 
 
@@ -74,7 +75,7 @@ def value_size_torch(
     sizes = slots.new_empty((requests, len(v_buffers), heads, num_tokens), dtype=torch.float32)
     sample = min(recent, NEWEST)
     newest = slots.gather(1, lengths[:, None] - sample + torch.arange(sample, device=slots.device))  # [R, sample]
-    # Gathered as stored, as float32, centered, and squared.
+    # Four copies: as stored, as float32, centered, and squared.
     step = max(1, workspace_bytes(first) // (max(requests, 1) * heads * width * (12 + first.element_size())))
     centers = [
         gather_slots(pool, newest.reshape(-1)).float().unflatten(0, newest.shape).mean(1, keepdim=True)

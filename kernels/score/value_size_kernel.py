@@ -1,10 +1,10 @@
 """Triton `value_size`: the sizes of all values of a round in one launch; reference: `value_size.value_size_torch`.
 
-One program owns one KV head of one layer and TOKENS of a request's private tokens. It reads each value once, straight
-from the paged pool, and writes one number for it. Of the newest tokens, which stay whatever their size, it reads the
-NEWEST that make the center; other programs of the row read the same, out of the cache. Sums run over the row's own
-values alone, in an order that depends on nothing but their number and dtype: the batch around a request cannot change
-a bit.
+One program handles TOKENS of a request's private tokens in one KV head of one layer. It reads each value once, straight
+from the paged pool, and writes one number for it. Of the newest tokens, which stay whatever their size, it reads only
+the NEWEST that make up the center; other programs of the row read the same ones from the cache. Sums run over the
+row's own values alone, in an order that depends only on their number and dtype, so the batch around a request cannot
+change a bit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from sglang_triattn.kernels.score.parts import decode
 from sglang_triattn.kernels.score.value_size import NEWEST
 
 ALIGNMENT = 16
-"""Bytes that a head's values are a multiple of, as `move_kernel.check_movable` requires."""
+"""A head's values must be a multiple of this many bytes, as `move_kernel.check_movable` requires."""
 
 TOKENS = 256
-"""Of one program."""
+"""Tokens per program."""
 
 NUMBERS_IN_FLIGHT = 4096
-"""Of two bytes or one; half as many of four."""
+"""Numbers of one or two bytes in flight at once; half as many of four bytes."""
 
 
 def value_size_triton(
@@ -33,11 +33,11 @@ def value_size_triton(
     """Squared sizes of the values of R requests in all layers and KV heads.
 
     Args:
-        pools: of values, from `key_pools`, such that `check_movable` takes them.
+        pools: of values, from `key_pools`; `check_movable` must accept them.
         slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
-            int64 is narrowed into a copy.
+            An int64 tensor is copied to int32.
         lengths: [R] int64, private tokens of each request.
-        recent: newest tokens of each request, which are no candidates.
+        recent: newest tokens of each request, which are not candidates.
         sizes: [R, L, H_kv, N] float32 to fill, allocated where None.
 
     Returns:

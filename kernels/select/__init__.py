@@ -1,4 +1,4 @@
-"""Which tokens stay: the reference in torch, kernels in Triton. The names here need neither."""
+"""Which tokens stay: the reference in torch, kernels in Triton. The names defined here need neither."""
 
 SHARED = ("shared-mean", "union")
 """Selections with one kept set for all heads."""

@@ -1,11 +1,11 @@
 """Triton `importance`: raw scores become one importance per token and kept set; see `reference.importance_torch`.
 
-Two kernels. `scale_kernel` joins each row's partial sums from `score_triton` into its mean and 1 / deviation, in the
-order of the chunks. `importance_kernel` standardises and merges: one program owns a block of tokens of one kept set,
-walks all rows that decide about it and reads each score once.
+Two kernels. `scale_kernel` joins each row's partial sums from `score_triton` into its mean and 1 / deviation, in chunk
+order. `importance_kernel` standardises and merges: one program owns a block of tokens of one kept set, walks all rows
+that contribute to it and reads each score once.
 
-Layers may come in several calls, when all of them are too much for memory. A maximum does not care, and means add up
-one layer after the other, so the result has the same bits however the layers are cut.
+Layers may come in several calls if all of them together do not fit into memory. A maximum does not depend on the split,
+and means are summed one layer after the other, so the result has the same bits however the layers are split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = 16
 """Rows read at once; 4 where a group of query heads has no more."""
 
 TOKENS = 128
-"""Tokens of one program."""
+"""Tokens per program."""
 
 SCALE_ROWS = 128
 
@@ -45,15 +45,16 @@ def importance_triton(
         scores, moments: from `score_triton`, with the same `recent`.
         lengths: [R] int64, private tokens of each request.
         scales: [R, L, H_q, 2] float32 workspace, allocated where None.
-        importance: [R, S, N] float32 to fill, allocated where None; S is `kept_sets(...)`. Where `before` is not 0, it
-            holds what the calls before this one made of it.
-        before, after: layers that earlier calls have merged into `importance`, and that later calls will. Sums become
-            means in the call with none after it. "per-layer-head" has nothing to merge and takes no notice.
+        importance: [R, S, N] float32 to fill, allocated where None; S is `kept_sets(...)`. If `before` is not 0, it
+            holds the result of the earlier calls.
+        before, after: how many layers earlier calls have merged into `importance`, and later calls will. Sums become
+            means in the call with none after it. "per-layer-head" merges nothing and ignores both.
 
     Returns:
         [R, S, N] float32; only the candidates' columns are written.
 
-    Raises ValueError if there are layers before these, but no `importance`.
+    Raises:
+        ValueError: there are layers before these, but no `importance`.
     """
     if before and importance is None:
         raise ValueError(f"{before} layers are said to be merged, but into no importance")
@@ -65,7 +66,7 @@ def importance_triton(
     if importance is None:
         importance = scores.new_empty((requests, sets, num_tokens))
     grid = (triton.cdiv(rows, SCALE_ROWS), requests)
-    # Triton makes constexpr of numbers, which pyright does not know.
+    # Triton turns numbers into constexpr, which pyright does not know.
     scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)  # pyright: ignore[reportArgumentType]
     group = q_heads // num_kv_heads
     alone = selection == "per-layer-head"

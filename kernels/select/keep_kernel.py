@@ -2,8 +2,8 @@
 
 One program makes one kept set. Floats become unsigned integers of the same order; four histograms of eight bits each,
 from the highest down, find the lowest integer that is still kept and how many of its ties are. A last pass writes the
-indices in the order of the tokens: the place of each is a running sum, so that the result is sorted as it is made, and
-among ties the oldest come first. Integer sums have one result in any order, so there is nothing to differ between runs.
+indices in token order: the place of each is a running sum, so the result comes out sorted, and the oldest of several
+ties come first. Integer sums are the same in any order, so runs cannot differ.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""A row of at most that many tokens is read once and stays in registers."""
+"""Rows of at most this many tokens are read once and stay in registers."""
 
 LONG_BLOCK = 2048
-"""Tokens read at once of a longer row."""
+"""Tokens of a longer row that are read at once."""
 
 
 def keep_triton(
@@ -32,7 +32,8 @@ def keep_triton(
     Returns:
         [R, S, num_kept] int64, ascending.
 
-    Raises ValueError unless 0 <= recent <= num_kept <= N.
+    Raises:
+        ValueError: unless 0 <= recent <= num_kept <= N.
     """
     requests, sets, num_tokens = importance.shape
     if not 0 <= recent <= num_kept <= num_tokens:
@@ -61,7 +62,7 @@ def _ordered(p_row, o_n, candidates):
     return tl.where(m_n, b_order, 0)
 
 
-# Beside what is said of `score_kernel`, Triton declares `static_range` and `sum` as other than they are.
+# Besides what is said at `score_kernel`, Triton declares `static_range` and `sum` as other than what they are.
 # As in `score_triton`, nothing is specialised on a run-time value.
 @triton.jit(do_not_specialize=list(range(6)))
 def keep_kernel(

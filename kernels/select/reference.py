@@ -6,15 +6,15 @@
 
 Rows of scores (one per layer and query head) have different scales, so each is standardised over the
 request's own candidates before rows are compared. Importance then merges the rows; `selection` names how, and
-with it how many kept sets there are:
+thereby how many kept sets there are:
 
     union            one set                 max over all layers and query heads (the paper's)
     shared-mean      one set                 mean over all layers and query heads
     per-head         one per KV head         mean over layers of the max over the head's group
     per-layer-head   one per layer, KV head  max over the head's group
 
-With "per-layer-head" a share of the places can go to the candidates of the largest values (`value_size`) before the
-others are chosen by importance: the two criteria do not compete, each has places of its own.
+With "per-layer-head" a share of the places can go to the candidates with the largest values (`value_size`) before the
+rest are chosen by importance: the two criteria do not compete, each has its own places.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,14 @@ from sglang_triattn.kernels.score.value_size import value_count
 from sglang_triattn.kernels.select import SELECTIONS
 
 MIN_STD = 1e-6
-"""Smallest standard deviation divided by: a row without contrast says nothing instead of dividing by zero."""
+"""Smallest standard deviation to divide by: a row without contrast says nothing instead of dividing by zero."""
 
 
 def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
     """Kept sets of one request.
 
-    Raises ValueError on an unknown selection.
+    Raises:
+        ValueError: the selection is unknown.
     """
     if selection not in SELECTIONS:
         raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
@@ -54,22 +55,23 @@ def select_torch(
     """Indices of the private tokens that stay.
 
     Args:
-        scores: [R, L, H_q, N], from `score_torch`; columns from `lengths[r]` on are padding, maybe NaN. None where
-            `value_share` is 1: they decide nothing.
+        scores: [R, L, H_q, N], from `score_torch`; columns from `lengths[r]` on are padding, maybe NaN. None if
+            `value_share` is 1, when they decide nothing.
         lengths: [R] int64, private tokens of each request, each at least `num_kept`.
-        num_kept: tokens that stay, the newest `recent` among them. Among equals the oldest stays.
+        num_kept: tokens that stay, including the newest `recent`. Among equals the oldest stays.
         num_kv_heads: needed by "per-head" and "per-layer-head".
         reduce_ranks: see `Scorer`; for selections with one kept set.
-        sizes: [R, L, H_kv, N], from `value_size_torch`, padded as `scores`; needed by `value_share`.
-        value_share: share, from 0 to 1, of the kept tokens besides the newest that are the ones with the largest
-            values; the rest are the best of the other candidates. For "per-layer-head".
+        sizes: [R, L, H_kv, N], from `value_size_torch`, padded like `scores`; needed by `value_share`.
+        value_share: share, from 0 to 1, of the kept tokens besides the newest that are chosen for the largest values;
+            the rest are the best of the other candidates. For "per-layer-head".
 
     Returns:
         int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"
         [R, L, H_kv, num_kept].
 
-    Raises ValueError on an unknown selection, a missing `num_kv_heads`, a `value_share` with another selection than
-    "per-layer-head", or unless 0 <= recent <= num_kept <= N.
+    Raises:
+        ValueError: the selection is unknown, `num_kv_heads` is missing, `value_share` is given with a selection other
+            than "per-layer-head", or unless 0 <= recent <= num_kept <= N.
     """
     if value_share and (selection != "per-layer-head" or sizes is None):
         raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
@@ -102,7 +104,7 @@ def importance_torch(
 ) -> torch.Tensor:
     """Importance of each candidate, -inf in all other columns.
 
-    Arguments as for `select_torch`. A z-score uses the population standard deviation over the candidates.
+    Takes the arguments of `select_torch`. z-scores use the population standard deviation over the candidates.
 
     Returns:
         float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".

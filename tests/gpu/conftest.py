@@ -1,6 +1,6 @@
 """Kernel tests: natively on a CUDA device, or on any machine under Triton's interpreter (TRITON_INTERPRET=1).
 
-tests/slow/test_interpreted*.py run them the second way in processes of their own, because the interpreter is chosen
+tests/slow/test_interpreted*.py run them the second way in their own processes, because the interpreter is chosen
 when a kernel is defined. Without a device and without the interpreter nothing here can run, so nothing is collected.
 """
 

@@ -1,4 +1,4 @@
-"""Random models and requests for kernel tests; scores, importance and sizes of values written out in float64."""
+"""Random models and requests for kernel tests; scores, importance and value sizes written out in float64."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from sglang_triattn.kernels.score.value_size import NEWEST
 
 POISON_SLOT = (1 << 31) - 1
 # Aggregation, field and tolerance of the published scores. Their phases are float32: at T + delta near 10^5 they are
-# off by up to 0.008 radians. The mean over the offsets damps the high frequencies that suffer most, a maximum does not.
+# off by up to 0.008 radians. A mean over the offsets damps the high frequencies that suffer most; a maximum does not.
 GOLDEN_SCORES = (("mean", "score_mean", 0.01), ("max", "score_max", 0.1), ("norm", "score_norm_only", 1e-3))
 
 
@@ -20,7 +20,7 @@ def may_race(device: str) -> bool:
 
 
 def published_means(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a statistics file as published with the paper: [L, H_q, F] complex64 mean, float32 mean of absolute values."""
+    """Reads statistics as published with the paper: [L, H_q, F], mean complex64 and mean of absolute values float32."""
     heads = sorted(torch.load(path, map_location="cpu", weights_only=True)["stats"].items())
     count = sum(name.startswith("layer00_") for name, _ in heads)
     real, imag, size = (
@@ -81,7 +81,7 @@ class KernelCase:
         self.next_positions = torch.tensor([1000 * r + 2 * n + 3 for r, n in enumerate(lengths)], device=device)
 
     def expected_sizes(self, request: int, recent: int) -> torch.Tensor:
-        """[L, H_kv, n] float64: squared sizes of a request's values, as the pool holds them, from the newest's mean."""
+        """[L, H_kv, n] float64: squared distances of a request's values, as the pool holds them, from the center."""
         slots = self.slots[request, : int(self.lengths[request])].cpu()
         values = torch.stack([pool.cpu().float()[slots] for pool in self.value_pools]).double()  # [L, n, H_kv, d]
         if recent:

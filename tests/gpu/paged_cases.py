@@ -1,4 +1,4 @@
-"""Requests in a paged KV pool that decode and are compacted, and attention over what they kept, in float64."""
+"""Requests that decode in a paged KV pool and are compacted, and attention over what they kept, in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECENT = 4
 
 @dataclass(frozen=True)
 class PageTable:
-    """What FlashInfer plans with, int32 on the host: the pages of all requests, one request behind the other."""
+    """What FlashInfer plans with, int32 on the host: the pages of all requests, one request after the other."""
 
     indptr: torch.Tensor
     """[R + 1]: where the pages of each request begin."""
@@ -29,7 +29,7 @@ class PageTable:
 
     @staticmethod
     def of(rows: list[torch.Tensor], page_size: int) -> PageTable:
-        """rows: slots of each request in row order, at least one; each page of slots lies together and aligned."""
+        """Builds the table; rows: each request's slots in row order, at least one; pages contiguous and aligned."""
         pages = [row[::page_size] // page_size for row in rows]
         indptr = torch.tensor([0, *map(len, pages)]).cumsum(0)
         last = torch.tensor([(len(row) - 1) % page_size + 1 for row in rows])
@@ -39,8 +39,8 @@ class PageTable:
 class PagedCase:
     """Three requests of different lengths: two share a frozen prefix, the third has none.
 
-    The pool is NaN wherever no request holds a token, also behind the last token of a page: whoever reads evicted,
-    freed or never owned K/V gets NaN.
+    The pool is NaN wherever no request holds a token, including after the last token of a page: reading evicted, freed
+    or never owned K/V gives NaN.
 
     Attributes:
         k, v: per layer [slots, H_kv, D].
@@ -69,7 +69,7 @@ class PagedCase:
             self._grow(request, tokens)
 
     def append(self, tokens: int) -> None:
-        """Every request decodes so many tokens more."""
+        """Every request decodes `tokens` more tokens."""
         for request in range(len(self.rows)):
             self._grow(request, tokens)
 
@@ -89,10 +89,11 @@ class PagedCase:
             self.k[layer][slots], self.v[layer][slots] = new[:, layer].transpose(1, 2).to(self.device)
 
     def compact(self, strategy: str, sets: str, keep: int) -> None:
-        """One round of all requests: `keep` private tokens stay, the newest among them, the others at random.
+        """Runs one round of all requests: `keep` private tokens stay, the newest and random others.
 
-        strategy: "remap", "slide", "fill" at the row's end, or "cut", which is "fill" before the newest tokens.
-        sets: "shared", "per-head" or "per-layer-head".
+        Args:
+            strategy: "remap", "slide", "fill" at the row's end, or "cut", which is "fill" before the newest tokens.
+            sets: "shared", "per-head" or "per-layer-head".
         """
         private = [row[frozen:] for row, frozen in zip(self.rows, self.frozen, strict=True)]
         padded = torch.stack([torch.cat([row, row[:1].expand(max(map(len, private)) - len(row))]) for row in private])
@@ -118,13 +119,13 @@ class PagedCase:
         self._release()
 
     def _random_set(self, private: int, keep: int, sets: str) -> torch.Tensor:
-        """[*heads, keep] int64, ascending places in the private part."""
+        """[*heads, keep] int64, ascending indices into the private part."""
         shape = {"shared": (), "per-head": (KV_HEADS,), "per-layer-head": (LAYERS, KV_HEADS)}[sets]
         older = torch.rand(*shape, private - RECENT, generator=self._random).argsort(-1)[..., : keep - RECENT]
         return torch.cat([older, torch.arange(private - RECENT, private).expand(*shape, -1)], -1).sort(-1).values
 
     def _places(self, request: int) -> torch.Tensor:
-        """[L, H_kv, physical length] int64: which token lies where, found by its key, for "fill" promises no order."""
+        """[L, H_kv, physical length] int64: which token is where, found by its key, as "fill" promises no order."""
         keys = torch.stack([k[self.rows[request].to(self.device)] for k in self.k]).cpu().transpose(1, 2)
         same = (keys[..., :, None, :] == self._all[request][0][..., None, :, :]).all(-1)
         assert (same.sum(-1) == 1).all(), "a place of the row holds no token of its request"
@@ -143,12 +144,12 @@ class PagedCase:
         self._free = [page for page in range(len(lost) // self.page_size) if page not in pages]
 
     def queries(self, counts: list[int]) -> torch.Tensor:
-        """[L, sum of counts, H_q, D], the newest tokens of each request, one request behind the other."""
+        """[L, sum of counts, H_q, D]: queries of each request's newest tokens, one request after the other."""
         shape = (LAYERS, sum(counts), KV_HEADS * GROUP, HEAD_DIM)
         return torch.randn(shape, generator=self._random).to(self.dtype)
 
     def expected(self, queries: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """float64, as `queries`: attention over exactly the kept tokens of each head, each up to the query's own."""
+        """float64, shaped like `queries`: attention over exactly each head's kept tokens, up to the query's own."""
         answers, first = [], 0
         for request, count in enumerate(counts):
             newest = self._all[request].shape[3]

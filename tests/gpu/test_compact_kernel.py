@@ -1,4 +1,4 @@
-"""The kernels that list and make moves against their references, byte for byte."""
+"""The kernels that list and make moves, compared with their references byte for byte."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 
 def make_case(device, *, lengths, keep, sets, recent=0, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, spread=1,
               seed=0):  # fmt: skip
-    """Pools of random bytes, slots of the requests (`spread` apart) and kept sets, the newest `recent` in each."""
+    """Pools of random bytes, requests' slots (`spread` apart) and kept sets, each with the newest `recent` tokens."""
     generator = torch.Generator().manual_seed(seed)
     count, width = sum(lengths) * spread + 3, torch.empty(0, dtype=dtype).element_size()
     shape = (2 * layers, count, heads, head_dim * width)
@@ -54,7 +54,7 @@ def test_moves_equal_the_reference(device, sets, strategy):
 @pytest.mark.parametrize(("recent", "cut"), [(1, 32), (13, 20), (13, 17), (20, 0)])
 @pytest.mark.parametrize("sets", ["shared", "per-head", "per-layer-head"])
 def test_moves_around_a_cut_equal_the_reference(device, sets, recent, cut):
-    """Prevents rows of unequal length cut at another's end, and newest tokens that move."""
+    """Prevents rows of unequal length from being cut at another row's end, and newest tokens from moving."""
     lengths = [40, 34, 90]
     case = make_case(device, lengths=lengths, keep=33, sets=sets, recent=recent)
     check(*case, "fill", cut=cut, lengths=torch.tensor(lengths, device=device))
@@ -63,7 +63,7 @@ def test_moves_around_a_cut_equal_the_reference(device, sets, recent, cut):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_every_dtype_and_width(device, dtype, head_dim):
-    """Prevents a head's last words from being lost where its size is no power of two."""
+    """Prevents a head's last words from being lost if its size is not a power of two."""
     check(*make_case(device, lengths=[20, 11], keep=9, sets="per-head", head_dim=head_dim, dtype=dtype), "slide")
 
 
@@ -84,7 +84,7 @@ def test_nothing_to_move(device):
     before = [pool.clone() for pool in pools]
     sources, targets = list_moves_triton(slots, kept, "fill")
     move_triton(key_pools(pools), sources, targets, layers=2, ordered=False)
-    # The newest tokens alone stay, and move up in the row.
+    # Only the newest tokens stay, and they move up in the row.
     lengths = torch.tensor([8], device=device)
     sources, targets = list_moves_triton(slots, kept[:, 3:], "fill", cut=0, lengths=lengths)
     assert torch.equal(sources, targets)
@@ -94,12 +94,12 @@ def test_nothing_to_move(device):
 @pytest.mark.parametrize("strategy", ["slide", "fill"])
 @pytest.mark.parametrize(("length", "keep"), [(2 * BLOCK + 9, BLOCK + 3), (3 * BLOCK, BLOCK), (700, 699), (64, 1)])
 def test_lists_of_several_blocks(device, length, keep, strategy):
-    """Prevents seams between programs, and holes that are counted wrongly where few or most tokens stay."""
+    """Prevents seams between programs, and wrong hole counts when few or most tokens stay."""
     generator = torch.Generator().manual_seed(keep)
     lengths = [length, keep, keep + 1]
     slots = torch.randperm(3 * length, generator=generator).int().view(3, length)
     picks = [torch.randperm(n, generator=generator)[:keep].sort().values for n in lengths for _ in range(4)]
-    # The first and the last tokens alone: no hole is filled, every one is.
+    # Only the first or only the last tokens: no hole is filled, or every one is.
     picks[0], picks[1] = torch.arange(keep), torch.arange(length - keep, length)
     kept = torch.stack(picks).view(3, 2, 2, keep)
     expected = list_moves(slots, kept, strategy)
@@ -110,7 +110,7 @@ def test_lists_of_several_blocks(device, length, keep, strategy):
 
 @pytest.mark.parametrize(("keep", "recent", "cut"), [(BLOCK + 3, 7, BLOCK - 4), (BLOCK, 100, 300), (700, 690, 3)])
 def test_cuts_of_several_blocks(device, keep, recent, cut):
-    """Prevents seams between programs on both sides of a cut, and lengths read of another request."""
+    """Prevents seams between programs on both sides of a cut, and lengths read from another request."""
     generator = torch.Generator().manual_seed(keep)
     lengths = [keep + 1, keep + 2 * BLOCK, keep + 77]
     slots = torch.randperm(3 * max(lengths), generator=generator).int().view(3, -1)

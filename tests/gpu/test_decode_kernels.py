@@ -1,4 +1,4 @@
-"""The kernels of benchmarks/gpu_decode.py against their references in torch."""
+"""The kernels of benchmarks/gpu_decode.py, compared with their torch references."""
 
 import importlib
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_norm(part, model, device, add):
 
 
 def test_gate(part, device):
-    """Prevents halves that are swapped."""
+    """Prevents swapped halves."""
     x = random(3, 2 * 1500, device=device)
     expected = part("decode_model").TorchOps.gate(x)
     torch.testing.assert_close(part("decode_kernels").gate(x), expected, rtol=2e-2, atol=1e-3)
@@ -44,7 +44,7 @@ def test_gate(part, device):
 
 @pytest.mark.parametrize("name", ["Toy", "Llama-3-8B"])
 def test_rotation_and_stores(part, device, name):
-    """Prevents keys at other slots, heads or positions than named, and a norm for models that have none."""
+    """Prevents keys at other slots, heads or positions than named, and a norm in models that have none."""
     module = part("decode_model")
     shape = module.SHAPES[name]
     model = module.Model(module.SHAPES["Toy"], 1, 64, device)
@@ -68,7 +68,7 @@ def test_rotation_and_stores(part, device, name):
 def test_attention(part, device, parts, q_heads, kv_heads):
     """Prevents attention over other slots than the row's first ones, and parts that are lost or counted twice."""
     dim, lengths = 16, [1, 64, 130, 333]
-    # The interpreter multiplies no matrices in bf16.
+    # The interpreter cannot multiply matrices in bf16.
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     slots = torch.stack([torch.randperm(699)[:400] for _ in lengths]).to(device, torch.int32)
     k, v = (random(700, kv_heads, dim + n, dtype=dtype, device=device)[..., :dim].contiguous() for n in (0, 1))
@@ -87,7 +87,7 @@ def test_attention(part, device, parts, q_heads, kv_heads):
 
 
 def test_flat_rows(part, device):
-    """Prevents slots of one request in another's part of the list that FlashInfer reads."""
+    """Prevents slots of one request from landing in another's part of the list that FlashInfer reads."""
     slots = torch.arange(3 * 2000, dtype=torch.int32, device=device).view(3, 2000)
     lengths = torch.tensor([1, 1300, 900], dtype=torch.int32, device=device)
     indptr = torch.tensor([0, 1, 1301, 2201], dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""FlashInfer attends, over pools that were compacted, to exactly the kept tokens of each head.
+"""Over compacted pools, FlashInfer attends to exactly the kept tokens of each head.
 
-Each test runs with `gather` too, which reads the same page table in plain torch: on a machine without a GPU all but the
-FlashInfer calls is tested. Signatures: flashinfer/decode.py and flashinfer/prefill.py.
+Each test also runs with `gather`, which reads the same page table in plain torch: a machine without a GPU tests
+everything except the FlashInfer calls. Signatures: flashinfer/decode.py and flashinfer/prefill.py.
 """
 
 import pytest
@@ -11,12 +11,12 @@ from paged_cases import GROUP, HEAD_DIM, KV_HEADS, PagedCase, PageTable
 
 Q_HEADS = KV_HEADS * GROUP
 WORKSPACE = 128 << 20
-# The largest error of an attended value. One token more or less changes some value by more, see the last test.
+# Largest error of an attended value. One token more or less changes some value by more, see the last test.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 class Gather:
-    """Attention over what a page table names, in float32."""
+    """Attention over the slots that a page table names, in float32."""
 
     ragged = True
 
@@ -54,7 +54,7 @@ class FlashInfer:
 
     def __init__(self, case: PagedCase) -> None:
         self.k, self.v, self.dtype = case.k, case.v, case.dtype
-        # Zeroed: some of FlashInfer's backends count in it.
+        # Zeroed because some of FlashInfer's backends count in it.
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=case.device)
 
     def run(self, queries: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class TensorCoreDecode(Decode):
 
 
 class CapturedDecode(Decode):
-    """Captured by the first run, replayed by later ones: what was planned since must come through the buffers."""
+    """Captured by the first run, replayed by later ones: later plans must come through the buffers."""
 
     def buffers(self, case: PagedCase) -> dict:
         requests = len(case.rows)
@@ -142,7 +142,7 @@ class Prefill(FlashInfer):
 
 
 def paged(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """[slots, H, D] as [pages, page_size, H, D], no copy: FlashInfer's layout NHD."""
+    """[slots, H, D] as [pages, page_size, H, D] without a copy: FlashInfer's layout NHD."""
     return buffer.view(-1, page_size, *buffer.shape[1:])
 
 
@@ -156,7 +156,7 @@ def attention(request, device):
 
 
 def difference(case: PagedCase, attend, table: PageTable, counts: list[int]) -> float:
-    """Plans and runs; the largest difference from the attention in float64."""
+    """Plans and runs; returns the largest difference from the attention in float64."""
     queries = case.queries(counts)
     attend.plan(table, counts)
     answer = attend.run(queries.to(case.device))
@@ -165,8 +165,8 @@ def difference(case: PagedCase, attend, table: PageTable, counts: list[int]) -> 
     return (answer.cpu().double() - case.expected(queries, counts)).abs().amax().item()
 
 
-# How K/V are moved, for which kept sets, the page size of the pool, and the one that FlashInfer is told: SGLang plans
-# token by token, whatever its pages are.
+# How K/V is moved, for which kept sets, the page size of the pool, and the page size that FlashInfer is told: SGLang
+# plans token by token, whatever its pages are.
 ROUNDS = [
     ("remap", "shared", 1, 1),
     *((strategy, sets, *sizes) for strategy in ("fill", "cut", "slide") for sets, *sizes in (
@@ -178,9 +178,9 @@ ROUNDS = [
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize(("strategy", "sets", "page_size", "view"), ROUNDS)
 def test_attention_is_over_the_kept_tokens(device, attention, strategy, sets, page_size, view, dtype):
-    """Prevents reading evicted or freed K/V, losing kept K/V, and a captured graph that keeps the lengths of its start.
+    """Prevents reading evicted or freed K/V, losing kept K/V, and a captured graph that keeps its initial lengths.
 
-    Longer and longer requests, a round, tokens that follow it, and a second round that leaves less than any before.
+    Requests grow longer and longer; then come a round, more tokens, and a second round that leaves less than ever.
     """
     case = PagedCase(device, dtype, page_size)
     attend = attention(case)
@@ -192,7 +192,7 @@ def test_attention_is_over_the_kept_tokens(device, attention, strategy, sets, pa
     check([1, 3, 2])
     case.compact(strategy, sets, 33)
     assert [len(row) for row in case.rows] == [65, 65, 33]
-    # One query each: where tokens were filled in, the last places of a row do not hold its newest tokens.
+    # One query each: after "fill", the last places of a row do not hold its newest tokens.
     check([1, 1, 1])
     case.append(7)
     check([1, 3, 2])
@@ -220,7 +220,7 @@ def test_one_wrong_token_is_noticed(device, mistake, dtype):
 
 
 def test_page_tables_name_pages_in_row_order():
-    """Prevents a page too many where the last one is full, and tokens where pages are meant."""
+    """Prevents one page too many when the last one is full, and counting tokens instead of pages."""
     rows = [torch.tensor([8, 9, 10, 11, 4]), torch.arange(12, 16), torch.tensor([0])]
     table = PageTable.of(rows, 4)
     assert table.indptr.tolist() == [0, 2, 3, 4]

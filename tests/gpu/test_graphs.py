@@ -1,6 +1,7 @@
-"""A decode step captured before a round and replayed after it: slots, lengths and positions are read at the replay.
+"""A decode step captured before a round and replayed after it: slots, lengths and positions are read on replay.
 
-On a CUDA device the step is a CUDA graph. Elsewhere there are none, and the same step runs on the same static buffers.
+On a CUDA device the step is a CUDA graph. Elsewhere there are no graphs, and the same step runs on the same static
+buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ LONGEST = 128
 
 
 class Step:
-    """Attention of one query for each request, as SGLang captures it: every input lies in a buffer that stays."""
+    """Attention of one query per request, as SGLang captures it: every input lies in a permanent buffer."""
 
     def __init__(self, case: PagedCase) -> None:
         self._case = case
@@ -30,7 +31,7 @@ class Step:
         self._replay = captured(self._attend, case.device)
 
     def __call__(self, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[L, R, H_q, D] on the host. queries: the same, before their rotation; positions: [R], logical."""
+        """[L, R, H_q, D] on the host. queries: of the same shape, before rotation; positions: [R], logical."""
         for request, row in enumerate(self._case.rows):
             self._rows[request, : len(row)].copy_(row)
         self._lengths.copy_(torch.tensor([len(row) for row in self._case.rows]))
@@ -49,13 +50,13 @@ class Step:
             mask = there[:, :, None]
             scores = torch.einsum("rhd,rnhd->rnh", queries[layer], keys) / HEAD_DIM**0.5
             weights = scores.masked_fill(~mask, float("-inf")).softmax(1)
-            # Slots of nobody hold NaN.
+            # Slots that nobody owns hold NaN.
             answers.append(torch.einsum("rnh,rnhd->rhd", weights, values.masked_fill(~mask[..., None], 0)))
         return torch.stack(answers)
 
 
 def captured(work: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """`work` as a CUDA graph, which runs on the addresses of now; as it is where there are no graphs."""
+    """`work` as a CUDA graph, bound to the current addresses; unchanged where there are no graphs."""
     if device != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -94,7 +95,7 @@ def turned(queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_step_captured_before_a_round(device, strategy, sets, page_size):
-    """Prevents a captured graph from going on with the slots, lengths or positions that it was captured with."""
+    """Prevents a captured graph from keeping the slots, lengths or positions that it was captured with."""
     case = PagedCase(device, torch.float32, page_size)
     logical = torch.tensor([len(row) for row in case.rows])
     step = Step(case)

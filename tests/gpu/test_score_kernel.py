@@ -1,4 +1,4 @@
-"""The score kernel against its definition in float64, in every dtype and shape it is shipped for."""
+"""The score kernel, compared with its definition in float64, for every dtype and shape that it is shipped for."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SENTINEL = -12345.0
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
 GROUPS = [*range(1, 17)]
-# Every dtype with every head_dim, and on the way every group size.
+# Every dtype with every head_dim and, along the way, every group size.
 CROSS = [
     (dtype, head_dim, GROUPS[(5 * i + 3 * j) % 16])
     for i, dtype in enumerate(DTYPES)
@@ -95,11 +95,11 @@ def test_every_dtype_and_shape(device, cross):
 
 @pytest.mark.parametrize(
     ("group", "aggregation"),
-    # Smaller groups are in CROSS. Seventeen offsets take the interpreter long.
+    # Smaller groups are in CROSS. Seventeen offsets take the interpreter a long time.
     [*((group, "mean") for group in (16, 17, 24, 32, 48, 71)), (17, "norm"), (71, "norm"), (3, "max"), (17, "max")],
 )
 def test_groups_are_spread_over_programs(device, group, aggregation):
-    """Prevents a limit on the query heads of a KV head, and heads that no program scores, or another group's does."""
+    """Prevents a limit on the query heads per KV head, and heads scored by no program or by another group's."""
     dtype = torch.float8_e5m2 if group == 24 else torch.bfloat16
     lengths, layers = ([12], 1) if aggregation == "max" else ([35, 6], 2)
     case = KernelCase(lengths=lengths, layers=layers, device=device, group=group, dtype=dtype, seed=group)
@@ -109,7 +109,7 @@ def test_groups_are_spread_over_programs(device, group, aggregation):
 @pytest.mark.parametrize("aggregation", ["mean", "max", "norm"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_shapes_and_aggregations(device, shape, aggregation):
-    """Prevents a wrong phase, pairing or row of a ragged batch."""
+    """Prevents a wrong phase, pairing or row in a ragged batch."""
     check(KernelCase(device=device, **shape), aggregation)
 
 
@@ -139,7 +139,7 @@ def test_slots_of_either_integer_type(device):
 
 
 def test_pools_with_gaps(device):
-    """Prevents assuming that tokens or heads follow one another without a gap, or that rows are dense."""
+    """Prevents the assumption that tokens or heads follow one another without a gap, or that rows are dense."""
     case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16)
     expected, _ = launch(case, "mean")
     wide = [torch.full((len(p), 4, 128), float("nan"), dtype=p.dtype, device=device) for p in case.pools]
@@ -153,10 +153,10 @@ def test_pools_with_gaps(device):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_byte_of_float8(device, dtype):
-    """Prevents subnormal, infinite or missing numbers from being decoded as others, or a sign from being lost."""
+    """Prevents subnormal, infinite or missing numbers from being decoded as others, and signs from being lost."""
     case = KernelCase(lengths=[256], device=device, layers=1, kv_heads=1, group=1, head_dim=16, dtype=dtype)
     bytes_ = torch.arange(256, dtype=torch.uint8, device=device)
-    # One number a key, so that an infinite one spoils no other.
+    # One number per key, so that an infinite one spoils no other.
     pool = torch.zeros(len(case.pools[0]), 1, 16, dtype=torch.uint8, device=device)
     pool[case.slots[0], 0, 3] = bytes_
     stored = pool.view(dtype)
@@ -167,7 +167,7 @@ def test_every_byte_of_float8(device, dtype):
 
 
 def test_slots_beyond_two_billion_elements(device):
-    """Prevents 32-bit offsets. The pool is never filled: only the pages of the slots used come into being."""
+    """Prevents 32-bit offsets. The pool is never filled: only the pages of used slots are ever backed by memory."""
     case = KernelCase(lengths=[6], device=device, dtype=torch.float8_e4m3fn, layers=1, kv_heads=1)
     expected, _ = launch(case, "mean")
     count = (1 << 31) // 64 + 100
@@ -179,7 +179,7 @@ def test_slots_beyond_two_billion_elements(device):
 
 
 def test_unusable_pools_are_refused(device):
-    """Prevents a pool that the kernel would misread from being scored."""
+    """Prevents scoring a pool that the kernel would misread."""
     pool = torch.zeros(8, 2, 64, device=device)
     for pools, message in (
         ([pool.double()], "float64"),
@@ -194,14 +194,14 @@ def test_unusable_pools_are_refused(device):
 @pytest.mark.parametrize(("aggregation", "field", "tolerance"), GOLDEN_SCORES)
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
 def test_golden_scores(device, reference_files, name, aggregation, field, tolerance):
-    """Prevents drifting from the published method on a real model's statistics."""
+    """Prevents drift from the published method on a real model's statistics."""
     golden = np.load(reference_files / f"{name}.npz")
     mean, abs_mean = published_means(reference_files / "qwen3_8b.pt")
     layers, kv_heads = torch.tensor(golden["layers"]), int(golden["num_kv_heads"])
     inv_freq = torch.tensor(golden["inv_freq"])
     tables = build_tables(mean[layers], abs_mean[layers], inv_freq, 1.0, "half", kv_heads, device)
     pools = [keys.transpose(0, 1).contiguous().to(device) for keys in torch.tensor(golden["keys_cached"])]
-    # Seventeen offsets take the interpreter long; a key's score knows of no other key.
+    # Seventeen offsets take the interpreter a long time; a key's score does not depend on other keys.
     count = 40 if aggregation == "max" else pools[0].shape[0]
     slots, lengths = torch.arange(count, device=device)[None], torch.tensor([count], device=device)
     position = torch.tensor([int(golden["next_position"])], device=device)

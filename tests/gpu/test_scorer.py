@@ -1,4 +1,4 @@
-"""The scorer that a server uses: kernels and reference agree, workspace is bounded and known beforehand."""
+"""The scorer that a server uses: kernels and reference agree, and the workspace is bounded and known in advance."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def reference(case: KernelCase, selection: str) -> Scorer:
 
 
 def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
-    """What `keep` is asked for some rows; their padding points at slot 0, because the reference reads it."""
+    """Arguments of `keep` for some rows; their padding points at slot 0, because the reference reads it."""
     lengths = case.lengths[rows]
     slots = case.slots[rows, : int(lengths.max())]
     slots = torch.where(slots < len(case.pools[0]), slots, 0)
@@ -53,7 +53,7 @@ def test_launches_in_parts_equal_the_reference(device, selection):
 
 @pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
 def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregation):
-    """Prevents layers that are lost, counted twice or divided by their number more than once."""
+    """Prevents layers from being lost, counted twice or divided by their number more than once."""
     case = KernelCase(lengths=[90, 50], device=device, layers=3, group=3, head_dim=16)
     options = {"num_tokens": 40, "longest": 90, "selection": selection, "aggregation": aggregation}
     ours = Scorer(case.pools, case.tables, kernels=True, limit=0, **options)
@@ -80,7 +80,7 @@ SHARES = [0.75, 1.0]
 
 
 def valued(case: KernelCase, share: float, kernels: bool, num_tokens: int = 90, **options) -> Scorer:
-    """A scorer that decides by values too, and whose workspace is poisoned."""
+    """A scorer that also decides by values, with a poisoned workspace."""
     options = {"longest": 90, "limit": 0, "selection": "per-layer-head", **options}
     made = Scorer(
         case.pools, case.tables, num_tokens=num_tokens, v_buffers=case.value_pools, value_share=share, kernels=kernels,
@@ -92,7 +92,7 @@ def valued(case: KernelCase, share: float, kernels: bool, num_tokens: int = 90, 
 
 
 def kept_by_definition(case: KernelCase, request: int, keep: int, recent: int, share: float) -> list[list[int]]:
-    """One set for each layer and KV head, from float64 sizes and scores."""
+    """One set per layer and KV head, from float64 sizes and scores."""
     n = int(case.lengths[request])
     candidates, large = n - recent, round(share * (keep - recent))
     sizes = case.expected_sizes(request, recent).flatten(0, 1)[:, :candidates].tolist()
@@ -118,7 +118,7 @@ def kept_by_definition(case: KernelCase, request: int, keep: int, recent: int, s
     ids=lambda shape: str(shape["dtype"])[6:],
 )
 def test_values_and_scores_keep_what_the_definition_says(device, shape, share):
-    """Prevents a share that goes to another head's or request's tokens, or twice to the same."""
+    """Prevents a share from going to another head's or request's tokens, or twice to the same tokens."""
     case = KernelCase(lengths=[90, 41, 64], device=device, **shape)
     for kernels in (True, False):
         kept = valued(case, share, kernels).keep(*arguments(case)).cpu()
@@ -129,7 +129,7 @@ def test_values_and_scores_keep_what_the_definition_says(device, shape, share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_launches_in_parts_equal_the_twin_where_values_decide(device, share):
-    """Prevents layers or requests that are lost, mixed up or cut where one launch cannot hold them."""
+    """Prevents layers or requests from being lost, mixed up or cut when one launch cannot hold them."""
     case = KernelCase(lengths=[90, 64, 77], device=device, layers=3, kv_heads=1, group=2, head_dim=16)
     expected = valued(case, share, False).keep(*arguments(case))
     launches = set()
@@ -159,14 +159,14 @@ def test_small_shares_that_round_to_nothing_or_all(device, keep, recent):
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_no_key_is_read_where_values_decide_alone(device, kernels):
-    """Prevents scores that nobody asks for from being computed: every key is poisoned."""
+    """Prevents computing scores that nobody asks for: every key is poisoned."""
     case = KernelCase(lengths=[90, 64], device=device, head_dim=16)
     scorer = valued(case, 1.0, kernels)
     expected = scorer.keep(*arguments(case))
     for pool in case.pools:
         pool.fill_(float("nan"))
     if kernels:
-        # Where the keys were is no longer known.
+        # Forget where the keys were.
         scorer._pools.addresses.zero_()
     assert torch.equal(scorer.keep(*arguments(case)), expected)
     with pytest.raises(ValueError, match="nothing is decided by scores"):
@@ -175,7 +175,7 @@ def test_no_key_is_read_where_values_decide_alone(device, kernels):
 
 @pytest.mark.parametrize("aggregation", ["mean", "norm"])
 def test_scores_for_inspection_are_those_that_decide(device, aggregation):
-    """Prevents scores that are shown from being others than those that serve, also where they come in pieces."""
+    """Prevents displayed scores from differing from those that decide, also when they come in pieces."""
     case = KernelCase(lengths=[90, 64, 70], device=device, layers=3, head_dim=16)
     for num_tokens in (40, 90, 300):
         options = {"num_tokens": num_tokens, "longest": 90, "aggregation": aggregation, "limit": 0}
@@ -188,10 +188,10 @@ def test_scores_for_inspection_are_those_that_decide(device, aggregation):
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
-    """Prevents a request's result from depending on how wide its batch is, which decides how layers are cut."""
+    """Prevents a request's result from depending on the width of its batch, which decides how layers are split."""
     generator = torch.Generator().manual_seed(4)
     scores = torch.randn(2, 5, 6, 200, generator=generator).to(device)
-    # Moments of one chunk a row: any will do.
+    # Moments of one chunk per row; any will do.
     moments = (1 + torch.rand(2, 5, 6, 1, 2, generator=generator)).to(device)
     lengths, options = torch.tensor([200, 131], device=device), {"selection": selection, "num_kv_heads": 2}
     whole = importance_triton(scores, moments, lengths, 7, **options)
@@ -240,7 +240,7 @@ def test_a_row_beyond_the_plan_is_refused(device):
     ("selection", "share"), [*((s, 0.0) for s in SELECTIONS), ("per-layer-head", 0.5), ("per-layer-head", 1.0)]
 )
 def test_any_request_within_the_plan_fits(selection, share, aggregation):
-    """Prevents a workspace size that is announced and then not enough, for few long rows and for many short ones."""
+    """Prevents an announced workspace size that does not suffice, for few long rows and for many short ones."""
     for limit in (0, 1 << 20, 64 << 20):
         plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
         for num_tokens in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
@@ -248,7 +248,7 @@ def test_any_request_within_the_plan_fits(selection, share, aggregation):
             assert plan.needs(requests, num_tokens, layers) <= plan.bytes()
             assert requests >= 1 <= layers <= 36
             assert layers == 36 or (requests == 1 and num_tokens > 2176)
-            # No request more would fit, or no layer: launches are as few as can be.
+            # No further request or layer would fit: there are as few launches as possible.
             assert plan.needs(requests + 1, num_tokens, layers) > plan.bytes() or layers < 36
 
 
@@ -261,7 +261,7 @@ def test_workspace_holds_what_decides():
 
 
 def test_workspace_does_not_grow_with_the_context():
-    """Prevents holding memory for all layers of the longest request that could ever come."""
+    """Prevents holding memory for all layers of the longest request that could ever arrive."""
     plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072)
     assert plan.bytes() == 64 << 20
     assert WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit=0).bytes() < 20 << 20

@@ -1,4 +1,4 @@
-"""The selection kernels against a plain numpy rendering of docs/method.md, and kept sets against the published ones."""
+"""The selection kernels, compared with docs/method.md in plain numpy, and kept sets with the published ones."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from sglang_triattn.kernels.select.reference import importance_torch, keep_torch
 
 
 def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.Tensor:
-    """What `score_triton` would hand over with `scores`; NaN where it need not write."""
+    """The moments that `score_triton` would return with `scores`; NaN where it need not write."""
     requests, layers, heads, num_tokens = scores.shape
     moments = torch.full((requests, layers, heads, -(-num_tokens // CHUNK), 2), float("nan"))
     for r, length in enumerate(lengths):
@@ -28,7 +28,7 @@ def moments_of(scores: torch.Tensor, lengths: list[int], recent: int) -> torch.T
 
 
 def random_scores(lengths: list[int], layers: int, heads: int, seed: int, poison: float) -> torch.Tensor:
-    """Rows of very different scale: without the z-score the result would be another."""
+    """Rows of very different scales, so that the result would differ without the z-score."""
     generator = torch.Generator().manual_seed(seed)
     scale = 0.1 + 100 * torch.rand(len(lengths), layers, heads, 1, generator=generator)
     scores = (torch.randn(len(lengths), layers, heads, max(lengths), generator=generator) + 3) * scale
@@ -38,7 +38,7 @@ def random_scores(lengths: list[int], layers: int, heads: int, seed: int, poison
 
 
 def select_by_kernels(scores, moments, lengths, keep, recent, *, selection, num_kv_heads):
-    """Kept sets as `Scorer.keep` shapes them, from scores and moments that lie in memory."""
+    """Kept sets, shaped as by `Scorer.keep`, from scores and moments in memory."""
     options = {"selection": selection, "num_kv_heads": num_kv_heads}
     kept = keep_triton(importance_triton(scores, moments, lengths, recent, **options), lengths, keep, recent)
     if selection == "per-layer-head":
@@ -58,8 +58,8 @@ def select(device, scores, lengths, keep, recent, selection, kv_heads):
 )
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_importance_equals_the_definition(device, selection, kv_heads, group, poison):
-    """Prevents a row of another head, layer or request, or padding, from deciding about a token."""
-    # Two blocks of one row, a part of one of the other; longer rows are below.
+    """Prevents a row of another head, layer or request, or padding, from influencing a token."""
+    # Two blocks of one row, part of one block of the other; longer rows are tested below.
     lengths, layers, recent = [37, 140], 3, 6
     scores = random_scores(lengths, layers, kv_heads * group, group, poison)
     moments = moments_of(scores, lengths, recent).to(device)
@@ -73,7 +73,7 @@ def test_importance_equals_the_definition(device, selection, kv_heads, group, po
 
 
 def test_importance_of_long_rows(device):
-    """Prevents sums of several chunks from being joined wrongly, be the chunks ever so different."""
+    """Prevents sums of several chunks from being joined wrongly, however different the chunks are."""
     lengths = [3 * CHUNK + 17, CHUNK, CHUNK + 1]
     scores = random_scores(lengths, 1, 2, 5, float("nan"))
     scores[0, :, :, CHUNK : 2 * CHUNK] += 1000
@@ -87,7 +87,7 @@ def test_importance_of_long_rows(device):
 
 
 def check_keep(device, importance: torch.Tensor, lengths: list[int], keep: int, recent: int) -> None:
-    """`importance` [R, S, N]; the reference needs -inf outside the candidates, the kernel must not care."""
+    """importance: [R, S, N]; the reference needs -inf outside the candidates, the kernel must not care."""
     clean = importance.clone()
     for row, length in zip(clean, lengths, strict=True):
         row[..., length - recent :] = float("-inf")
@@ -130,7 +130,7 @@ def test_keep_of_long_rows(device, num_tokens):
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_ties_keep_the_oldest(device, selection):
-    """Prevents a division by zero where nothing differs, and ties that fall to anyone but the oldest."""
+    """Prevents a division by zero where nothing differs, and ties that fall to any but the oldest."""
     for value in (0.0, 0.1):
         kept = select(device, torch.full((2, 2, 4, 50), value), [50, 20], 8, 3, selection, 2)
         for row, length in zip(kept, (50, 20), strict=True):
@@ -150,8 +150,8 @@ def test_broken_scores_are_treated_as_the_twin_does(device, selection):
 
 @pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
 def test_keys_to_kept_sets(device, selection, aggregation):
-    """Prevents score and selection from disagreeing about layouts; references get the kernels' own scores."""
-    # Seventeen offsets take the interpreter long.
+    """Prevents score and selection from disagreeing about layouts; the references get the kernels' own scores."""
+    # Seventeen offsets take the interpreter a long time.
     lengths, keep, recent = [150, 64, 97] if aggregation == "mean" else [66, 49, 64], 48, 16
     case = KernelCase(lengths=lengths, device=device, group=3, dtype=torch.bfloat16)
     arguments = (key_pools(case.pools), case.slots, case.lengths, case.next_positions, case.tables, recent)
@@ -160,7 +160,7 @@ def test_keys_to_kept_sets(device, selection, aggregation):
     kept = select_by_kernels(scores, moments, case.lengths, keep, recent, **options)
     theirs = select_torch(scores, case.lengths, keep, recent, **options)
     assert kept.shape == theirs.shape
-    # Importances are equal but for rounding: a token may differ only where it ties with the last one kept.
+    # Importances are equal up to rounding: a token may differ only where it ties with the last one kept.
     importance = importance_torch(scores, case.lengths, recent, **options).flatten(1, -2 if kept.ndim > 2 else 1)
     importance = importance.view(-1, scores.shape[-1]).cpu()
     for ours, other, row in zip(kept.flatten(0, -2).cpu(), theirs.flatten(0, -2).cpu(), importance, strict=True):

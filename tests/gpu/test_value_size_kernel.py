@@ -1,4 +1,4 @@
-"""The sizes of values, by kernel and reference, against their definition in float64."""
+"""Value sizes by kernel and reference, compared with their definition in float64."""
 
 import functools
 
@@ -24,7 +24,7 @@ SHAPES = {
 
 
 def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None) -> torch.Tensor:
-    """By the kernel, in memory that shows what was not written."""
+    """Sizes by the kernel, in memory that shows what was not written."""
     slots = case.slots if slots is None else slots
     buffers = buffers or case.value_pools
     shape = (len(slots), len(buffers), buffers[0].shape[1], slots.shape[1])
@@ -51,20 +51,20 @@ def check(case: KernelCase, recent: int = 8) -> None:
 @pytest.mark.parametrize("value_dim", [16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 576, 1024])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_every_dtype_and_width(device, dtype, value_dim):
-    """Prevents a dtype or head size from being decoded or masked wrongly; poison from leaking."""
+    """Prevents a dtype or head size from being decoded or masked wrongly, and poison from leaking."""
     check(KernelCase(lengths=[37, 11], device=device, dtype=dtype, head_dim=16, value_dim=value_dim, seed=value_dim))
 
 
 @pytest.mark.parametrize("recent", [0, 1, 8, 9])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_shapes(device, shape, recent):
-    """Prevents a wrong row of a ragged batch, seams between programs, and values read that decide nothing."""
+    """Prevents a wrong row in a ragged batch, seams between programs, and reading values that decide nothing."""
     check(KernelCase(device=device, **shape), recent)
 
 
 @pytest.mark.parametrize("recent", [NEWEST - 1, NEWEST, NEWEST + 1, 2 * NEWEST])
 def test_the_center(device, recent):
-    """Prevents a center of other tokens than the newest, of more than so many, or of another request's."""
+    """Prevents a center of tokens other than the newest, of too many of them, or of another request's."""
     check(KernelCase(lengths=[3 * NEWEST, 2 * NEWEST, TOKENS + NEWEST], device=device, head_dim=16), recent)
 
 
@@ -82,7 +82,7 @@ def test_a_request_does_not_notice_its_batch(device, kernel):
 
 
 def test_long_rows_of_the_reference():
-    """Prevents a seam where the reference takes a long row in pieces."""
+    """Prevents a seam where the reference processes a long row in pieces."""
     pools = [torch.randn(9000, 2, 64, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
     slots = torch.randperm(9000, generator=torch.Generator().manual_seed(2))[None]
     sizes = value_size_torch(pools, slots, torch.tensor([9000]), 100)
@@ -102,7 +102,7 @@ def test_slots_of_either_integer_type(device):
 
 
 def test_pools_with_gaps(device):
-    """Prevents assuming that tokens or heads follow one another without a gap, or that rows are dense."""
+    """Prevents the assumption that tokens or heads follow one another without a gap, or that rows are dense."""
     case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16)
     wide = [torch.full((len(p), 4, 128), float("nan"), dtype=p.dtype, device=device) for p in case.value_pools]
     for target, pool in zip(wide, case.value_pools, strict=True):
@@ -128,7 +128,7 @@ def test_every_byte_of_float8(device, dtype):
 
 
 def test_slots_beyond_two_billion_elements(device):
-    """Prevents 32-bit offsets. The pool is never filled: only the pages of the slots used come into being."""
+    """Prevents 32-bit offsets. The pool is never filled: only the pages of used slots are ever backed by memory."""
     case = KernelCase(lengths=[6], device=device, dtype=torch.float8_e4m3fn, layers=1, kv_heads=1)
     count = (1 << 31) // 64 + 100
     pool = torch.empty(count, 1, 64, dtype=torch.uint8, device=device)

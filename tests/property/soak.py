@@ -1,6 +1,6 @@
-"""Random histories for as long as one likes: `make soak-properties`, STEPS=100000 by default.
+"""Random histories for as long as you like: `make soak-properties`, STEPS=100000 by default.
 
-Not collected by itself. SEED=n begins with other histories; the seed of a failure is printed.
+Not collected by itself. SEED=n starts with other histories; the seed of a failure is printed.
 """
 
 import itertools
@@ -32,7 +32,7 @@ EXPECTED = {
 
 
 def test_soak(capsys):
-    """Prevents what only rare combinations of settings and events bring about."""
+    """Prevents failures that only rare combinations of settings and events cause."""
     steps, first = int(os.environ.get("STEPS", 100_000)), int(os.environ.get("SEED", 1))
     counts = Counter()
     for seed in itertools.count(first):

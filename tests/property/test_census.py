@@ -134,7 +134,7 @@ PLANTED = [
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_faults(page_size, plant):
-    """Prevents a fault that passes in silence, or that is blamed on somebody else."""
+    """Prevents a fault from passing silently, or being blamed on something else."""
     scene = Scene(page_size)
     sentence = plant(scene)
     with pytest.raises(IntegrityError) as caught:
@@ -144,7 +144,7 @@ def test_planted_faults(page_size, plant):
 
 @pytest.mark.parametrize("field", ["req_pool_indices", "seq_lens", "seq_lens_cpu", "orig_seq_lens"])
 def test_batch_of_other_lengths(field):
-    """Prevents a batch that attends, writes or rotates at other places than its requests think."""
+    """Prevents a batch from attending, writing or rotating at other places than its requests expect."""
     scene = Scene(1)
     scheduler = server_of(scene.sim)
     right = getattr(scheduler.running_batch, field)[1].item()
@@ -156,7 +156,7 @@ def test_batch_of_other_lengths(field):
 
 
 def test_pages_in_disorder():
-    """Prevents a page whose tokens the attention kernels would read in another order."""
+    """Prevents a page whose tokens the attention kernels would read in the wrong order."""
     scene = Scene(4)
     slots = scene.row[21:23].tolist()
     scene.row[21:23] = scene.row[21:23].flip(0)
@@ -174,7 +174,7 @@ def test_a_tree_that_miscounts(monkeypatch):
 
 
 def test_the_variable(monkeypatch):
-    """Prevents a check that is off although it was asked for in other words."""
+    """Prevents a check from staying off although it was requested with another spelling."""
     for value, wanted in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("SGLANG_TRIATTN_CHECK", value)
         assert census_patch.is_wanted() is wanted

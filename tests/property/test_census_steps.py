@@ -1,4 +1,4 @@
-"""The census in the course of a server's steps: queued ones, rounds, prefills in chunks, beams."""
+"""The census in the course of a server's steps: queued steps, rounds, chunked prefills, beams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whole_server import census_of, fault_of, server_of
 
 
 def queued_step(scene, *runnings) -> SimpleNamespace:
-    """A decode step of these requests as SGLang's result queue keeps it, each one token ahead of its result."""
+    """A decode step of these requests as in SGLang's result queue, each request one token ahead of its result."""
     for running in runnings:
         assert scene.sim.decode(running)
         running.req.output_ids.pop()
@@ -33,7 +33,7 @@ def queued_step(scene, *runnings) -> SimpleNamespace:
 
 
 def test_a_queued_step():
-    """Prevents a step that is under way from writing to a slot that is free or another's."""
+    """Prevents a step in flight from writing to a slot that is free or somebody else's."""
     scene = Scene(1)
     step = queued_step(scene, scene.first, scene.second)
     scheduler = server_of(scene.sim)
@@ -51,7 +51,7 @@ def test_a_queued_step():
     assert fault_of(scheduler, scene.sim).endswith("writes for request r2, belongs to the tree")
     step.out_cache_loc[0] = 5000
     assert fault_of(scheduler, scene.sim).endswith("writes for request r2, does not exist")
-    # What has ended owns nothing, though the step that was queued before still writes.
+    # A request that has ended owns nothing, though the step queued earlier still writes.
     step.out_cache_loc = own
     scene.sim.release(scene.first, finish=True)
     scheduler = server_of(scene.sim)
@@ -69,14 +69,14 @@ def due_rounds(scene):
 
 
 def run_step(scene, scheduler, census) -> None:
-    """The rounds of a step, as the scheduler's hook runs them."""
+    """Runs the rounds of a step as the scheduler's hook does."""
     around = census.around_rounds(scheduler.running_batch, None)
     scene.sim.compressor.run_due_rounds(scheduler.running_batch, around=around)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_before_and_after_rounds(page_size, monkeypatch):
-    """Prevents a round that frees one token too many, or runs on books that are wrong, and a census never taken."""
+    """Prevents a round that frees one token too many or runs on wrong books, and a census that is never taken."""
     scene = Scene(page_size)
     run_step(scene, *due_rounds(scene))
     record = Compressor._record
@@ -92,7 +92,7 @@ def test_before_and_after_rounds(page_size, monkeypatch):
             run_step(scene, *due)
     place = scene.place(scene.row[20])
     assert str(caught.value).startswith(f"Integrity: after the rounds of step 412, {place} belongs to request r")
-    # Nothing runs on what is wrong already.
+    # Nothing runs on books that are already wrong.
     due, rounds = due_rounds(scene), scene.sim.rounds
     with pytest.raises(IntegrityError, match="Integrity: before the rounds of step 412, "):
         run_step(scene, *due)
@@ -100,7 +100,7 @@ def test_before_and_after_rounds(page_size, monkeypatch):
 
 
 def test_a_step_without_rounds_is_not_looked_at():
-    """Prevents a wait for the device at every step, where only rounds can have spoilt anything."""
+    """Prevents waiting for the device at every step, although only rounds can have corrupted anything."""
     scene = Scene(1)
     scheduler, census = due_rounds(scene)
     run_step(scene, scheduler, census)
@@ -111,7 +111,7 @@ def test_a_step_without_rounds_is_not_looked_at():
 
 
 def test_a_round_may_free_what_a_queued_step_writes():
-    """Prevents a false alarm: pages that a round empties are freed behind a step that is queued on the same stream."""
+    """Prevents a false alarm: a page emptied by a round is freed after the step queued on the same stream."""
     scene = Scene(4)
     while scene.sim.config.interval - 1 > scene.kv.kv_allocated_len - 20 - scene.sim.config.budget:
         assert scene.sim.decode(scene.first)
@@ -123,7 +123,7 @@ def test_a_round_may_free_what_a_queued_step_writes():
 
 
 def test_prefill_in_chunks():
-    """Prevents the rows of prompts that are half computed from being left out, in the batch or waiting."""
+    """Prevents the rows of half-computed prompts, in the batch or waiting, from being left out."""
     sim = Simulation(1, prompt="compact")
     seen = []
 
@@ -135,7 +135,7 @@ def test_prefill_in_chunks():
         assert fault_of(scheduler, sim) is None
         scheduler.waiting_queue = [req]
         assert fault_of(scheduler, sim) is None
-        # Before a round between the chunks the row was longer; this entry is taken out, not merged.
+        # Before a round between the chunks the row was longer; this entry has been removed, not merged.
         old = torch.tensor([req.kv.kv_allocated_len + 5])
         scheduler.last_batch = SimpleNamespace(reqs=[req], seq_lens=old, seq_lens_cpu=old)
         assert fault_of(scheduler, sim) is None
@@ -162,7 +162,7 @@ def test_beams():
     group.member_rows_cpu = group.member_rows = torch.tensor(sim.rows.alloc_rows(2))
     group.all_rows = torch.tensor([kv.req_pool_idx, *group.member_rows.tolist()])
     alias_members_prompt_kv(table, group.member_rows, kv.req_pool_idx, 10)
-    # Two steps; then all beams go on from the first, whose own slots the others drop.
+    # Two steps; then all beams continue from the first, and the others drop their own slots.
     for length in (10, 11):
         table[group.all_rows, length] = sim.allocator.alloc(3).int()
         group.num_generated += 1

@@ -1,4 +1,4 @@
-"""How the rounds of one step are launched: together where they can be, and with the same result as one by one."""
+"""How the rounds of one step are launched: together where possible, with the same result as one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simulation import Simulation
 
 
 class Stream:
-    """A stream that writes down whom it waits for."""
+    """A stream that records whom it waits for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self._log = name, log
@@ -27,7 +27,7 @@ class Stream:
 
 
 class Forward:
-    """The context of the forward stream, which can be entered again and again."""
+    """The context of the forward stream, which can be entered repeatedly."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -40,7 +40,7 @@ class Forward:
 
 
 def watch(sim: Simulation) -> list[str]:
-    """Gives the simulation's scheduler streams; what rounds do with them, the scorer and the pool, in order."""
+    """Gives the simulation's scheduler streams; records in order what rounds do with them, the scorer and the pool."""
     log: list[str] = []
     scheduler = sim.compressor._scheduler
     scheduler.enable_overlap = True
@@ -63,7 +63,7 @@ def log_calls(owner: object, name: str, shown: str, log: list[str]) -> None:
 
 
 def launches(sim: Simulation) -> list[tuple[int, int]]:
-    """[rows, num_tokens] of every launch of the scorer from here on."""
+    """Records [rows, num_tokens] of every launch of the scorer from here on."""
     seen: list[tuple[int, int]] = []
     keep = sim.compressor._scorer.keep
 
@@ -76,7 +76,7 @@ def launches(sim: Simulation) -> list[tuple[int, int]]:
 
 
 def at_trigger(sim: Simulation, frozen: list[int]) -> list[Running]:
-    """Requests with so many frozen tokens each, all of them due in the next step."""
+    """Requests with these numbers of frozen tokens, all due in the next step."""
     running = []
     for number, length in enumerate(frozen):
         request = sim.request([*[5] * (length - 1), 6 + number])
@@ -96,7 +96,7 @@ def decode_until_due(sim: Simulation, request: Running) -> None:
 @pytest.mark.parametrize("selection", ["union", "per-head"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_each_stream_waits_once_and_slots_are_freed_once(page_size, selection):
-    """Prevents rounds that queue behind one another: each wait is a gap on the GPU, each free copies the free list."""
+    """Prevents rounds that queue one after another: each wait is a gap on the GPU, each free copies the free list."""
     sim = Simulation(page_size, selection=selection, budget_scope="total")
     at_trigger(sim, [3, 5, 8])
     log = watch(sim)
@@ -109,7 +109,7 @@ def test_each_stream_waits_once_and_slots_are_freed_once(page_size, selection):
 
 
 def test_rounds_that_keep_as_many_tokens_share_a_launch():
-    """Prevents a launch for each length of a shared prefix."""
+    """Prevents a separate launch for each length of a shared prefix."""
     sim = Simulation(1)
     at_trigger(sim, [3, 5, 8, 20])
     seen = launches(sim)
@@ -136,7 +136,7 @@ def test_a_long_row_does_not_widen_the_others(page_size):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 2048, 2049, 4096])
 def test_rows_are_padded_to_twice_their_length_at_most(length):
-    """Prevents groups so wide that a row is mostly padding, or so narrow that every length is a launch."""
+    """Prevents groups so wide that rows are mostly padding, or so narrow that every length is a launch."""
     assert length <= width_for(length) < 2 * length
     assert width_for(width_for(length)) == width_for(length)
 
@@ -150,7 +150,7 @@ SETTINGS = [
 
 
 def mixed_requests(sim: Simulation) -> list[Running]:
-    """Requests that differ in what is frozen, kept and recent, and in width; all are due in the next step."""
+    """Requests that differ in width and in how many tokens are frozen, kept and recent; all due in the next step."""
     shapes = [([7] * 60, {"prompt": "compact"}), ([5] * 6, {}), ([5] * 9, {"budget": 11}), ([6] * 3, {"recent": 2})]
     running = []
     for tokens, asked in shapes:
@@ -173,7 +173,7 @@ def one_by_one(sim: Simulation) -> None:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
 def test_rounds_together_keep_what_rounds_one_by_one_keep(page_size, settings):
-    """Prevents a row, a kept set or moved K/V that depends on who else has a round in the same step."""
+    """Prevents a row, a kept set or moved K/V from depending on who else has a round in the same step."""
     together, alone = Simulation(page_size, **settings), Simulation(page_size, **settings)
     requests = [mixed_requests(sim) for sim in (together, alone)]
     seen, counts = launches(together), []
@@ -192,7 +192,7 @@ def test_rounds_together_keep_what_rounds_one_by_one_keep(page_size, settings):
 
 
 def same_row(sim: Simulation, one: Running, other_sim: Simulation, other: Running) -> None:
-    """Both rows hold the same bytes, in the same order; and in the first rounds the same slots."""
+    """Both rows hold the same bytes in the same order and, in the first rounds, the same slots."""
     rows = sim.row(one), other_sim.row(other)
     assert torch.equal(sim.content(rows[0]), other_sim.content(rows[1]))
     records = [requests_patch.owner_of(running.req).record for running in (one, other)]
@@ -201,7 +201,7 @@ def same_row(sim: Simulation, one: Running, other_sim: Simulation, other: Runnin
 
 
 def test_rows_are_equal_slot_by_slot():
-    """Prevents the same, for the slots themselves: the first rounds find the same free list on both sides."""
+    """Prevents the same for the slots themselves: the first rounds find the same free list on both sides."""
     together, alone = Simulation(1, budget_scope="total"), Simulation(1, budget_scope="total")
     requests = [at_trigger(sim, [3, 5, 8]) for sim in (together, alone)]
     together.compress()

@@ -1,4 +1,4 @@
-"""Random histories of requests over SGLang's real memory management: no slot lost, shared by mistake, or poisoned."""
+"""Random histories of requests on SGLang's real memory management: no slot lost, wrongly shared, or poisoned."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from memory import POOL
 
 
 def run(examples: int, least_rounds: int = 3, **options) -> Counter:
-    """Random histories under these options, `least_rounds` each on average; how often what happened."""
+    """Runs random histories under these options, with at least `least_rounds` each on average; counts their events."""
     counts = run_histories(examples, **options)
     assert counts["rounds"] > least_rounds * examples
-    # In a full pool, idle rows do not last.
+    # In a full pool idle rows do not last.
     assert counts["resumed turns"] > 0 or options.get("pool", POOL) < POOL
     return counts
 
 
 def test_random_histories_under_random_settings():
-    """Prevents what only combinations of settings bring about, SGLang's own among them; see `soak` for many more.
+    """Prevents failures that only combinations of settings cause, SGLang's own included; see `soak` for many more.
 
-    They draw every setting that the tests below fix, which only make sure that each mode has some of its own.
+    Draws every setting that the tests below fix; those only make sure that each mode gets some histories of its own.
     """
     counts = run(100, varied=True)
     for happened in (
@@ -51,14 +51,14 @@ def test_random_histories(page_size, radix):
         {"selection": "per-head"},
         {"selection": "per-layer-head", "budget_scope": "total"},
         {"selection": "per-layer-head", "value_share": 0.75},
-        # More recent tokens than come between rounds: their order matters.
+        # More recent tokens than are appended between rounds: their order matters.
         {"selection": "shared-mean", "recent": 10},
         {"selection": "per-head", "recent": 9, "budget": 12, "interval": 5},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_random_histories_of_other_settings(page_size, settings):
-    """Prevents the same in every mode, and where requests of one batch keep different numbers of tokens."""
+    """Prevents the same in every mode, and when requests of one batch keep different numbers of tokens."""
     run(8, page_size=page_size, **settings)
 
 
@@ -68,12 +68,12 @@ def test_random_histories_of_other_settings(page_size, settings):
 )
 @pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
 def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, prompt, selection):
-    """Prevents the same where the newest tokens move up in the row, whole pages of it, and not in the pool."""
+    """Prevents the same when the newest tokens move up in the row, by whole pages, and not in the pool."""
     lengths = {"budget": 28, "interval": interval, "recent": 18, "pressure_budget": 22}
     counts = run(
         8, least_rounds=1, page_size=page_size, selection=selection, sinks=sinks, prompt=prompt, pool=160, **lengths
     )
-    # Not all of them: an early round, or one between two chunks, may lose half a page.
+    # Not all of them move up: an early round, or one between two chunks, may lose half a page.
     moves = page_size > 1 or selection == "per-layer-head"
     assert (counts["rows cut before their newest tokens"] > 3) == moves
 
@@ -90,7 +90,7 @@ def test_random_histories_of_compacted_prompts(page_size, selection):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_histories_in_a_full_pool(page_size):
-    """Prevents early rounds without need, or from keeping other tokens than the newest and the best."""
+    """Prevents unneeded early rounds, and early rounds that keep other tokens than the newest and the best."""
     settings = {"pressure_budget": 6, "interval": 12}
     counts = run(24, least_rounds=1, page_size=page_size, pool=80, **settings)
     assert counts["early rounds"] > 0

@@ -1,7 +1,7 @@
 """Faults planted into the package, each of which the simulation's own checks must notice.
 
-Each is a small slip of the kind that reading may miss. They replace names that the package's modules look up when they
-run, never anything of the checks.
+Each is a small slip that a reader may miss. They replace names that the package's modules look up at run time, and
+never anything in the checks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class Fault:
     """One slip.
 
     Attributes:
-        noticed: what the check says that notices it first.
-        options: of the random histories in which it shows; None for `an_answer_that_became_a_prompt`, because it is
-            too rare.
+        noticed: what the first check to notice it says.
+        options: for random histories that show it; None for `an_answer_that_became_a_prompt`, which is too rare.
     """
 
     name: str
@@ -219,7 +218,7 @@ def forget_who_lost_a_row(patch):
 
 
 def an_answer_that_became_a_prompt(*, finish: bool = False) -> None:
-    """A request is retracted, and finds in the tree what it has said itself."""
+    """A request is retracted and then finds its own output in the tree."""
     sim = Simulation(1, strip_thinking=True)
     first = sim.request([5] * 8, thinks=True)
     assert sim.admit(first, 1000)
@@ -243,7 +242,7 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
 REMAP = {"page_size": 1, "selection": "shared-mean"}
 CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
 PAGES = {"page_size": 4}
-# Rounds leave so many first tokens alone, more than most prompts have.
+# Rounds leave this many first tokens alone, more than most prompts have.
 STRIP = {"page_size": 1, "strip_thinking": True, "sinks": 12}
 BARRED = {"page_size": 1, "radix": True, "varied": True}
 FAULTS = [
@@ -275,13 +274,13 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_noticed(fault, monkeypatch):
-    """Prevents checks that cannot fail: these histories pass, and must not with the fault.
+    """Prevents checks that cannot fail: these histories pass without the fault and must not pass with it.
 
-    The faults: a page too few or too many freed, kept slots freed, order lost, rows cut in the wrong place, closed
-    up in another order or not at all, the first hole late or forgotten, the tree given compacted rows, rows that
-    SGLang frees, or rows that it bars, and freed of what it owns; conversations that keep barred rows, leave a
-    lock, free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are
-    forgotten; rounds on the frozen part; lengths and states that outlive their row.
+    The faults: a page too few or too many freed; kept slots freed; order lost; rows cut in the wrong place, closed up
+    in another order or not at all; the first hole noticed late or forgotten; the tree given compacted rows, rows that
+    SGLang frees or rows that it bars, or losing slots that it owns; conversations that keep barred rows, leave a lock,
+    free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are forgotten;
+    rounds on the frozen part; lengths and states that outlive their row.
     """
     fault.plant(monkeypatch)
     with pytest.raises(AssertionError, match=fault.noticed):

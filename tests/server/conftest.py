@@ -1,4 +1,4 @@
-"""Servers for the tests: started once for each set of arguments, a few of them kept running for the whole session."""
+"""Servers for the tests: started once per set of arguments, a few of them kept running for the whole session."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import warm
 from tiny_model import TinyModel, build_tiny_model
 from words import with_tokenizer
 
-# Each has 1.3 GB of memory to itself, and there are two test processes.
+# Each takes 1.3 GB of memory of its own, and there are two test processes.
 KEPT_RUNNING = 4
 
 
 class Servers:
-    """Running servers of the tiny model by their arguments; the one used longest ago makes room for a new one."""
+    """Running servers of the tiny model by their arguments; the least recently used one makes room for a new one."""
 
     def __init__(self, forkserver: warm.Forkserver, tiny: TinyModel, folder: Path) -> None:
         self._forkserver = forkserver
@@ -42,7 +42,7 @@ class Servers:
             args: added to the usual arguments.
             env: added to the environment.
             compressed: whether to compress.
-            model: served instead of the tiny model.
+            model: the model to serve instead of the tiny model.
             tokenizer: whether the model has a tokenizer, so that requests may be texts.
         """
         model = model or self._tiny
@@ -74,7 +74,7 @@ class Servers:
             stack.close()
 
     def stop(self, client: harness.Client) -> None:
-        """Ends this server now, for one that would keep a core busy while it waits."""
+        """Ends this server now; for one that would keep a core busy while it waits."""
         self._stop(next(key for key, (running, _) in self._running.items() if running is client))
 
     def stop_all(self) -> None:
@@ -96,7 +96,7 @@ def forkserver():
 
 @pytest.fixture(scope="session")
 def serve(forkserver, tiny, tmp_path_factory):
-    """`serve(*args, **options)` gives the Client of a server with these arguments, see `Servers.__call__`."""
+    """`serve(*args, **options)` returns the Client of a server with these arguments, see `Servers.__call__`."""
     servers = Servers(forkserver, tiny, tmp_path_factory.mktemp("logs"))
     yield servers
     servers.stop_all()
@@ -110,14 +110,14 @@ def chat_model(tiny, tmp_path_factory):
 
 @pytest.fixture
 def chat_client(serve, chat_model):
-    """The Client of a compressing server that takes and gives text, and parses tool calls and reasoning."""
+    """The Client of a compressing server that takes and returns text, and parses tool calls and reasoning."""
     parsers = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
     return serve("--enable-cache-report", *parsers, model=chat_model, tokenizer=True)
 
 
 @pytest.fixture(scope="session")
 def probed(serve, tmp_path_factory):
-    """`probed(*args, env=...)` gives a Client and a function that returns what the probe wrote since its last call."""
+    """`probed(*args, env=...)` returns a Client and a function that returns what the probe wrote since the last one."""
     folder = tmp_path_factory.mktemp("probe")
     harness.install_plugin(folder, "probe", Path(probe.__file__).read_text())
     file = folder / "steps.jsonl"

@@ -1,4 +1,4 @@
-"""The flag alone: statistics are measured at the first launch, kept, found at the next, and good enough."""
+"""The flag alone: statistics are measured at the first launch, kept, found by the next, and good enough."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def cache(tmp_path_factory):
 
 
 def serve_and_ask(forkserver, model, cache, log) -> tuple[str, dict]:
-    """What the log of one launch says of the statistics, and a compressed answer's report."""
+    """What the log of one launch says about the statistics, and the report of a compressed answer."""
     args = ["--enable-triattention", "--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
-    # Processors without bfloat16 arithmetic would measure for minutes.
+    # In bfloat16, processors without bfloat16 arithmetic would measure for minutes.
     args += ["--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32"]
     env = {**harness.STRICT, "XDG_CACHE_HOME": str(cache)}
     with running_server(forkserver, model, args, env, log) as server:
@@ -56,7 +56,7 @@ def first_launch(forkserver, smollm, cache, tmp_path_factory):
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
-    """Prevents a silent wait, and a file that nobody can find."""
+    """Prevents a silent wait and a file that nobody can find."""
     served, log = first_launch
     (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
     assert served == str(file)
@@ -65,7 +65,7 @@ def test_the_first_launch_measures_and_says_so(first_launch, cache):
 
 
 def test_the_next_launch_finds_them(forkserver, first_launch, smollm, cache, tmp_path):
-    """Prevents measuring at every launch, and tells that a folder that cannot be written is no obstacle."""
+    """Prevents measuring at every launch, and a launch that fails because the folder cannot be written."""
     served, log = serve_and_ask(forkserver, smollm[0], cache, tmp_path / "next.log")
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
@@ -98,7 +98,7 @@ def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
 
 
 def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record_property):
-    """Prevents a quick measurement that keeps other tokens than a careful one."""
+    """Prevents a quick measurement that keeps other tokens than a thorough one."""
     quick, careful = load_stats(first_launch[0]), load_stats(smollm[1])
     difference = relative(quick.mean, careful.mean)
     agreements = {}
@@ -118,7 +118,7 @@ def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record
 
 
 def test_the_engine_measures_what_transformers_does(forkserver, smollm, tmp_path):
-    """Prevents an engine calibration that is right for small models in float32 only."""
+    """Prevents an engine calibration that is right only for small models in float32."""
     (tmp_path / "text.txt").write_text(prepare_model.calibration_text()[:4000])
     out = tmp_path / "engine.safetensors"
     words = ["--model", str(smollm[0]), "--data", str(tmp_path / "text.txt"), "--window", "512"]

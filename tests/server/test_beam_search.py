@@ -16,7 +16,7 @@ def search(client, seed: int, **settings):
 
 
 def test_beams_beside_compressed_requests(serve):
-    """Prevents a round from evicting what beams share, and from giving other rows of the batch wrong lengths."""
+    """Prevents a round from evicting what beams share, or giving other rows of the batch wrong lengths."""
     client = serve(*ROWS)
     alone = client.generate(prompt(6, 40), 300)
     expected = search(serve(*ROWS, compressed=False), 5).json()
@@ -33,7 +33,7 @@ def test_beams_beside_compressed_requests(serve):
 
 
 def test_idle_conversations_make_way_for_beams(serve):
-    """Prevents a search from waiting for ever for rows that idle conversations hold."""
+    """Prevents a search from waiting forever for rows that idle conversations hold."""
     client = serve(*ROWS)
     for number in range(3):
         params = {"triattention": {"conversation": f"idle {number}"}}
@@ -43,7 +43,7 @@ def test_idle_conversations_make_way_for_beams(serve):
 
 
 def test_beams_cannot_name_a_conversation(serve):
-    """Prevents a client from counting on a row that a search does not leave."""
+    """Prevents a client from relying on a row that a search does not leave behind."""
     refused = search(serve(*ROWS), 8, custom_params={"triattention": {"conversation": "beams"}})
     assert refused.status_code == 400
     assert "conversation does not work with beam_width 3" in refused.text

@@ -21,13 +21,13 @@ from sglang_triattn.transformers_cache.feed import feed
 from sglang_triattn.transformers_cache.policy import Setting
 
 MARGIN = 2e-5
-"""Between the last token that stays and the first that goes, in standard deviations. Where it is less, sums that run in
-another order may decide: the case then needs another prompt."""
+"""Between the last token that stays and the first that goes, in standard deviations. Below it, sums that run in another
+order may decide, and the case needs another prompt."""
 
 
 @pytest.fixture(scope="module")
 def watched(serve, tmp_path_factory):
-    """`watched(*args)` gives a Client and a function that returns what the probe wrote since its last call."""
+    """`watched(*args)` returns a Client and a function that returns what the probe wrote since its last call."""
     folder = tmp_path_factory.mktemp("kept")
     harness.install_plugin(folder, "kept_probe", Path(kept_probe.__file__).read_text())
     file = folder / "held.jsonl"
@@ -51,7 +51,7 @@ def kept_by_server(batches: list[dict], rid: str) -> list[torch.Tensor]:
             for head, positions in enumerate(heads):
                 numbers = now[layer, head].tolist()
                 stayed[layer, head] = torch.tensor([number in positions for number in numbers])
-                # What is new comes last, in order.
+                # New entries come last, in order.
                 new = [number for number in numbers if number not in positions]
                 assert numbers[len(numbers) - len(new) :] == new
                 assert len(set(numbers)) == len(numbers)
@@ -69,7 +69,7 @@ def kept_by_server(batches: list[dict], rid: str) -> list[torch.Tensor]:
 
 
 class Watched:
-    """The server's scorer, which also writes down how clear its decisions were."""
+    """The server's scorer, which also records how clear its decisions were."""
 
     def __init__(self, config: Config, stats, pools) -> None:
         self.config, self.kv_heads, self.pools, self.margins = config, stats.num_kv_heads, pools, []
@@ -91,12 +91,12 @@ class Watched:
 
 
 def margin(ranks: torch.Tensor, kept: int) -> float:
-    """By how much the last of `kept` beats the next one, where that is closest; ranks: [..., N]."""
+    """Smallest lead of the last of `kept` over the next token; ranks: [..., N]."""
     ranked = ranks.sort(dim=-1, descending=True).values
     return float((ranked[..., kept - 1] - ranked[..., kept]).min())
 
 
-# Flags of the server, what they change in the settings, its page size, a prompt without rounds too close to call.
+# Flags of the server, what they change in the settings, its page size, and a prompt without rounds too close to call.
 CASES = {
     "default": ((), {}, 1, prompt(15, 50)),
     "union-remapped": ((), {"selection": "union"}, 1, prompt(7, 50)),
@@ -112,7 +112,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_live_server_keeps_the_same_positions(watched, tiny, case):
-    """Prevents a benchmark of the cache from measuring other decisions than the server's."""
+    """Prevents a benchmark of the cache from measuring decisions other than the server's."""
     more, changes, page_size, ids = case
     flags = [word for name in changes for word in ("--triattention-" + name.replace("_", "-"), str(changes[name]))]
     client, batches = watched("--page-size", str(page_size), *flags, *more)

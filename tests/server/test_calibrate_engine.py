@@ -1,4 +1,4 @@
-"""`sglang-triattn calibrate --engine sglang` on a real engine, against the same calibration with transformers."""
+"""`sglang-triattn calibrate --engine sglang` on a real engine, compared with the same calibration by transformers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from words import text, with_tokenizer
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
-# So many that an interrupt after the first save comes well before the end.
+# Enough that an interrupt after the first save comes well before the end.
 MANY_TOKENS = 150_000
 
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory) -> Path:
-    """The tiny model with a tokenizer of words, a long text, and chats."""
+    """The tiny model with a word tokenizer, a long text, and chats."""
     folder = tmp_path_factory.mktemp("calibrate")
     with_tokenizer(tiny, folder / "model")
     (folder / "text.txt").write_text(text(0, MANY_TOKENS))
@@ -52,7 +52,7 @@ def arguments(folder: Path, out: str, *options: str) -> list[str]:
 
 @pytest.fixture
 def run(forkserver, folder, tmp_path):
-    """`run(out, *options, env=...)` calibrates until the command has ended."""
+    """`run(out, *options, env=...)` calibrates and returns when the command has ended."""
 
     def run(out: str, *options: str, env: dict[str, str] | None = None) -> Ended:
         return run_command(forkserver, tmp_path, arguments(folder, out, *options), {**harness.STRICT, **(env or {})})
@@ -62,7 +62,7 @@ def run(forkserver, folder, tmp_path):
 
 def unsupported_model(folder: Path, name: str) -> Path:
     """Configuration and tokenizer, without weights, of a model that caches no keys per head ("mla"), or that normalises
-    them after their rotation ("late-norm")."""
+    them after rotation ("late-norm")."""
     target = folder / name
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
@@ -89,7 +89,7 @@ def assert_agree(one: QueryStats, other: QueryStats) -> None:
 
 
 def assert_all_end(session: int) -> None:
-    """No process of the session stays; one that has closed its files may still be about to end."""
+    """Asserts that all processes of the session end; one that has closed its files may still be about to."""
     last = time.monotonic() + 10
     while session_members(session) and time.monotonic() < last:
         time.sleep(0.05)
@@ -97,13 +97,14 @@ def assert_all_end(session: int) -> None:
 
 
 def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folder):
-    """Prevents processes or half-written files after Ctrl-C, lost or doubled texts, and queries un-rotated wrongly."""
+    """Prevents leftover processes or half-written files after Ctrl-C, lost or doubled texts, and wrongly un-rotated
+    queries."""
     files = ["--data", str(folder / "chats.jsonl"), "--data", str(folder / "text.txt")]
     options = [*files, "--max-tokens", str(MANY_TOKENS), "--window", "1024", *SERVER]
     command = [sys.executable, COMMAND, *arguments(folder, "s.safetensors", *options)]
     before = set(folder.iterdir())
     environment = {**os.environ, **harness.STRICT, "HF_HUB_OFFLINE": "1"}
-    # A shell that starts the tests in the background lets them ignore what the user's Ctrl-C sends.
+    # A shell that starts the tests in the background makes them ignore the signal that a user's Ctrl-C sends.
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -131,7 +132,7 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folde
 
 
 def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
-    """Prevents heads that are lost, doubled or out of order when they are split over ranks."""
+    """Prevents heads from being lost, doubled or reordered when they are split over ranks."""
     options = ["--data", str(folder / "short.txt"), "--data", str(folder / "chats.jsonl"), *SERVER, "--tp", "2"]
     ended = run("tp.safetensors", *options, env=harness.two_cores())
     assert ended.code == 0, ended.output[-3000:]
@@ -139,7 +140,7 @@ def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
     assert_agree(load_stats(folder / "tp.safetensors"), expected)
 
 
-# Measures traces and windows before the server serves, and tells what the traces were.
+# Measures traces and windows before the server serves, and reports what the traces were.
 _SERVING = """
 import os
 from pathlib import Path
@@ -162,7 +163,7 @@ def activate():
 
 
 def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
-    """Prevents slots or rows lost to calibration, and traces whose queries are not those of their own text."""
+    """Prevents slots or rows lost to calibration, and traces with queries other than those of their own text."""
     harness.install_plugin(tmp_path, "calibrating", _SERVING)
     chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
     env = {**harness.STRICT, "PYTHONPATH": harness.python_path(tmp_path)}
@@ -181,7 +182,7 @@ def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
         alive = [trace for trace, token in zip(alive, tokens, strict=True) if token != END]
         for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
             trace.append(token)
-    # The same texts once more, each in one pass.
+    # The same texts again, each in one pass.
     again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))
     expected = run_job(str(tiny.path), again, device="cpu", dtype="float32", progress=False)
     assert expected.token_count > 400
@@ -189,7 +190,7 @@ def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
 
 
 def test_model_is_calibrated_on_its_own_traces(run, folder):
-    """Prevents --self from needing a text, and from measuring prompts alone."""
+    """Prevents --self from needing a text, or from measuring only prompts."""
     ended = run("self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
     assert ended.code == 0, ended.output[-3000:]
     stats = load_stats(folder / "self.safetensors")
@@ -214,7 +215,7 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
     ids=["pp", "mla", "late-norm", "compressed"],
 )
 def test_what_cannot_be_calibrated_is_refused(run, folder, options, words):
-    """Prevents a traceback, or a long start, for a user's mistake."""
+    """Prevents a user's mistake from ending in a traceback or a long start."""
     if options[0] == "--model":
         options = ["--model", str(unsupported_model(folder, options[1]))]
     ended = run("r.safetensors", "--data", str(folder / "text.txt"), *options)

@@ -1,4 +1,4 @@
-"""What the scheduler makes of bounded requests: more at once, no retraction, and rounds when memory is short."""
+"""What the scheduler does with bounded requests: more at once, no retraction, and rounds when memory is short."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tiny_model import END
 
 DENSE = {"triattention": {"enabled": False}}
 COMPACT = {"triattention": {"prompt": "compact"}}
-# SGLang's estimate of what answers will need, at its boldest.
+# SGLang's estimate of what answers will need, at its most optimistic.
 BOLD = ["--schedule-conservativeness", "0.1"]
-# An answer of full length that SGLang must expect to end at any time.
+# A full-length answer that SGLang must expect to end at any time.
 WITHOUT_END = {"ignore_eos": False, "logit_bias": {str(END): -1000.0}}
 
 
@@ -25,7 +25,7 @@ def retractions(responses: list[dict]) -> int:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_admitted_requests_fit_at_their_bound(probed, page_size):
-    """Prevents an over-promised pool, which retracts, and a reservation as if nothing were ever evicted."""
+    """Prevents an over-committed pool, which retracts, and reservations made as if nothing were ever evicted."""
     client, steps = probed("--page-size", str(page_size), "--max-total-tokens", "1024", *BOLD)
     steps()
     length = 32
@@ -35,7 +35,7 @@ def test_admitted_requests_fit_at_their_bound(probed, page_size):
     assert retractions(responses) == 0
     assert client.totals()["pressure_rounds"] == 0
     running = max(len(step["requests"]) for step in steps())
-    # Dense, each would have reserved 332 tokens: three at once. Who is close to its end reserves less than its bound.
+    # Dense, each would have reserved 332 tokens: three at once. A request near its end reserves less than its bound.
     assert 1024 // bound <= running <= 1024 // bound + 1
     assert_pool_is_whole(client)
 
@@ -43,7 +43,7 @@ def test_admitted_requests_fit_at_their_bound(probed, page_size):
 def test_early_rounds_before_anyone_is_retracted(serve):
     """Prevents a full pool from retracting requests while others hold tokens above the floor.
 
-    Requests that decline compression are admitted on SGLang's bold estimate, and outgrow it.
+    Requests that decline compression are admitted on SGLang's optimistic estimate and outgrow it.
     """
     client = serve("--max-total-tokens", "1024", "--triattention-pressure-budget", "32", *BOLD)
     compressed = [(prompt(40 + i, 20), greedy(300)) for i in range(4)]
@@ -56,20 +56,20 @@ def test_early_rounds_before_anyone_is_retracted(serve):
 
 
 def test_a_request_that_can_never_fit_is_told(serve):
-    """Prevents a request from waiting for ever, or from ending the scheduler, where its bound exceeds the pool."""
+    """Prevents a request whose bound exceeds the pool from waiting forever or ending the scheduler."""
     client = serve("--max-total-tokens", "256")
-    # Its bound does not fit behind this prompt: as many tokens as the pool holds, as SGLang has it.
+    # Its bound does not fit after this prompt, so it gets as many tokens as the pool holds, as in plain SGLang.
     response = client.generate(prompt(60, 200), 400)
     assert response["meta_info"]["finish_reason"]["type"] == "length"
     assert 40 < response["meta_info"]["completion_tokens"] < 56
-    # Nor does a prompt whose log-probabilities are asked for, which no round may shorten, even if it may be compacted.
+    # Nor does a prompt with log-probabilities requested, which no round may shorten even if it may be compacted.
     params = {"max_new_tokens": 400, "ignore_eos": True, "custom_params": COMPACT}
     asked = client.post(
         "/generate", input_ids=prompt(60, 200), sampling_params=params, return_logprob=True, logprob_start_len=0
     )
     assert 40 < asked.json()["meta_info"]["completion_tokens"] < 56
     assert len(asked.json()["meta_info"]["input_token_logprobs"]) == 200
-    # A whole match would freeze nearly all of the pool.
+    # Matching all of it would freeze nearly the whole pool.
     again = client.generate(prompt(60, 200) + prompt(61, 30), 120, custom_params=COMPACT)
     assert again["meta_info"]["completion_tokens"] == 120
     assert_pool_is_whole(client)
@@ -95,10 +95,10 @@ def test_wrong_fields_are_refused(serve):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_storm_under_pressure(serve, page_size):
-    """Prevents leaks, hangs and cut answers in a random mix of everything that fights over a small pool.
+    """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool.
 
-    Shared and private prompts, longer than the pool or not, frozen and compacted; declined compression, budgets of
-    their own, aborts, priorities with preemption, chunked prefill, and SGLang's own switch that retracts.
+    Shared and private prompts, longer than the pool or not, frozen and compacted; declined compression, custom
+    budgets, aborts, priorities with preemption, chunked prefill, and SGLang's own switch that retracts.
     """
     client = serve(
         *("--page-size", str(page_size), "--max-total-tokens", "1024", "--chunked-prefill-size", "96", *BOLD),
@@ -148,7 +148,7 @@ def test_storm_under_pressure(serve, page_size):
 
 
 def test_enabled_false_is_plain_sglang(serve):
-    """Prevents a request that declines compression from being shortened all the same."""
+    """Prevents a request that declines compression from being compressed anyway."""
     response = serve().generate(prompt(70, 30), 200, custom_params=DENSE)
     report = compression(response)
     assert (report["rounds"], report["evicted_tokens"]) == (0, 0)

@@ -1,4 +1,4 @@
-"""Clients that people use, on one server that takes and gives text: the packages openai and anthropic, plain HTTP."""
+"""Common clients on one server that takes and returns text: the packages openai and anthropic, and plain HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import requests
 from harness import BUDGET, Client, assert_pool_is_whole, compression
 from words import text, word_tokenizer
 
-# Without words that the text of an answer leaves out, so that what is sent back are the ids that were generated.
+# Bans words that an answer's text leaves out, so that what is sent back has the ids that were generated.
 WORDS_ONLY = {"0": -100, "1": -100, "2": -100}
 PLAIN = {"ignore_eos": True, "separate_reasoning": False}
 TOOL = {
@@ -54,13 +54,13 @@ def rounds_of(client: Client, act) -> tuple[int, object]:
 
 
 def test_chat_plain_and_streamed(chat_client, ask):
-    """Prevents chunks that are lost or doubled around a round, and lengths of the compressed row in the usage."""
+    """Prevents chunks that are lost or doubled around a round, and usage that counts the compressed row."""
     rounds, whole = rounds_of(chat_client, ask)
     assert rounds == 2
     answer = whole.choices[0].message.content
     assert len(answer.split()) == 150
     assert whole.choices[0].finish_reason == "length"
-    # The message, and the words user, done and assistant of the template.
+    # The message, and the template's words user, done and assistant.
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (43, 150, 193)
 
     rounds, chunks = rounds_of(chat_client, lambda: list(ask(stream=True, stream_options={"include_usage": True})))
@@ -73,7 +73,7 @@ def test_chat_plain_and_streamed(chat_client, ask):
 
 
 def test_choices_of_one_prompt(chat_client, ask):
-    """Prevents one of several answers from compressing for the others, or the usage from counting only one."""
+    """Prevents several answers from compressing for one another, or the usage from counting only one of them."""
     rounds, response = rounds_of(chat_client, lambda: ask(n=3, temperature=1.0))
     answers = [choice.message.content for choice in response.choices]
     assert [len(answer.split()) for answer in answers] == [150] * 3
@@ -98,15 +98,15 @@ def test_settings_of_a_request(chat_client, ask):
 
 
 def test_chat_that_goes_on_behind_its_row(chat_client, ask):
-    """Prevents a usage that counts what was evicted as new, and turns of a chat that are computed from the start."""
+    """Prevents usage that counts evicted tokens as new, and chat turns that are computed from the start."""
     messages = [user(text(11, 40))]
     settings = {"conversation": "chat"}
     first = ask(messages=messages, settings=settings)
-    # At most the word with which every prompt begins.
+    # At most the word that every prompt begins with.
     assert first.usage.prompt_tokens_details.cached_tokens <= 1
     messages += [{"role": "assistant", "content": first.choices[0].message.content}, user(text(12, 10))]
     second = ask(messages=messages, settings=settings)
-    # Done; user, ten words, done; assistant.
+    # Done; then user, ten words, done; then assistant.
     assert second.usage.prompt_tokens == 43 + 150 + 1 + 12 + 1
     assert second.usage.prompt_tokens_details.cached_tokens == 43 + 149
     assert second.usage.completion_tokens == 150
@@ -120,7 +120,7 @@ def test_chat_that_goes_on_behind_its_row(chat_client, ask):
 
 
 def test_reasoning_and_tools(chat_client, ask):
-    """Prevents compressed answers from losing their reasoning, or requests with tools from failing."""
+    """Prevents compressed answers from losing their reasoning, and requests with tools from failing."""
     rounds, response = rounds_of(chat_client, lambda: ask(tools=[TOOL], body={"separate_reasoning": True}))
     message = response.choices[0].message
     assert rounds == 2
@@ -153,7 +153,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_wrong_settings_are_refused(chat_client, ask, case, stream):
-    """Prevents a stream that begins with status 200, and tokens, for a request that cannot be served."""
+    """Prevents a stream from starting with status 200, and tokens, for a request that cannot be served."""
     settings, sentence = BAD[case]
     with pytest.raises(openai.BadRequestError) as chat:
         ask(settings=settings, stream=stream)
@@ -174,7 +174,7 @@ def test_wrong_settings_are_refused(chat_client, ask, case, stream):
 def test_anthropic_messages(chat_client):
     """Prevents Messages, whole or streamed, from running uncompressed or counting the compressed row."""
     client = anthropic.Anthropic(base_url=chat_client.url, api_key="none", max_retries=0, timeout=600)
-    # The endpoint knows no ignore_eos: this answer happens not to end earlier.
+    # The endpoint has no ignore_eos: this answer happens not to end earlier.
     request = {"model": "default", "max_tokens": 150, "messages": [user(text(5, 40))], "extra_body": {"temperature": 0}}
     rounds, message = rounds_of(chat_client, lambda: client.messages.create(**request))
     assert rounds == 2
@@ -197,7 +197,7 @@ def test_anthropic_messages(chat_client):
 
 
 def test_native_text(chat_client):
-    """Prevents text of /generate, whole or streamed, from differing from the ids that it stands for."""
+    """Prevents text from /generate, whole or streamed, from differing from the ids that it stands for."""
     sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
     body = {"text": text(6, 40), "sampling_params": sampling}
     whole = chat_client.post("/generate", **body).json()

@@ -1,4 +1,4 @@
-"""Turns that go on behind the compressed row of the turn before, and what must send them back to the start."""
+"""Turns that resume after the compressed row of the previous turn, and what must send them back to the start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def turn(client, ids, tokens, name, *, logprobs=False, **fields):
 
 
 def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[int]:
-    """The next turn's prompt: what was said so far, and a new message."""
+    """The next turn's prompt: the conversation so far and a new message."""
     return ids + response["output_ids"] + prompt(seed, length)
 
 
@@ -34,7 +34,7 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
     ids=["page 1, shared-mean", "page 16", "two ranks"],
 )
 def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
-    """Prevents wrong positions, kept sets or tokens behind a row that waited: a turn must go on as if never ended."""
+    """Prevents wrong positions, kept sets or tokens after a parked row: a turn must resume as if never ended."""
     client = serve(*flags, env=two_cores() if "--tp-size" in flags else None)
     oracle = oracle_of(tiny)
     oracle.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
@@ -49,7 +49,7 @@ def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     # Only the message and the last sampled token, which has no K/V yet, are computed.
     assert second["meta_info"]["cached_tokens"] == len(ids) + 149
     assert second["meta_info"]["prompt_tokens"] == len(following)
-    # The message is prefilled at once, and rounds wait until it is.
+    # The message is prefilled in one piece, and rounds wait until that is done.
     expected, _ = oracle.logprobs(
         following + second["output_ids"][:-1], 48, 48, pauses=[(len(ids) + 149, len(following) + 1)]
     )
@@ -61,13 +61,13 @@ def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
 
 
 def cold_answer(client, ids, tokens):
-    """Of a request that names no conversation, with nothing cached."""
+    """The response to a request that names no conversation, with nothing cached."""
     client.flush()
     return client.generate(ids, tokens, logprobs=True)
 
 
 def assert_same_start(one: dict, other: dict, count: int) -> None:
-    """The first answers agree, as long as none of the two has evicted anything."""
+    """Asserts that the first `count` tokens agree: until then neither request has evicted anything."""
     for a, b in zip(
         one["meta_info"]["output_token_logprobs"][:count],
         other["meta_info"]["output_token_logprobs"][:count],
@@ -79,7 +79,7 @@ def assert_same_start(one: dict, other: dict, count: int) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_everything_else_starts_afresh(serve, page_size):
-    """Prevents a turn from going on behind another's text: other ids, another client's row, a row that was released."""
+    """Prevents a turn from resuming after other text: different ids, another client's row, a released row."""
     client = serve("--page-size", str(page_size))
     ids = prompt(41, 40)
     first = turn(client, ids, 150, "a")
@@ -106,7 +106,7 @@ def test_everything_else_starts_afresh(serve, page_size):
 
 
 def test_two_clients_with_one_name(serve):
-    """Prevents two turns that run at once from sharing a row."""
+    """Prevents two simultaneous turns from sharing a row."""
     client = serve("--page-size", "16")
     ids = prompt(51, 40)
     first = turn(client, ids, 150, "shared")
@@ -132,11 +132,11 @@ def test_conversations_give_way(serve):
     assert all(compression(response)["conversation_kept"] for response in turns)
     held = client.slots_in_use()
     assert 300 < held <= 1024
-    # More than is left: the oldest rows go.
+    # More than is left, so the oldest rows go.
     wide = client.generate(prompt(99, 600), 200)
     assert wide["meta_info"]["completion_tokens"] == 200
     assert client.slots_in_use() < held
-    # The clock is the server's own, and 30 turns must fit into a conversation's time.
+    # The clock is the server's, and 30 turns must fit into a conversation's lifetime.
     time.sleep(12.5)
     turn(client, prompt(98, 5), 1, "newcomer")
     assert client.slots_in_use() == 0
@@ -144,7 +144,7 @@ def test_conversations_give_way(serve):
 
 
 def test_only_a_granted_flush_takes_rows(serve):
-    """Prevents a flush that SGLang refuses from taking a conversation's row, and a granted one from leaving one."""
+    """Prevents a flush that SGLang refuses from taking a conversation's row, and a granted one from leaving it."""
     client = serve("--page-size", "1")
     ids = prompt(81, 40)
     first = turn(client, ids, 150, "flushed")
@@ -168,7 +168,7 @@ def test_only_a_granted_flush_takes_rows(serve):
 
 
 def test_hundreds_of_abandoned_conversations(serve):
-    """Prevents a leak of a few slots or rows for each conversation that nobody comes back to."""
+    """Prevents a leak of a few slots or rows for each conversation that nobody returns to."""
     client = serve("--page-size", "16")
 
     def abandon(number: int) -> str:
@@ -182,10 +182,10 @@ def test_hundreds_of_abandoned_conversations(serve):
 
 
 def test_exact_start_of_an_answer_is_shared(serve):
-    """Prevents exact K/V in front of the first hole from being thrown away, and any behind it from being shared."""
+    """Prevents exact K/V before the first hole from being thrown away, and any after it from being shared."""
     client = serve("--page-size", "1")
     ids = prompt(71, 40)
-    # Of a compacted prompt the first tokens at least stay; they are computed, and lie, as if nothing had happened.
+    # At least the first tokens of a compacted prompt stay; they are computed and stored as if nothing had happened.
     response = client.generate(ids, 100, custom_params={"triattention": {"prompt": "compact"}})
     assert compression(response)["rounds"] > 0
     following = follow(ids, response, 72)

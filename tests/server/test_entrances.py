@@ -1,6 +1,6 @@
 """Every way to start SGLang starts a server that compresses.
 
-Those that the README names are in test_readme_clients.py, keywords of `sglang.Engine` in test_jitter.py.
+The README's own commands are in test_readme_clients.py, keywords of `sglang.Engine` in test_jitter.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def assert_compresses(client: Client) -> None:
 
 
 def test_config_file(forkserver, tiny, tmp_path):
-    """Prevents flags that work at a command line only."""
+    """Prevents flags that work only on a command line."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
     settings = {}

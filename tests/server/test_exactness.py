@@ -1,4 +1,4 @@
-"""Where nothing has been evicted, the server is plain SGLang to the last bit."""
+"""While nothing has been evicted, the server is plain SGLang to the last bit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_sampling_settings_still_hold(serve):
     ids = prompt(10, 12)
     plain_text = client.generate(ids, 300)["output_ids"]
     assert len(plain_text) == 300
-    # Once stop conditions count, the end-of-text token does too.
+    # Once stop conditions count, so does the end-of-text token.
     plain_text = plain_text[: plain_text.index(END)] if END in plain_text else plain_text
     late = max(set(plain_text), key=plain_text.index)
     end = plain_text.index(late) + 1
@@ -71,7 +71,7 @@ def test_sampling_settings_still_hold(serve):
 
 
 def test_context_limit_counts_logical_tokens(serve):
-    """Prevents a compressed request from running past the model's context, or short of it, because its row is short."""
+    """Prevents a compressed request from exceeding the model's context, or ending early, because its row is short."""
     client = serve("--context-length", "512")
     fitting, too_long = 512 - 100 - 2, 512 - 100 + 1
     response = client.generate(prompt(11, 100), fitting)

@@ -1,4 +1,4 @@
-"""The tier of KV in host memory and the storage behind it: prompts go there and come back, rounds or not.
+"""The KV tier in host memory and the storage behind it: prompts go there and come back, with rounds or without.
 
 `meta_info["cached_tokens_details"]` tells which tier each cached token of a prompt came from.
 """
@@ -14,18 +14,18 @@ import pytest
 from harness import BUDGET, INTERVAL, Client, compression, prompt
 
 HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report", "--max-total-tokens", "1024")
-# Page size, when the tree's nodes are copied to the host (at once, or when they must leave), layout on the host.
+# Page size, when the tree's nodes are copied to the host (at once, or when they are evicted), layout on the host.
 WAYS = {
     "write_through": ("--page-size", "1", "--hicache-mem-layout", "layer_first"),
     "write_back": ("--page-size", "16"),
 }
-# SGLang sets memory aside for all that a request may still generate; here several must share a small pool.
+# SGLang reserves memory for everything that a request may still generate; here several must share a small pool.
 RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "32"}
 
 
 @pytest.fixture(params=WAYS)
 def tiered(serve, request) -> Client:
-    """A server whose host tier holds four times the tokens of its small KV pool; both are empty."""
+    """A server whose host tier holds four times as many tokens as its small KV pool; both start empty."""
     way = ("--hicache-write-policy", request.param, "--hicache-ratio", "4", *WAYS[request.param])
     client = serve(*HOST_TIER, *way, env=RESERVE)
     client.flush()
@@ -48,13 +48,13 @@ def assert_same_answer(one: dict, other: dict) -> None:
 
 
 def fill_the_pool(client: Client, seed: int) -> None:
-    """Has everything else leave the KV pool."""
+    """Pushes everything else out of the KV pool."""
     for index in range(4):
         client.generate(prompt(seed + index, 400), 1)
 
 
 def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> list[tuple[int, dict]]:
-    """(index of the text, response), over and over for as long as the futures run."""
+    """(index of the text, response), cycling through the texts for as long as the futures run."""
     answers = []
     for index in cycle(range(len(texts))):
         response = client.generate(texts[index], 8, logprobs=True)
@@ -66,7 +66,7 @@ def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> 
 def test_prompts_return_from_the_host_beside_rounds(tiered):
     """Prevents prompts that left the KV pool from coming back altered, or over the rows of compressed requests.
 
-    Five prompts, more than the pool holds, are asked for in turn while two requests go through rounds all the time.
+    Five prompts, more than the pool holds, are requested in turn while two requests go through rounds all the time.
     """
     texts = [prompt(300 + i, 280) for i in range(5)]
     others = [prompt(310 + i, 40) for i in range(2)]
@@ -101,7 +101,7 @@ def test_generated_tokens_reach_no_tier(tiered):
         if tier == "host":
             fill_the_pool(tiered, seed + 2)
         warm = tiered.generate(turn, 8, logprobs=True)
-        # The prompt, and of the answer at most what lies before the first hole.
+        # The prompt and, of the answer, at most what lies before the first hole.
         assert 48 <= hits(warm)[tier] < 48 + 16
         assert hits(warm) == {"device": 0, "host": 0, "storage": 0, tier: hits(warm)[tier]}
         tiered.flush()
@@ -111,7 +111,7 @@ def test_generated_tokens_reach_no_tier(tiered):
 
 
 def test_full_pool_beside_the_host_tier(tiered):
-    """Prevents slots from being lost, and requests retracted, where more of them wait than the pool can hold."""
+    """Prevents slots from being lost and requests from being retracted when more wait than the pool can hold."""
     responses = tiered.generate_all([prompt(340 + i, 64) for i in range(12)], 150)
     assert sum(response["meta_info"]["num_retractions"] for response in responses) == 0
     for response in responses:
@@ -136,7 +136,7 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
     ids = prompt(360, 320)
     first = client.generate(ids, 300)
     assert compression(first)["rounds"] > 0
-    # Pages are stored one after another: once the later prompt's are there, nothing of the first is still to come.
+    # Pages are stored in order: once the later prompt's are there, none of the first are still to come.
     client.generate(prompt(361, 32), 1)
     deadline = time.monotonic() + 60
     while len(list(folder.iterdir())) < (320 + 32) // 16 and time.monotonic() < deadline:

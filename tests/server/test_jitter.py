@@ -1,6 +1,6 @@
 """SGLang's own consistency stress: the same context, scored again among other requests, gives the same bits.
 
-On a CUDA device SGLang also delays streams at random, which races show up under. Without one there are no streams; the
+On a CUDA device SGLang also delays streams at random, which exposes races. Without one there are no streams, but the
 workload is the same: shuffled requests in batches of changing size, a pool that is too small, requests retracted. There
 logprobs may differ in their last bits, because a CPU's matrix products add up in an order that depends on the batch.
 """
@@ -13,7 +13,7 @@ import torch
 import warm
 from harness import STRICT, VOCABULARY
 
-# One process for one engine: SGLang's script form, because an Engine starts its processes by spawning.
+# One process per engine, in SGLang's script form, because an Engine spawns its processes.
 WORKLOAD = """
 import functools, json, sys
 
@@ -42,9 +42,9 @@ if __name__ == "__main__":
     main()
 """
 
-# A request that is prefilled from `cut` tokens on has them in its frozen part, and a retracted one scores its output
-# again in full: either rightly keeps other tokens than its baseline does. So contexts are the same for all where
-# nothing is evicted, or where every request has the same prompt and none is retracted.
+# A request prefilled from `cut` tokens on has those in its frozen part, and a retracted one scores its whole output
+# again: both rightly keep other tokens than their baselines do. So contexts are equal for all only if nothing is
+# evicted, or if every request has the same prompt and none is retracted.
 CASES = {
     "below-budget": {
         "budget": 2048, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 768,
@@ -57,10 +57,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
-    """Prevents K/V that depend on who shares the batch, or on whose slots were taken over."""
+    """Prevents K/V from depending on who shares the batch, or on whose slots were reused."""
     cuda = torch.cuda.is_available()
     tolerance = 0 if cuda else 1e-4
-    # Without delays SGLang's engine starts as always and needs no device.
+    # Without delays SGLang's engine starts normally and needs no device.
     jitter = {"jitter_probability": 0.1 if cuda else 0.0, "retract_interval": case["retract_interval"]}
     settings = {
         "model_path": str(tiny.path), "skip_tokenizer_init": True, "max_total_tokens": case["pool"],
@@ -81,5 +81,5 @@ def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
     assert line is not None, ended.output[-3000:]
     results = json.loads(line.removeprefix("RESULTS"))
     assert results["failure"] is None
-    # Each of the 12 requests of the second case has one at 32 private tokens and at every 8 that follow, up to 63.
+    # Each of the 12 requests of the second case has a round at 32 private tokens and at every 8 after that, up to 63.
     assert results["rounds"] == (0 if case["budget"] > case["new_tokens"] else 48)

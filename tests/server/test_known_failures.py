@@ -1,7 +1,7 @@
-"""What went wrong in other runtimes of this method, one test or two for each failure.
+"""Failures seen in other runtimes of this method, with a test or two for each.
 
-Without a GPU a queued step has run when a round begins, so what is in flight there is its result: SGLang's books do not
-have the newest token yet. tests/gpu/test_graphs.py has the rest of graphs captured before a round.
+Without a GPU a queued step has already run when a round begins, so only its result is in flight: SGLang's books do not
+have the newest token yet. tests/gpu/test_graphs.py covers the other half, graphs captured before a round.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from server import ServerError
 from tiny_model import TinyModel, build_tiny_model
 
 PROMPT, TOKENS = 64, 200
-# Page size, recent tokens, selection. With one recent token, one too many evicted is one that is missed; of more than
-# an interval the order counts: rows are cut before them, or all K/V slides where that would cut a page.
+# Page size, recent tokens, selection. With one recent token, a single token evicted too many is missed. With more than
+# an interval of them, order counts: rows are cut before them, or all K/V slides where that would cut a page.
 ROUNDS = {
     "remap": ("1", 1, "shared-mean"),
     "cut": ("16", INTERVAL + 8, "per-layer-head"),
@@ -31,7 +31,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "45", "SG
 
 @dataclass
 class Watched:
-    """One request of several rounds, and what the scheduler ran for it."""
+    """One request with several rounds, and what the scheduler ran for it."""
 
     ids: list[int]
     response: dict
@@ -50,7 +50,7 @@ class Watched:
         return [index for index in range(1, len(lengths)) if lengths[index] < lengths[index - 1]]
 
     def keys(self) -> torch.Tensor:
-        """[tokens, H_kv * head_dim]: the first layer's keys, each at its token's own position."""
+        """[tokens, H_kv * head_dim]: the first layer's keys, each at its own token's position."""
         with torch.no_grad():
             cache = self.oracle.model(input_ids=torch.tensor([self.tokens]), use_cache=True).past_key_values
         return cache.layers[0].keys[0].transpose(0, 1).flatten(1)
@@ -72,7 +72,7 @@ def watched(probed, tiny, request) -> Watched:
 
 
 def test_a_round_to_exactly_the_budget_spares_the_token_in_flight(watched):
-    """Prevents a round that leaves exactly the budget from freeing the slot of the token that is being computed."""
+    """Prevents a round that leaves exactly the budget from freeing the slot of the token being computed."""
     keys = watched.keys()
     for index in watched.after_rounds:
         before, after = watched.steps[index - 1], watched.steps[index]
@@ -103,8 +103,8 @@ def test_the_first_write_after_a_round(watched):
 def test_retracted_requests_compute_what_they_would_have(probed, tiny):
     """Prevents preemption from leaving a compressed request with positions, counts or holes of the row that it lost.
 
-    SGLang computes a retracted request's output anew, in one prefill. From there on its answer must be that of a
-    request with as long a text, of which nothing was evicted yet.
+    SGLang recomputes a retracted request's output in a single prefill. From there on its answer must be that of a
+    request with an equally long text of which nothing has been evicted yet.
     """
     client, steps = probed("--page-size", "1", "--max-total-tokens", "1024", env=RETRACT)
     prompts = [prompt(80 + number, 25 + number) for number in range(3)]
@@ -117,7 +117,7 @@ def test_retracted_requests_compute_what_they_would_have(probed, tiny):
         compressed += sum(own[index - 1]["logical"] > own[index - 1]["attended"] for index in starts)
         values, tokens = served_logprobs(response)
         everything = ids + response["output_ids"]
-        # The tokens behind which each stretch was drawn, the first of them by a prefill.
+        # Token counts after which each stretch was sampled; its first token comes from a prefill.
         prefilled = [len(ids), *(own[index]["logical"] - 1 for index in starts), len(everything)]
         for first, end in itertools.pairwise(prefilled):
             expected, _ = oracle_of(tiny).logprobs(everything[: end - 1], first, len(ids))
@@ -128,7 +128,7 @@ def test_retracted_requests_compute_what_they_would_have(probed, tiny):
 
 
 def test_two_runs_in_one_process(serve):
-    """Prevents a run from leaving statistics, counts or kept sets behind that change the next."""
+    """Prevents a run from leaving behind statistics, counts or kept sets that change the next run."""
     client = serve("--page-size", "1")
     prompts = [prompt(95 + number, 40 + 9 * number) for number in range(3)]
     runs, rounds = [], [client.totals()["rounds"]]
@@ -136,7 +136,7 @@ def test_two_runs_in_one_process(serve):
         client.flush()
         runs.append([client.generate(ids, TOKENS) for ids in prompts])
         rounds.append(client.totals()["rounds"])
-        # Another run in between: other prompts, other settings, a row that is kept and given up.
+        # Another run in between: other prompts, other settings, a row that is parked and given up.
         fields = {"conversation": "between", "budget": 32, "interval": 8, "recent": 8}
         client.generate(prompt(99, 30), 90, custom_params={"triattention": fields})
     one, other = runs
@@ -148,12 +148,12 @@ def test_two_runs_in_one_process(serve):
 
 @pytest.fixture(scope="module")
 def other_theta(tmp_path_factory) -> TinyModel:
-    """A model whose `rope_theta` is not the 10,000 that is taken where a configuration names none."""
+    """A model whose `rope_theta` is not the 10,000 assumed when a configuration names none."""
     return build_tiny_model(tmp_path_factory.mktemp("models"), "other-theta")
 
 
 def test_statistics_of_another_rope_theta_are_refused(serve, tiny, other_theta):
-    """Prevents scores by the frequencies of another model than the one that is served."""
+    """Prevents scoring with the frequencies of another model than the one served."""
     with pytest.raises(ServerError) as caught:
         serve(model=dataclasses.replace(other_theta, stats=tiny.stats))
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("sglang-triattn: error: ")]

@@ -1,4 +1,4 @@
-"""A server that runs the kernels: rehearsed before it is ready, refused where they cannot run."""
+"""A server that runs the kernels: warmed up before it is ready, refused if they cannot run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness import (
     python_path,
 )
 
-# As on a CUDA device. Under Triton's interpreter the kernels run on a CPU; without it Triton finds no device for them.
+# As on a CUDA device. Triton's interpreter runs the kernels on a CPU; without it Triton finds no device for them.
 KERNELS = """
 def activate():
     from sglang_triattn.patches.model import warm_up
@@ -32,7 +32,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 @pytest.fixture
 def interpreting():
-    """A forkserver where Triton was imported with its interpreter."""
+    """A forkserver in which Triton was imported with its interpreter."""
     forkserver = warm.Forkserver(INTERPRETED)
     yield forkserver
     forkserver.stop()
@@ -57,10 +57,11 @@ def answer_of(client: Client) -> dict:
 
 
 def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_path):
-    """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep what references do not."""
+    """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep other tokens than the
+    references."""
     install_plugin(tmp_path, "kernels", KERNELS)
     expected = answer_of(serve())
-    # The interpreter is slow on the long rows that a longer context would be rehearsed with.
+    # The interpreter is slow on the long rows that a longer context would be warmed up with.
     args = compressed_args(tiny, "--context-length", "256")
     env = {**STRICT, **INTERPRETED, "PYTHONPATH": python_path(tmp_path)}
     with warm.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:

@@ -28,7 +28,7 @@ def test_chunked_prefill(serve):
 
 
 def test_several_samples_of_one_prompt(serve):
-    """Prevents the samples of `n` from evicting one another's tokens."""
+    """Prevents samples of the same prompt (`n`) from evicting one another's tokens."""
     client = serve("--page-size", "1")
     ids = prompt(2, 30)
     alone = client.generate(ids, 200)["output_ids"]
@@ -44,7 +44,7 @@ def test_several_samples_of_one_prompt(serve):
 
 
 def test_streaming(serve):
-    """Prevents a stream from losing tokens at a round, or from reporting anywhere but at its end."""
+    """Prevents a stream from losing tokens at a round, or reporting anywhere but at its end."""
     client = serve("--page-size", "1")
     ids = prompt(3, 30)
     whole = client.generate(ids, 200)
@@ -63,7 +63,7 @@ def test_streaming(serve):
 
 
 def test_without_the_radix_cache(serve):
-    """Prevents the prompt from being evicted where no tree protects it."""
+    """Prevents the prompt from being evicted if no tree protects it."""
     client = serve("--page-size", "1", "--disable-radix-cache")
     ids = prompt(4, 70)
     response = client.generate(ids, 300)
@@ -105,8 +105,8 @@ def test_abort_in_the_middle(serve):
 def test_retraction(serve, page_size):
     """Prevents a retracted request from resuming with the lengths or counts of the row that it lost.
 
-    SGLang's own test switch retracts a request every few steps; with the output prefilled again, the answer must be
-    one that a request without retraction could give: as long, and bounded as ever.
+    SGLang's own test switch retracts a request every few steps. Although the output is prefilled again, the answer must
+    be one that a request without retraction could give: as long, and within the same bound.
     """
     client = serve(
         "--page-size",
@@ -124,7 +124,7 @@ def test_retraction(serve, page_size):
         assert response["meta_info"]["completion_tokens"] == 300
         assert report["logical_length"] == 25 + 299
         assert report["logical_length"] - report["physical_length"] == report["evicted_tokens"]
-        # The regenerated output is private again, so even a retracted request ends within its bound.
+        # The recomputed output is private again, so even a retracted request ends within its bound.
         assert report["frozen_length"] <= 25
         assert report["physical_length"] <= report["frozen_length"] + 64 + 32
     assert_pool_is_whole(client)

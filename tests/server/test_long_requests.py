@@ -1,4 +1,4 @@
-"""Requests that do not fit the pool as a whole: long answers, and private prompts that are compacted."""
+"""Requests too large for the pool: long answers, and private prompts that are compacted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPACT = {"triattention": {"prompt": "compact"}}
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_of_a_prompt_compacted_chunk_by_chunk(serve, tiny, page_size):
-    """Prevents wrong positions, tokens or kept sets where a prompt is prefilled onto a row that rounds shortened."""
+    """Prevents wrong positions, tokens or kept sets when a prompt is prefilled onto a row that rounds shortened."""
     client = serve("--page-size", str(page_size), "--chunked-prefill-size", "128")
     client.flush()
     stem, ids = prompt(61, 48), prompt(62, 500)
@@ -30,13 +30,13 @@ def test_logits_of_a_prompt_compacted_chunk_by_chunk(serve, tiny, page_size):
         assert report["rounds"] == rounds >= 6
         values, tokens = served_logprobs(response)
         assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
-    # Nothing of it may have entered the tree but what was there before.
+    # The tree may hold no more of it than before.
     again = client.generate(stem + ids, 1)
     assert again["meta_info"]["cached_tokens"] == 48
 
 
 def test_answer_longer_than_the_pool(serve):
-    """Prevents the size of the pool from ending an answer whose row stays within its bound."""
+    """Prevents the pool size from ending an answer whose row stays within its bound."""
     ids = prompt(63, 40)
     response = serve(*SMALL_POOL, *WIDE).generate(ids, 3000 - len(ids))
     report = compression(response)
@@ -47,7 +47,7 @@ def test_answer_longer_than_the_pool(serve):
 
 
 def test_private_prompt_longer_than_the_pool(serve):
-    """Prevents a prompt that is compacted from being refused for the size of the pool."""
+    """Prevents a prompt that is compacted from being refused because of the pool size."""
     client = serve(*SMALL_POOL, *WIDE)
     ids = prompt(64, 6000)
     response = client.generate(ids, 200, custom_params=COMPACT)

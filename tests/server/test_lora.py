@@ -1,6 +1,6 @@
-"""Adapters: their requests are compressed like others, beside requests of the base model.
+"""Adapters: their requests are compressed like others, together with requests for the base model.
 
-SGLang's LoRA pins memory, which needs an accelerator: without one, the plugin `unpinned` lets it be.
+SGLang's LoRA pins memory, which needs an accelerator; without one, the plugin `unpinned` disables that.
 """
 
 import json
@@ -21,7 +21,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def adapter_weights(tiny: TinyModel) -> dict[str, torch.Tensor]:
-    """lora_A and lora_B of each projection of each layer, large enough that the adapter says other things."""
+    """lora_A and lora_B of each projection in each layer, large enough that the adapter gives other answers."""
     generator = torch.Generator().manual_seed(5)
     found = {}
     for name, weight in tiny.load().state_dict().items():
@@ -47,7 +47,7 @@ def adapter(tiny, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def serve_lora(serve, adapter, tmp_path_factory):
-    """`serve_lora(compressed=True)` gives the Client of a server with the adapter "other"."""
+    """`serve_lora(compressed=True)` returns the Client of a server with the adapter "other"."""
     folder = tmp_path_factory.mktemp("unpinned")
     install_plugin(folder, "unpinned", Path(unpinned.__file__).read_text())
     env = {"PYTHONPATH": python_path(folder)}
@@ -57,7 +57,7 @@ def serve_lora(serve, adapter, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted_oracle(tiny, adapter) -> Oracle:
-    """The base model's statistics, and a model into which the adapter is merged."""
+    """An oracle with the base model's statistics and a model into which the adapter is merged."""
     oracle = oracle_of(tiny)
     weights, state = adapter_weights(tiny), oracle.model.state_dict()
     for name in weights:
@@ -91,7 +91,7 @@ def test_adapter_and_base_requests_together(serve_lora, tiny, adapted_oracle):
 
 
 def test_prefixes_of_an_adapter_stay_its_own(serve_lora):
-    """Prevents a frozen prefix of the base model from being served to an adapter, also after rounds."""
+    """Prevents a frozen prefix of the base model from being served to an adapter, even after rounds."""
     client = serve_lora()
     client.flush()
     ids, tokens = prompt(41, 60), BUDGET + 2 * INTERVAL + 8

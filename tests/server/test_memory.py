@@ -1,4 +1,4 @@
-"""What is held, step by step, by a real scheduler: bounds, frozen bytes, and slots given back."""
+"""What a real scheduler holds, step by step: bounds, frozen bytes, and slots given back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import BUDGET, INTERVAL, POOL, compression, prompt
 
 
 def requests_of(steps, rid):
-    """What the probe wrote of one request, step by step; the server also runs warm-up requests of its own."""
+    """What the probe wrote about one request, step by step; the server also runs warm-up requests of its own."""
     return [request for step in steps for request in step["requests"] if request["rid"] == rid]
 
 
@@ -19,7 +19,7 @@ def requests_of(steps, rid):
 def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
     """Prevents memory growth over a long trace, and any write to K/V that the tree owns.
 
-    4,000 tokens at page size 1, fewer at the others; every decode step of the scheduler is looked at.
+    4,000 tokens at page size 1, fewer at the others; every decode step of the scheduler is checked.
     """
     client, steps = probed("--page-size", str(page_size))
     ids, tokens = prompt(1, 150), 4000 if page_size == 1 else 800
@@ -31,7 +31,7 @@ def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
     assert max(request["physical"] for request in seen) <= frozen + BUDGET + INTERVAL
     assert all(request["attended"] == request["physical"] for request in seen)
     assert [request["logical"] for request in seen] == list(range(len(ids) + 1, len(ids) + len(seen) + 1))
-    # With overlap the prompt enters the tree while the first decode step is queued.
+    # With overlap, the prompt enters the tree while the first decode step is queued.
     assert {request["protected"] for request in seen[1:]} == {frozen}
     assert len({request["checksum"] for request in seen[1:]}) == 1
 
@@ -44,7 +44,7 @@ def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
 
 
 def test_evicted_slots_are_free_at_once(probed):
-    """Prevents evicted tokens from staying allocated: the allocator's count must jump when a round runs."""
+    """Prevents evicted tokens from staying allocated: the allocator's free count must jump when a round runs."""
     client, steps = probed("--page-size", "1")
     client.flush()
     steps()
@@ -56,7 +56,7 @@ def test_evicted_slots_are_free_at_once(probed):
 
 
 def test_shared_prefix_stays_shared(serve):
-    """Prevents requests with one prefix from copying it, and compression of one from harming the other."""
+    """Prevents requests with a common prefix from copying it, and compression of one from harming another."""
     client = serve("--page-size", "16")
     client.flush()
     stem = prompt(3, 160)
@@ -91,7 +91,7 @@ def test_tree_never_serves_compacted_kv(serve, page_size):
 
 
 def test_totals_add_up(serve):
-    """Prevents `/server_info` from disagreeing with the requests that it sums."""
+    """Prevents `/server_info` from disagreeing with the requests that it sums up."""
     client = serve("--page-size", "1")
     before = client.totals()
     responses = client.generate_all([prompt(50 + i, 10 + i) for i in range(5)], 220)

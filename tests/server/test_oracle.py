@@ -31,7 +31,7 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     values, tokens = served_logprobs(response)
     error = (expected.gather(1, tokens) - values).abs().max()
     assert error < TOLERANCE
-    # The same comparison must fail for a server that never evicts, or the test would prove nothing.
+    # The same comparison must fail for a server that never evicts, or this test would prove nothing.
     dense = Oracle(**{**vars(oracle), "budget": 10_000})
     unmasked, _ = dense.logprobs(ids + output[:-1], len(ids), frozen)
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
@@ -64,7 +64,7 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
 
 @pytest.mark.parametrize(("page_size", "recent"), [(1, 40), (16, 48), (16, 40)])
 def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent):
-    """Prevents a round from taking older tokens for the newest ones, and rows that are closed up in the wrong place."""
+    """Prevents a round from taking older tokens for the newest, and rows from being closed up in the wrong place."""
     ids = prompt(17, 50)
     flags = ("--page-size", str(page_size), "--triattention-recent", str(recent))
     response = serve(*flags).generate(ids, 240, logprobs=True)
@@ -86,7 +86,7 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
     rounded = Oracle(**{**vars(oracle), "stored": torch.float8_e5m2})
     expected, rounds = rounded.logprobs(everything, len(ids), frozen)
     assert compression(response)["rounds"] == rounds >= 4
-    # The two sides' arithmetic differs in the last bits, which now and then rounds a number to its other neighbour.
+    # The two sides' arithmetic differs in the last bits, which occasionally rounds a number to its other neighbour.
     error = (expected.gather(1, tokens) - values).abs()
     assert error.median() < TOLERANCE
     assert error.mean() < 20 * TOLERANCE
@@ -96,7 +96,7 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
 
 @pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])
 def test_logits_on_two_ranks(serve, oracle, selection):
-    """Prevents ranks from keeping each other's heads' tokens, or, of a shared set, different ones."""
+    """Prevents ranks from keeping tokens of each other's heads or, in a shared set, different tokens."""
     ids = prompt(9, 40)
     flags = ("--tp-size", "2", "--triattention-selection", selection)
     response = serve(*flags, env=two_cores()).generate(ids, 200, logprobs=True)
@@ -125,7 +125,7 @@ def test_logits_of_requests_compacted_together(serve, oracle):
     ("page_size", "selection"), [(32, "per-head"), (64, "union"), (128, "per-layer-head")], ids=str
 )
 def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selection):
-    """Prevents off-by-one pages where budget, interval, recent tokens and prompt end anywhere within a page."""
+    """Prevents off-by-one pages if budget, interval, recent tokens and prompt end anywhere within a page."""
     lengths = {"budget": 67, "interval": 29, "recent": 13}
     flags = [word for name, value in lengths.items() for word in (f"--triattention-{name}", str(value))]
     ids = prompt(13, page_size + 9)
@@ -144,7 +144,7 @@ def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selecti
 
 @pytest.mark.parametrize("rope", ["yarn", "partial-interleaved"])
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
-    """Prevents scores by other frequencies, dims or pairs than the model turns its keys with."""
+    """Prevents scoring with other frequencies, dims or pairs than those the model rotates its keys with."""
     model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
     ids = prompt(12, 45)
     client = serve(model=model)

@@ -1,4 +1,4 @@
-"""Programs of SGLang's frontend language, on a server that compresses."""
+"""Programs in SGLang's frontend language, on a server that compresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import assert_pool_is_whole, compression
 from words import text, word_tokenizer
 
 LONG = 120
-"""Tokens of an answer with one round: at 96 private tokens of 119 that are computed."""
+"""Tokens of an answer with one round: it comes at 96 private tokens of the 119 that are computed."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def interview(s, topic):
 @sgl.function
 def tree(s, topic):
     s += topic
-    # Only a text that is there by now is cached before the branches start.
+    # Only text that exists by now is cached before the branches start.
     s.sync()
     branches = s.fork(3)
     for index, branch in enumerate(branches):
@@ -62,7 +62,7 @@ def tree(s, topic):
 
 
 def test_turns(backend):
-    """Prevents a program's second question from being asked behind another text than its first answer."""
+    """Prevents a program's second question from being asked after other text than its first answer."""
     state = interview.run(topic=text(1, 30))
     first, second = (state.get_meta_info(name) for name in ("first", "second"))
     assert [meta["triattention"]["rounds"] for meta in (first, second)] == [1, 1]
@@ -105,7 +105,7 @@ def choose(s, topic, choices):
 
 
 def test_select(backend, chat_model):
-    """Prevents choices from being scored behind a text with holes."""
+    """Prevents choices from being scored after a text with holes."""
     choices = [" w50 w51", " w60", " w70 w71 w72"]
     state = choose.run(topic=text(3, 30), choices=choices)
     assert state.get_meta_info("thoughts")["triattention"]["rounds"] == 1

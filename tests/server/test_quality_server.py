@@ -1,4 +1,4 @@
-"""The quality benchmark by a live server: its figures are those of the model behind what the server kept."""
+"""The quality benchmark on a live server: its figures are the model's, given what the server kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARE = BUDGET / PRIVATE
 
 @pytest.fixture(scope="module")
 def bench():
-    """Modules of the benchmark by the ends of their names."""
+    """Modules of the benchmark by the last part of their names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         names = ("cells", "choices", "server", "tokens")
@@ -62,7 +62,7 @@ def expected(tiny, model, config, ids, answer, *, evicts):
 
 
 def test_answers_are_those_behind_what_the_server_kept(bench, serve, tiny, streams):
-    """Prevents prompts that are found in the tree, chunks without rounds, and answers of another token."""
+    """Prevents prompts found in the tree, chunks without rounds, and answers about another token."""
     client, model = serve(*CHUNKS), tiny.load()
     runner = bench.server.ServerRunner(client.url, progress=lambda line: None)
     cells = cells_of(bench, "dense", "default", "settings:recent=0")
@@ -76,13 +76,13 @@ def test_answers_are_those_behind_what_the_server_kept(bench, serve, tiny, strea
             right, logprob = expected(tiny, model, config, ids + one.text, one.answer, evicts=config != whole)
             assert unit.right == right
             assert unit.logprob == pytest.approx(logprob, abs=2e-3)
-    # What the first run left in the tree must not help the second.
+    # What the first run left in the tree must not help the second run.
     again = runner.run(streams[0], cells[:2])
     assert again == {cell: found[cell] for cell in cells[:2]}
 
 
 def test_scored_text(bench, serve, tiny, streams):
-    """Prevents tokens that are scored one place off, and agreement with something else than dense."""
+    """Prevents tokens from being scored one place off, and agreement with anything but dense."""
     client, model = serve(*CHUNKS), tiny.load()
     runner = bench.server.ServerRunner(client.url, progress=lambda line: None)
     cells = cells_of(bench, "dense", "default")
@@ -96,7 +96,7 @@ def test_scored_text(bench, serve, tiny, streams):
 
 
 def test_the_command(serve, chat_model, tmp_path):
-    """Prevents a benchmark that does not reach a server as users start it."""
+    """Prevents a benchmark that does not reach a server the way users start it."""
     lines = [
         {"id": "a", "prompt": text(1, PROMPT), "private": text(2, PRIVATE),
          "questions": [{"task": "facts", "text": text(3, 4), "answer": text(4, 2)}]},

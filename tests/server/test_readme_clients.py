@@ -1,6 +1,6 @@
-"""The commands and examples of README.md and docs/clients.md, as they stand there.
+"""The commands and examples of README.md and docs/clients.md, exactly as written there.
 
-That no example stands there untested is held by tests/unit/tools/test_docs.py.
+tests/unit/tools/test_docs.py makes sure that no example there is untested.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from server import port_is_free, running_process, wait_until_healthy
 PORT = 30000
 URL = f"http://localhost:{PORT}"
 ROUNDS = (399 - 256) // 64
-"""Of an answer of 400 tokens, the last of which is not computed, with the settings of the examples."""
+"""Rounds of a 400-token answer, whose last token is not computed, with the settings of the examples."""
 CLIENTS = DOCS / "clients.md"
 
 
 @pytest.fixture
 def client(serve, chat_model):
-    """A server with the lengths that the package has by default."""
+    """A server with the package's default lengths."""
     flags = ("--triattention-budget", "2048", "--triattention-interval", "128", "--triattention-recent", "128")
     return serve(*flags, "--enable-cache-report", model=chat_model, tokenizer=True)
 
 
 def run(tmp_path: Path, source: str, **options) -> list[str]:
-    """Lines that a script prints."""
+    """The lines that a script prints."""
     script = tmp_path / "example.py"
     script.write_text(source)
     ended = run_python(str(script), **options)
@@ -59,7 +59,7 @@ def test_curl(client):
 def test_openai(client, tmp_path):
     """Prevents an example that users copy from failing."""
     source = example(CLIENTS, "OpenAI", "python").replace(URL, client.url)
-    # A random model ends its answers at any time.
+    # A random model may end its answers at any time.
     source = source.replace("extra_body={", 'temperature=0, extra_body={"ignore_eos": True, ')
     before = client.totals()["rounds"]
     lines = run(tmp_path, source)
@@ -69,7 +69,7 @@ def test_openai(client, tmp_path):
 
 
 def test_program(client, tmp_path):
-    """Prevents the backend of the example from losing its settings, or SGLang's methods that it extends from moving."""
+    """Prevents the example's backend from losing its settings, and the SGLang methods that it extends from moving."""
     lines = run(tmp_path, example(CLIENTS, "SGLang's frontend language", "python").replace(URL, client.url))
     assert [report["rounds"] for report in ast.literal_eval(lines[-1])] == [ROUNDS, ROUNDS]
     assert_pool_is_whole(client)
@@ -77,7 +77,7 @@ def test_program(client, tmp_path):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """The environment of a user with this Python on the PATH, whose statistics are not measured yet."""
+    """The environment of a user with this Python on the PATH, whose statistics have not been measured yet."""
     folder = tmp_path_factory.mktemp("cache")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**STRICT, "PATH": path, "XDG_CACHE_HOME": str(folder)}
@@ -85,7 +85,7 @@ def user(tmp_path_factory):
 
 @pytest.mark.parametrize("program", ["python -m sglang.launch_server", "sglang serve"])
 def test_first_command(user, chat_model, tmp_path, program):
-    """Prevents a first command that needs a flag which the README does not name, a GPU, a file, or another folder."""
+    """Prevents a first command that needs a flag that the README does not name, a GPU, a file, or another folder."""
     commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section(README, "Quick start"), re.MULTILINE)
     assert [command.endswith(" --model-path M --enable-triattention") for command in commands] == [True]
     command = commands[0].replace(" M ", f" {chat_model.path} ")
@@ -100,7 +100,7 @@ def test_first_command(user, chat_model, tmp_path, program):
 
 
 def wait_for_port() -> None:
-    """The commands name no port, so that their servers take SGLang's own, which another test run may hold."""
+    """The commands name no port, so their servers use SGLang's default, which another test run may hold."""
     deadline = time.monotonic() + 300
     while not port_is_free(PORT):
         assert time.monotonic() < deadline, f"port {PORT} is taken: end the server that listens there"

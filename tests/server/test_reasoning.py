@@ -1,4 +1,4 @@
-"""Requests that reason, where SGLang keeps no answer that did."""
+"""Requests that reason, when SGLang keeps no answer with reasoning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reason(client, ids: list[int], **triattention) -> dict:
 def test_stripped_answers_are_owned_once(serve, chat_model, page_size):
     """Prevents the tree from being given slots of an answer that SGLang frees; its strict checks end the server.
 
-    Rounds leave the first 48 tokens alone, so that the answer's first ones lie in front of the first hole.
+    Rounds leave the first 48 tokens alone, so that the beginning of the answer lies before the first hole.
     """
     client = serve("--page-size", str(page_size), *STRIPPED, model=chat_model, tokenizer=True)
     client.flush()
@@ -39,7 +39,7 @@ def test_stripped_answers_are_owned_once(serve, chat_model, page_size):
     assert compression(answer)["rounds"] > 0
     client.assert_alive()
     assert client.slots_in_use() == 0
-    # Of prompt and answer the tree has the prompt.
+    # Of prompt and answer, the tree holds only the prompt.
     again = reason(client, ids + answer["output_ids"])
     assert 0 < again["meta_info"]["cached_tokens"] <= 20
     assert_pool_is_whole(client)

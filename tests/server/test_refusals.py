@@ -1,4 +1,4 @@
-"""What cannot work refuses to start, with one sentence that names the setting."""
+"""Settings that cannot work refuse to start, with one sentence that names the setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
 from sglang_triattn.patches.launch import incompatible
 
-# (flags, environment, words that the sentence must hold)
+# (flags, environment, words that the sentence must contain)
 SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
@@ -68,7 +68,7 @@ def outcomes(tiny):
     "index", range(len(SETTINGS)), ids=lambda i: "-".join(map(str, SETTINGS[i][0] or SETTINGS[i][1]))
 )
 def test_setting_is_refused(outcomes, index):
-    """Prevents a server from starting in a mode in which it would corrupt KV or run dense in silence."""
+    """Prevents a server from starting in a mode in which it would corrupt KV or silently run dense."""
     ended = outcomes[index]
     assert ended.code == 2
     assert "Traceback" not in ended.output
@@ -78,21 +78,21 @@ def test_setting_is_refused(outcomes, index):
 
 @pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
 def test_blocks_of_scaled_keys_are_refused(dtype):
-    """Prevents keys from being read without the scales of their blocks. SGLang itself wants a GPU for them first."""
+    """Prevents keys from being read without the scales of their blocks. SGLang itself first demands a GPU for them."""
     (refusal,) = (refusal for refusal in incompatible.SETTINGS if refusal.field == "kv_cache_dtype")
     assert refusal.applies(dtype)
     assert f"--kv-cache-dtype {dtype} does not work" in refusal.message(dtype)
 
 
 def test_flags_need_the_switch_and_nothing_else(outcomes):
-    """Prevents settings without effect, and a switch that is not enough."""
+    """Prevents settings without effect, and a switch that does not suffice."""
     without_switch, alone, good, plain = outcomes[len(SETTINGS) :]
     assert without_switch.code == 2
     assert "--enable-triattention" in without_switch.error
     assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
 
 
-# Of these folders, config.json is all there is: a weight that was looked for would be an error of its own.
+# These folders hold only config.json: looking for a weight would be an error of its own.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
     ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
@@ -102,7 +102,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("architecture", "fields", "reason"), FAMILIES, ids=lambda value: str(value)[:20])
 def test_model_is_refused_by_its_file(tmp_path, architecture, fields, reason):
-    """Prevents minutes of loading weights for a model that its config.json shows not to be covered."""
+    """Prevents minutes of loading weights for a model whose config.json shows that it is not supported."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **SHAPE, **fields}))
     ended = launch("--model-path", tmp_path, "--enable-triattention")
     assert ended.code == 2
@@ -126,7 +126,7 @@ record.resolve_once()
 
 
 def test_a_file_that_comes_later_is_read_too(forkserver, tiny, tmp_path):
-    """Prevents a model that SGLang has to fetch first from passing unread."""
+    """Prevents a model that SGLang has to fetch first from passing unchecked."""
     model, script = tmp_path / "model", tmp_path / "fetched_later.py"
     model.mkdir()
     (model / "config.json").write_text((tiny.path / "config.json").read_text())
@@ -137,7 +137,7 @@ def test_a_file_that_comes_later_is_read_too(forkserver, tiny, tmp_path):
 
 
 def test_broken_stats_are_refused_first(tmp_path):
-    """Prevents a wait for a model whose statistics cannot be read; here there is no model at all."""
+    """Prevents waiting for a model whose statistics cannot be read; here there is no model at all."""
     (tmp_path / "broken.safetensors").write_text("{}")
     words = ("--enable-triattention", "--triattention-stats", tmp_path / "broken.safetensors")
     ended = launch("--model-path", tmp_path / "nowhere", *words)
@@ -149,7 +149,7 @@ def test_broken_stats_are_refused_first(tmp_path):
 
 @pytest.fixture(scope="module")
 def foreign_stats(tiny, tmp_path_factory):
-    """Statistics like the tiny model's, but measured with another rotary base."""
+    """Statistics like the tiny model's, but measured with a different rotary base."""
     path = tmp_path_factory.mktemp("stats") / "foreign.safetensors"
     with safe_open(tiny.stats, "pt") as file:
         metadata = file.metadata()
@@ -225,9 +225,9 @@ def test_scheduler_without_the_plugin_ends_the_launch(forkserver, tiny, tmp_path
 
 
 def test_shadowed_package_ends_the_launch(tiny, tmp_path):
-    """Prevents a dense server where a folder beside the user hides the package."""
+    """Prevents a dense server when a folder beside the user hides the package."""
     (tmp_path / "sglang_triattn").mkdir()
-    # A PYTHONPATH of the user's would come behind the folder, and find the package after all.
+    # The user's PYTHONPATH would come after the folder, and find the package after all.
     ended = launch("--model-path", tiny.path, *compressed_args(tiny), cwd=str(tmp_path), env={"PYTHONPATH": ""})
     assert ended.code == 2
     assert "--enable-triattention" in ended.output

@@ -1,4 +1,4 @@
-"""Tokens drawn by a seed: a token's position is its place in the text, whatever the row has lost before it."""
+"""Tokens sampled from a seed: a token's position is its place in the text, whatever the row has lost before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK = 128
 
 @pytest.fixture(scope="module")
 def client(serve, tmp_path_factory):
-    """Of a server that draws by seeds and prefills in chunks."""
+    """The Client of a server that samples from seeds and prefills in chunks."""
     folder = tmp_path_factory.mktemp("seeded")
     install_plugin(folder, "seeded", Path(seeded.__file__).read_text())
     flags = ("--page-size", "1", "--enable-deterministic-inference", "--chunked-prefill-size", str(CHUNK))
@@ -29,9 +29,9 @@ def draw(client, ids: list[int], tokens: int, **params) -> dict:
 
 
 def shortfall(logprobs: torch.Tensor, first_position: int, tokens: list[int]) -> torch.Tensor:
-    """[tokens]: by how much each token's perturbed log-probability misses the best one's; 0 is the token drawn.
+    """[tokens]: by how much each token's perturbed log-probability misses the best one; 0 for the sampled token.
 
-    Token i is drawn at `first_position` + i.
+    Token i is sampled at `first_position` + i.
     """
     positions = torch.arange(first_position, first_position + len(tokens))
     hashed = seeded.hashed(torch.full((len(tokens),), SEED), positions, torch.arange(logprobs.shape[-1]))
@@ -41,7 +41,7 @@ def shortfall(logprobs: torch.Tensor, first_position: int, tokens: list[int]) ->
 
 
 def assert_drawn_at(logprobs: torch.Tensor, position: int, evicted: int, tokens: list[int]) -> None:
-    """The first token belongs to `position`, each other to the next, and none to a place in the shortened row."""
+    """Asserts that the first token belongs to `position`, each other to the next, none to a place in the short row."""
     assert shortfall(logprobs, position, tokens).max() < 4 * TOLERANCE
     elsewhere = shortfall(logprobs, position - evicted, tokens)
     assert elsewhere[0] > 100 * TOLERANCE, "both positions draw this token, so nothing was told apart"
@@ -49,7 +49,7 @@ def assert_drawn_at(logprobs: torch.Tensor, position: int, evicted: int, tokens:
 
 
 def test_first_token_of_a_resumed_turn(client, tiny):
-    """Prevents a turn behind a shortened row from drawing its first token as if the evicted tokens had never been."""
+    """Prevents a turn after a shortened row from sampling its first token as if evicted tokens had never existed."""
     ids = prompt(31, 48)
     first = draw(client, ids, 150, conversation="seeded")
     following = ids + first["output_ids"] + prompt(32, 12)
@@ -65,7 +65,7 @@ def test_first_token_of_a_resumed_turn(client, tiny):
 
 
 def test_first_token_of_a_compacted_prompt(client, tiny):
-    """Prevents the same behind a prompt that lost tokens between its chunks."""
+    """Prevents the same after a prompt that lost tokens between its chunks."""
     ids = prompt(62, 500)
     response = draw(client, ids, 20, prompt="compact")
     assert compression(response)["rounds"] >= 2
@@ -74,7 +74,7 @@ def test_first_token_of_a_compacted_prompt(client, tiny):
 
 
 def test_tokens_between_rounds(client, tiny):
-    """Prevents decode steps behind a round from drawing by their place in the row."""
+    """Prevents decode steps after a round from sampling by their place in the row."""
     ids = prompt(33, 40)
     response = draw(client, ids, 200)
     assert compression(response)["rounds"] >= 4

@@ -1,4 +1,4 @@
-"""The census on a real server: a slot that a foreign plugin gives two owners ends the server with a sentence."""
+"""The census on a real server: a slot that a foreign plugin gives two owners ends the server with one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import warm
 from harness import BUDGET, INTERVAL, STRICT, Client, compressed_args, install_plugin, prompt, python_path
 from launches import resolve
 
-# Gives a running request a slot of the tree in place of one of its own. SGLang's own checks, which count, see nothing.
+# Replaces one slot of a running request with a slot of the tree. SGLang's own checks, which only count, see nothing.
 FAULT = """
 def activate():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -31,7 +31,7 @@ def corrupt(scheduler, batch, *_, **__):
 
 @pytest.fixture
 def corrupted(forkserver, tiny, tmp_path):
-    """`corrupted(env)` is a running server with the plugin, and the path of its log."""
+    """`corrupted(env)` returns a running server with the plugin and the path of its log."""
     install_plugin(tmp_path, "fault", FAULT)
     log = tmp_path / "server.log"
 
@@ -48,7 +48,7 @@ def ask(server, tokens: int) -> requests.Response:
 
 
 def test_a_fault_ends_the_server_with_a_sentence(corrupted):
-    """Prevents a server that goes on into a round, and answers, once two owners write to one slot."""
+    """Prevents a server from continuing with a round, and answers, once two owners write to one slot."""
     running, log = corrupted({})
     with running as server:
         with suppress(requests.ConnectionError):
@@ -62,14 +62,14 @@ def test_a_fault_ends_the_server_with_a_sentence(corrupted):
 
 
 def test_off_by_default(corrupted):
-    """Prevents servers that wait for the device at every step although nobody asked, and a test above that is vain."""
+    """Prevents servers from waiting for the device at every step unasked, and a test above that proves nothing."""
     running, _ = corrupted({"SGLANG_TRIATTN_CHECK": "0"})
     with running as server:
         assert ask(server, 25).status_code == 200
 
 
 def test_neither_yes_nor_no(tiny):
-    """Prevents a check that its user believes to be on."""
+    """Prevents a check that its user wrongly believes to be on."""
     (ended,) = resolve([(["--model-path", tiny.path, *compressed_args(tiny)], {"SGLANG_TRIATTN_CHECK": "on"})])
     assert ended.code == 2
     assert ended.error == "SGLANG_TRIATTN_CHECK is 'on': set it to 1 to check every slot at every round, or to 0."

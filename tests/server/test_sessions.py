@@ -14,7 +14,7 @@ SAMPLING = {"temperature": 0, "ignore_eos": True}
 
 
 def say(client: Client, session: dict, ids: list[int], tokens: int = 120, **sampling) -> dict:
-    """One turn of a session; `session` says behind which request."""
+    """One turn of a session; `session` says which request it follows."""
     sampling = {**SAMPLING, "max_new_tokens": tokens, **sampling}
     response = client.post("/generate", input_ids=ids, session_params=session, sampling_params=sampling)
     assert response.status_code == 200, response.text
@@ -32,7 +32,7 @@ def session(serve):
 
 
 def test_session_equals_plain_requests(session):
-    """Prevents a session from going on behind a compressed row, or behind other tokens than were generated."""
+    """Prevents a session from resuming after a compressed row, or after other tokens than were generated."""
     client, name = session
     first = say(client, {"id": name}, prompt(1, 40))
     assert compression(first)["rounds"] == 1
@@ -53,7 +53,7 @@ def test_session_equals_plain_requests(session):
 
 
 def test_session_behind_a_conversation(session):
-    """Prevents the two ways to go on from undoing each other."""
+    """Prevents the two ways to continue a text from undoing each other."""
     client, name = session
     params = {"custom_params": {"triattention": {"conversation": "in a session"}}}
     first = say(client, {"id": name}, prompt(5, 40), **params)
@@ -69,13 +69,13 @@ def paused(client: Client, mode: str):
     try:
         yield
     finally:
-        # Else its requests, and whoever waits for them, would never end.
+        # Otherwise its requests, and whoever waits for them, would never end.
         assert client.post("/continue_generation").status_code == 200
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_pause_and_continue(serve, mode):
-    """Prevents rounds of a paused server, and slots that are lost when its requests go on or start again."""
+    """Prevents rounds on a paused server, and slots that are lost when its requests resume or restart."""
     client = serve("--page-size", "1")
     client.flush()
     prompts = [prompt(20 + seed, 30) for seed in range(4)]
@@ -93,7 +93,7 @@ def test_pause_and_continue(serve, mode):
                 assert client.totals() == frozen
                 assert not running.done(), "the requests ended before the pause, so that nothing was tested"
             if mode == "retract":
-                # SGLang gives back what retracted requests held, and can empty the tree below them.
+                # SGLang returns what retracted requests held, and can empty the tree below them.
                 client.flush(wait_s=0)
         answers = running.result()
     for answer in answers:

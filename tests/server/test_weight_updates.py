@@ -11,7 +11,7 @@ def update(client: Client, folder) -> None:
 
 
 def test_updates_are_said_in_one_line(serve, tiny):
-    """Prevents scoring with statistics of other weights in silence, and a log full of one update's parts."""
+    """Prevents silently scoring with statistics of other weights, and a log full of one update's parts."""
     client = serve()
 
     def said() -> int:

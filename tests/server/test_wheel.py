@@ -1,4 +1,4 @@
-"""The package as `pip install` gives it: nothing of the checkout beside it."""
+"""The package as `pip install` installs it, with nothing of the checkout beside it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import server
 from checkout import ROOT
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, prompt
 
-# Nothing of a checkout, whatever the tests were started with.
+# Nothing of a checkout, however the tests were started.
 ALONE = {"PYTHONPATH": ""}
-# What a clone has, and what is lying about in a checkout that was worked in.
+# What a clone contains, as opposed to what accumulates in a checkout that was worked in.
 SOURCES = ("sglang_triattn", "kernels", "patches", "pyproject.toml", "README.md", "LICENSE")
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, Path]:
-    """(sdist, wheel), the wheel built from the sdist."""
+    """(sdist, wheel); the wheel is built from the sdist."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -43,23 +43,23 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory) -> Path:
-    """A Python that has the wheel, and of this environment everything but this project."""
+    """A Python with the wheel and everything in this environment except this project."""
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*command, str(built[1])], env=os.environ | ALONE, check=True, timeout=120)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # A plain path: what .pth files of that folder say, the editable install among them, is not read.
+    # A plain path: the .pth files in that folder, the editable install's among them, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return python
 
 
 def test_wheel_and_sdist_hold_the_same_package(built):
-    """Prevents a room, the flag of typed code or a data file that only a checkout has."""
+    """Prevents a folder, the marker of typed code or a data file from existing only in a checkout."""
     ours = set()
     for top, folder in (("", "sglang_triattn"), ("sglang_triattn", "kernels"), ("sglang_triattn", "patches")):
-        # A link to a folder is not followed.
+        # Links to folders are not followed.
         files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         ours |= {PurePosixPath(top, path.relative_to(ROOT).as_posix()) for path in files}
     sdist, wheel = built

@@ -1,4 +1,4 @@
-"""The random model that the benchmarks of quality are run on."""
+"""The random model that the quality benchmarks are run on."""
 
 from random_model import folder, model
 

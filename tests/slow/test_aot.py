@@ -1,4 +1,4 @@
-"""What `make kernels` would let through: it compiles every kernel for every GPU generation served."""
+"""What `make kernels` would let through; it compiles every kernel for every GPU generation served."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from checkout import ROOT
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 TOOL = ROOT / "tools" / "compile_kernels.py"
 
-# Combinations that no launch asks for: four warps of so few registers spill, and 33 frequencies are no power of two.
+# Combinations that no launch asks for: four warps with so few registers spill, and 33 frequencies are no power of two.
 UNFIT = """
 import sys
 import compile_kernels
@@ -25,7 +25,7 @@ sys.exit(compile_kernels.main())
 
 
 def run(command: list, **environment: str) -> subprocess.CompletedProcess:
-    """A process of its own, because the interpreter may be on in this one."""
+    """Runs in a new process, because the interpreter may be on in this one."""
     path = [str(TOOL.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | environment
     return subprocess.run(
@@ -34,7 +34,7 @@ def run(command: list, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_unfit_kernels_are_reported(tmp_path):
-    """Prevents a check that passes whatever happens, and a kept result that hides what it found."""
+    """Prevents a check that always passes, and a kept result that hides what the check found."""
     for compiled in (3, 1):  # The one that does not compile is tried again.
         done = run(["-c", UNFIT], XDG_CACHE_HOME=str(tmp_path))
         assert done.stdout, done.stderr
@@ -47,7 +47,7 @@ def test_unfit_kernels_are_reported(tmp_path):
 
 
 def test_launches_are_specialised_on_nothing_else():
-    """Prevents Triton from compiling a launch for its arguments' values: that kernel was never checked."""
+    """Prevents Triton from specialising a launch on its arguments' values: that kernel was never checked."""
     code = """
 import compile_kernels
 for name in (

@@ -1,4 +1,4 @@
-"""The benchmarks of the scorer run, check what they time, and the traffic stays within its bound."""
+"""The scorer benchmarks run, check what they time, and the traffic stays within its bound."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ FOLDER = ROOT / "benchmarks"
 
 
 def run(script: str, out: Path, *options: str) -> dict:
-    # Not -P: a benchmark imports what stands beside it.
+    # Not -P: a benchmark imports its neighbours.
     command = [sys.executable, str(FOLDER / script), "--quick", "--json", str(out), *options]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,13 +34,13 @@ def test_traffic_is_near_the_minimum(tmp_path):
             assert f"{model} 8x{tokens} bf16" in shapes
     assert {row["selection"] for row in rows} == {"scores only", "union", "shared-mean", "per-head", "default"}
     assert all(1 < row["ratio_to_minimum"] <= 1.10 for row in rows if row["selection"] != "default")
-    # Moves of K/V included, against reading every key once.
+    # Moves of K/V included, compared with reading every key once.
     (default,) = (row for row in rows if (row["shape"], row["selection"]) == ("Qwen3-8B 8x2176 bf16", "default"))
     assert default["ratio_to_keys"] <= 2.2
 
 
 def test_speed_is_measured_on_equal_answers(tmp_path):
-    """Prevents a speed-up over a rival that computes something else; how large it is belongs to the machine."""
+    """Prevents a speed-up over a rival that computes something else; its size depends on the machine."""
     content = run("score_speed.py", tmp_path / "speed.json", "--device", "cpu")
     assert len(content["rows"]) == 6
     for row in content["rows"]:
@@ -66,9 +66,9 @@ def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
 
 
 def test_the_census_is_timed(monkeypatch, tmp_path):
-    """Prevents a benchmark that no longer runs over SGLang's own tree and allocators."""
+    """Prevents a benchmark that no longer runs on SGLang's own tree and allocators."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    # In this process, which needs SGLang for the test below anyway: importing it takes longer than all the rest.
+    # In this process, which needs SGLang for the test below anyway: importing it takes longer than everything else.
     out = tmp_path / "census.json"
     importlib.import_module("census").main(["--quick", "--json", str(out)])
     rows = json.loads(out.read_text())["rows"]
@@ -77,7 +77,7 @@ def test_the_census_is_timed(monkeypatch, tmp_path):
 
 
 def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
-    """Prevents figures of a check that has become quick because it checks nothing."""
+    """Prevents figures for a check that is fast because it checks nothing."""
     monkeypatch.syspath_prepend(str(FOLDER))
     census = importlib.import_module("census")
     census.publish_settings()
@@ -89,7 +89,7 @@ def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
 
 
 def test_no_figure_for_unequal_answers(monkeypatch):
-    """Prevents a speed-up from being reported that comes from computing something else."""
+    """Prevents reporting a speed-up that comes from computing something else."""
     monkeypatch.syspath_prepend(str(FOLDER))
     speed = importlib.import_module("score_speed")
     plain = speed.rival
@@ -101,7 +101,7 @@ def test_no_figure_for_unequal_answers(monkeypatch):
 
 
 def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
-    """Prevents figures of copies that leave a kept token behind."""
+    """Prevents figures for copies that leave a kept token behind."""
     monkeypatch.syspath_prepend(str(FOLDER))
     compact = importlib.import_module("compact")
     plain = compact.list_moves
@@ -117,7 +117,7 @@ def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
 
 
 def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
-    """Prevents figures of a CPU under a GPU's name, figures that go nowhere, and a quick run over a whole one's."""
+    """Prevents CPU figures under a GPU's name, figures that are lost, and a quick run replacing a whole one."""
     monkeypatch.syspath_prepend(str(FOLDER))
     gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
@@ -153,6 +153,6 @@ def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    # Figures of gpu_decode are a GPU's, and none are committed; tests/unit/benchmarks/test_gpu_decode.py draws a toy's.
+    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
     for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""gpu_decode.py runs whole on a CPU, and gives no figure for wrong answers."""
+"""gpu_decode.py runs from start to end on a CPU, and reports no figure for wrong answers."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ def part(monkeypatch) -> Parts:
 
 
 def test_whole_run(part, tmp_path, capsys, monkeypatch):
-    """Prevents a table that cannot be made from end to end, and cells that are left out in silence."""
+    """Prevents a table that cannot be produced end to end, and cells that are silently left out."""
     out = tmp_path / "gpu_decode-toy.json"
     content = part.run(out, "--batches", "1", "3", "--contexts", "4096", "8192", "--budgets", "1024", "4096")
     rows = {(r["batch"], r["context"], r["budget"], r["page_size"]): r for r in content["rows"]}
@@ -37,7 +37,7 @@ def test_whole_run(part, tmp_path, capsys, monkeypatch):
             assert row["round_us"] > 0
             assert 0 < row["round_share"] < 1
             assert row["note"] == ""
-    # Of one step of one dense request in the middle of its run, at the bandwidth that the run saw.
+    # One step of one dense request in the middle of its run, at the bandwidth that the run saw.
     setting, shape = content["setting"], part.toy()
     middle = 512 - 8 / 2 + 0.5
     count = shape.read_bytes(2) + middle * shape.kv_bytes(2)
@@ -64,7 +64,7 @@ def test_whole_run(part, tmp_path, capsys, monkeypatch):
 
 
 def test_weights_counted_for_the_ceiling(part):
-    """Prevents a ceiling of another model's bytes."""
+    """Prevents a ceiling computed from another model's bytes."""
     module = part("decode_model")
     model = module.Model(module.SHAPES["Toy"], 2, 16, "cpu")
     tensors = [x for layer in model.layers for x in vars(layer).values()] + [model.norm, model.head]
@@ -77,7 +77,7 @@ def test_weights_counted_for_the_ceiling(part):
 
 
 def test_cells_beyond_the_memory(part, tmp_path):
-    """Prevents a crash, and figures of fewer requests, where a batch's KV does not fit."""
+    """Prevents a crash, and figures for fewer requests, when a batch's KV does not fit."""
     kv = part.toy().kv_bytes(2)
     content = part.run(tmp_path / "small.json", "--memories", "16", "--pool", str(600 * kv / 1e9))
     row = content["rows"][0]
@@ -89,7 +89,7 @@ def test_cells_beyond_the_memory(part, tmp_path):
 
 
 def test_memory_that_runs_out(part, tmp_path, monkeypatch):
-    """Prevents a crash that loses all figures, and what was measured before a run is cut short."""
+    """Prevents a crash that loses all figures, including those measured before a run is cut short."""
     attention, gpu_decode = part("decode_attention").TorchAttention, part("gpu_decode")
     plain = attention.__call__
 
@@ -120,7 +120,7 @@ def test_memory_that_runs_out(part, tmp_path, monkeypatch):
 
 
 def test_goals(part):
-    """Prevents a goal that is called met by another cell, and one that is lost because all layers do not fit."""
+    """Prevents a goal from being met by another cell, or lost because not all layers fit."""
     bench, cells, setting = part("decode_bench"), part("decode_cells"), None
     shape = part.toy()
     setting = bench.Setting(shape, 2, [32], [16384 // 64], [2048 // 64], 8, [], 1, "cpu", scale=64)
@@ -184,7 +184,7 @@ def other_tokens_kept(part, patch):
 
     def wrong(self, slots, lengths, *given):
         kept = plain(self, slots, lengths, *given)
-        # The reference is the second that is made.
+        # The second one made is the reference.
         return kept if self.reference else torch.arange(kept.shape[-1]).expand(kept.shape)
 
     made = scorer.__init__
@@ -217,7 +217,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_no_figure_for_wrong_answers(part, monkeypatch, tmp_path, capsys, mistake):
-    """Prevents tokens per second of a decode that reads, keeps or rotates something else."""
+    """Prevents tokens per second for a decode that reads, keeps or rotates something else."""
     mistake(part, monkeypatch)
     with pytest.raises(SystemExit, match=MISTAKES[mistake]) as ended:
         part.run(tmp_path / "wrong.json")

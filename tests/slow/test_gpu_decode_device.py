@@ -1,4 +1,4 @@
-"""What of gpu_decode.py only a GPU has, on a pretended one: graphs, streams and FlashInfer's wrapper."""
+"""The parts of gpu_decode.py that need a GPU, on a fake one: graphs, streams and FlashInfer's wrapper."""
 
 import inspect
 import io
@@ -18,16 +18,16 @@ def part(monkeypatch) -> Parts:
 
 
 def test_graphs_on_a_pretended_device(part, monkeypatch, tmp_path):
-    """Prevents calls of torch.cuda that do not exist, and a captured step that reads what the host had at capture.
+    """Prevents calls of torch.cuda that do not exist, and a captured step that reads the host's values at capture.
 
-    A recorded graph replays the operations of its capture on the very tensors that they had.
+    A recorded graph replays the operations of its capture on the very same tensors.
     """
     step, attention = part("decode_step"), part("decode_attention")
     log = captured.pretend_cuda(monkeypatch)
     monkeypatch.setattr(part("decode_bench"), "Eager", step.CudaGraphs)
 
     class Whole(attention.TorchAttention):
-        """Lengths are read on the device alone."""
+        """Reads lengths only on the device."""
 
         name = "whole"
 
@@ -108,7 +108,7 @@ def test_flashinfer_is_planned_as_its_signatures_are(part, monkeypatch):
 
 
 def test_flashinfer_that_fails(part, monkeypatch, capsys):
-    """Prevents figures of another attention than was asked for, and a traceback where FlashInfer cannot compile."""
+    """Prevents figures for another attention than requested, and a traceback if FlashInfer cannot compile."""
     attention, shape = part("decode_attention"), part("decode_model").SHAPES["Qwen3-8B"]
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
     failing = lambda *given: (_ for _ in ()).throw(RuntimeError("no nvcc\nand more"))  # noqa: E731
@@ -125,7 +125,7 @@ def test_flashinfer_that_fails(part, monkeypatch, capsys):
 
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, architecture):
-    """Prevents a dense rival that is slow because its kernel spills, or copies keys in small pieces."""
+    """Prevents a dense rival that is slow because its kernel spills or copies keys in small pieces."""
     triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -138,7 +138,7 @@ def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, a
     constants = {"GROUP": 4, "PADDED": 16, "DIM": 128, "HEADS": 8, "PARTS": 4, "BLOCK": 64}
     signature = pointers | dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
     signature = {name: signature.get(name, "i32") for name in kernel.arg_names}
-    # What the launch finds of its arguments: addresses and strides are multiples of 16.
+    # What a launch knows about its arguments: addresses and strides are multiples of 16.
     known = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name.startswith("stride")]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in known})
     log = io.StringIO()
@@ -150,6 +150,6 @@ def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, a
     found = compile_kernels.figures(log.getvalue(), made.asm["ptx"], made.metadata.shared)
     assert found["spilled"] == 0
     assert found["widest_copy"] == 16
-    # At least four programs find room on a multiprocessor, so that enough reads are under way.
+    # At least four programs fit on a multiprocessor, so that enough reads are in flight.
     assert found["shared"] <= 40 << 10
     assert found["registers"] <= 128

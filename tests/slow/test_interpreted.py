@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter; those that select are in test_interpreted_selection.py."""
+"""The kernels under Triton's interpreter; the selection kernels are in test_interpreted_selection.py."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 
 def test_kernels():
-    """Prevents kernels from drifting from their references where no GPU is at hand."""
+    """Prevents kernels from drifting from their references when no GPU is at hand."""
     assert_pass_interpreted("tests/gpu", *(f"--ignore={path}" for path in SELECTION))
 
 

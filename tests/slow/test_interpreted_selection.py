@@ -1,4 +1,4 @@
-"""The scorer and the kernels that select under Triton's interpreter; the others are in test_interpreted.py."""
+"""The scorer and the selection kernels under Triton's interpreter; the others are in test_interpreted.py."""
 
 import pytest
 
@@ -8,5 +8,5 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 
 def test_kernels_that_select():
-    """Prevents kernels from drifting from their references where no GPU is at hand."""
+    """Prevents kernels from drifting from their references when no GPU is at hand."""
     assert_pass_interpreted(*SELECTION)

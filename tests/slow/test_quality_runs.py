@@ -1,4 +1,4 @@
-"""The benchmarks of quality run as users run them."""
+"""The quality benchmarks, run as users run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For all tests here: the command `sglang-triattn plan`, and the quality benchmark's modules."""
+"""For all unit tests: the command `sglang-triattn plan` and the quality benchmark's modules."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ def test_defaults():
 
 
 def test_recent_follows_the_budgets():
-    """Prevents a small budget from being refused, or filled by the newest tokens alone, because of a default."""
+    """Prevents a default from causing a small budget to be refused, or filled by the newest tokens alone."""
     for budget, pressure, recent in ((100, None, 20), (4, None, 1), (1, 1, 1), (100, 41, 20), (100, 20, 10)):
         given = {"triattention_budget": budget, "triattention_pressure_budget": pressure}
         assert read_settings({**GOOD, **given}).recent == recent
@@ -31,7 +31,7 @@ def test_recent_follows_the_budgets():
 
 
 def test_values_count_where_each_head_keeps_its_own():
-    """Prevents a user who chooses a shared set from being refused for a default."""
+    """Prevents refusing a user who chooses a shared set because of a default."""
     for selection, share in (("shared-mean", 0), ("union", 0), ("per-head", 0), ("per-layer-head", 0.8)):
         assert read_settings({**GOOD, "triattention_selection": selection}).value_share == share
     assert read_settings({**GOOD, "triattention_value_share": 0}).value_share == 0
@@ -88,7 +88,7 @@ def test_flags_and_keywords_agree():
     ],
 )
 def test_mistakes_get_one_sentence(change, words):
-    """Prevents bad settings from being taken, and messages that do not say which setting is meant."""
+    """Prevents bad settings from being accepted, and messages that do not name the setting."""
     with pytest.raises(TriAttentionError) as caught:
         read_settings({**GOOD, **change})
     message = str(caught.value)

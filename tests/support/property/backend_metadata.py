@@ -1,4 +1,4 @@
-"""What attention backends plan with after a round: that of a request which never was longer.
+"""Checks what attention backends plan with after a round: the same as for a request that never was longer.
 
 SGLang's own index builders run on rows and lengths as a round leaves them. Not collected by itself, because they are
 Triton kernels: tests/slow/test_interpreted.py runs it in a process with Triton's interpreter.
@@ -18,9 +18,12 @@ from simulation import Simulation
 
 
 def metadata(sim: Simulation, rows: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """indptr and indices, which FlashInfer's and Triton's backend build alike, and the plan of Triton's split.
+    """indptr and indices, which FlashInfer's and Triton's backends build alike, and the plan of Triton's split.
 
-    rows: [rows, context] int32, slots; requests: [R] int64, of `rows`; lengths: [R] int64.
+    Args:
+        rows: [rows, context] int32, slots.
+        requests: [R] int64, indices into `rows`.
+        lengths: [R] int64.
     """
     translator = KVIndexTranslator(
         req_to_token=rows,
@@ -43,7 +46,7 @@ def metadata(sim: Simulation, rows: torch.Tensor, requests: torch.Tensor, length
 @pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_metadata_is_that_of_the_physical_length(page_size, selection):
-    """Prevents a backend from reading evicted slots, another request's, or as many as the logical length."""
+    """Prevents a backend from reading evicted slots, another request's slots, or as many as the logical length."""
     sim = Simulation(page_size, selection=selection)
     running = [sim.request([5] * 8 + [tail] * (1 + 3 * tail)) for tail in range(3)]
     for request in running:
@@ -54,7 +57,7 @@ def test_metadata_is_that_of_the_physical_length(page_size, selection):
     requests = torch.tensor([request.req.kv.req_pool_idx for request in running])
     found = metadata(sim, sim.rows.req_to_token, requests, batch.seq_lens)
 
-    # The same slots in rows of requests that never were longer.
+    # The same slots, in rows of requests that never were longer.
     fresh = torch.full_like(sim.rows.req_to_token, -1)
     others = torch.arange(len(running)).flip(0)
     held = [sim.row(request) for request in running]

@@ -35,12 +35,12 @@ def check_books(sim: Simulation) -> None:
         claim(owned, pages(slots, page), name)
     assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
     assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
-    # Last, so that it is these checks that notice a planted fault.
+    # Last, so that these checks, not the census, notice a planted fault.
     take_census(sim)
 
 
 def check_locks(sim: Simulation) -> None:
-    """The tree can give up all but the prefixes of rows that somebody holds."""
+    """The tree can evict everything except the prefixes of rows that somebody holds."""
     holders = [*(running.req.kv for running in sim.running), *sim.conversations.records().values()]
     held = [sim.rows.req_to_token[kv.req_pool_idx, : kv.cache_protected_len].tolist() for kv in holders]
     locked = sim.tree.protected_size()
@@ -58,7 +58,7 @@ def claim(owned: dict[int, str], claimed: set[int], owner: str) -> None:
 
 
 def check_row(sim: Simulation, running: Running) -> None:
-    """The row reads back exactly the positions that the account says, with the right tokens, exact where exact."""
+    """The row reads back exactly the positions in the account, with the right tokens, and exact where it should be."""
     held = sim.content(sim.row(running))
     tokens, positions = running.tokens, running.positions
     assert len(held) == positions.shape[-1], f"{running.req.rid} holds {len(held)} entries"
@@ -72,9 +72,10 @@ def check_row(sim: Simulation, running: Running) -> None:
 
 
 def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
-    """Runs the rounds of a step and holds each against the plan: who was due, what stayed, what came back.
+    """Runs the rounds of a step and checks each against the plan: who was due, what stayed, what came back.
 
-    chunked: a request between two chunks of its prefill.
+    Args:
+        chunked: a request between two chunks of its prefill.
     """
     requests = [*sim.running, *([] if chunked is None else [chunked])]
     before = {running: (running.positions, running.evicted) for running in requests}
@@ -115,7 +116,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted, "positions would be wrong"
     sim.early_rounds += early
     came_back = sim.allocator.available_size() - free - (idle - idle_slots(sim))
-    # The tree, given a chunk, frees what it held already.
+    # When the tree is given a chunk, it frees what it already held.
     promised = sum(freed.values())
     assert came_back == promised or (chunked and came_back > promised), f"{came_back} slots came back, not {promised}"
     if chunked is None and idle == idle_slots(sim):
@@ -125,7 +126,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
 
 
 def room_for_others(sim: Simulation) -> int:
-    """Slots that no request holds, nor a compressed one may still take."""
+    """Slots that no request holds and that no compressed request may still take."""
     page = sim.page_size
     room = sim.allocator.available_size() + sim.tree.evictable_size()
     for running in (running for running in sim.running if running.settings is not None):
@@ -143,7 +144,7 @@ def slots_of_next_step(sim: Simulation) -> int:
 
 
 def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:
-    """What a round left of each head's entries: the frozen ones, the newest, and others that were there."""
+    """A round left, of each head's entries, the frozen ones, the newest, and others that were there before."""
     config, new = running.settings, running.positions
     assert new.shape[-1] == first + keep, "a round kept another number of tokens"
     assert torch.equal(new[..., :first], old[..., :first]), "a frozen token was evicted"
@@ -163,18 +164,18 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int,
 
 
 def kept_private(config, frozen: int) -> int:
-    """Private tokens that the settings promise to a request with `frozen` frozen ones."""
+    """Private tokens that the settings guarantee to a request with `frozen` frozen tokens."""
     return config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
 
 
 def frozen_length(sim: Simulation, running: Running) -> int:
-    """What rounds must leave alone: the tree's, the first tokens, and a frozen prompt's whole pages."""
+    """What rounds must leave alone: the tree's tokens, the first ones, and whole pages of a frozen prompt."""
     prompt = running.prompt_length if running.settings.prompt == "frozen" else 0
     return max(running.req.kv.cache_protected_len, running.settings.sinks, prompt - prompt % sim.page_size)
 
 
 def decode_together(sim: Simulation, running: list[Running], steps: int) -> None:
-    """So many tokens of each request, with every due round held against its plan."""
+    """Decodes `steps` tokens of each request and checks every due round against its plan."""
     for _ in range(steps):
         check_rounds(sim)
         for request in running:

@@ -14,14 +14,16 @@ def exact_length(positions: torch.Tensor) -> int:
 
 
 def same_for_all(positions) -> torch.Tensor:
-    """[LAYERS, KV_HEADS, n] int64 of n positions that all heads share."""
+    """[LAYERS, KV_HEADS, n] int64 from n positions that all heads share."""
     return torch.tensor(list(positions), dtype=torch.int64).expand(LAYERS, KV_HEADS, -1)
 
 
 def contents(tokens: list[int], positions: torch.Tensor, stamps: torch.Tensor | int) -> torch.Tensor:
     """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V that name their token, position, stamp, layer, K or V, and head.
 
-    positions: [LAYERS, KV_HEADS, n]; stamps: one for all, or as positions.
+    Args:
+        positions: [LAYERS, KV_HEADS, n].
+        stamps: one for all, or shaped like `positions`.
     """
     token = torch.tensor(tokens)[positions]
     seed = torch.arange(LAYERS * 2 * KV_HEADS, dtype=torch.float32).reshape(LAYERS, 2, KV_HEADS, 1, 1)

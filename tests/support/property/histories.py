@@ -1,4 +1,4 @@
-"""Random histories of requests, under settings that are given or drawn, with everything checked after every step."""
+"""Random histories of requests, under given or random settings, with everything checked after every step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_triattn.request.options import CompressionOptions
 from simulation import Simulation
 
 STEPS = 40
-"""Of one history, at most."""
+"""Most steps of one history."""
 
 # Few tokens and common stems, so that prefixes are shared often.
 STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
@@ -51,8 +51,8 @@ SETTINGS = st.fixed_dictionaries(
         "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
     }
 )
-# With more recent tokens than come between rounds their order matters: rows are cut before them, or K/V slides where
-# that would cut a page. Pages can be cut where an interval is a number of them.
+# If more tokens are recent than are appended between rounds, their order matters: rows are cut before them, or K/V
+# slides where that would cut a page. Pages can be cut if an interval is a whole number of them.
 LENGTHS = st.sampled_from(
     [
         {"budget": 13, "interval": 7, "recent": 3},
@@ -69,7 +69,7 @@ ASKED = st.sampled_from(["nothing", "nothing", "nothing", "declined", "less", "t
 
 
 class Histories(RuleBasedStateMachine):
-    """Admit, decode, compress, retract, finish, abort, go on from an answer, flush, unmap."""
+    """Admit, decode, compress, retract, finish, abort, continue an answer, flush, unmap."""
 
     options: ClassVar[dict] = {}
     varied: ClassVar[bool] = False
@@ -80,13 +80,13 @@ class Histories(RuleBasedStateMachine):
         drawn = {**settings, **lengths} if self.varied else {}
         chosen = {**drawn, **self.options}
         if chosen.get("selection") != "per-layer-head":
-            # It has no meaning there.
+            # It has no meaning for other selections.
             chosen.pop("value_share", None)
         self.sim = Simulation(**chosen)
         self.counts["histories"] += 1
 
     def _admit(self, running, chunk, abort_at=None):
-        # Chunks end on pages, as SGLang's do.
+        # Chunks end at page boundaries, like SGLang's.
         chunk = max(chunk - chunk % self.sim.page_size, self.sim.page_size)
         return self.sim.admit(running, chunk, lambda chunked: check_rounds(self.sim, chunked), abort_at)
 
@@ -123,7 +123,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.sim.finished or self.sim.running or self.sim.waiting)
     @rule(which=st.integers(0, 99), tail=st.lists(TOKENS, min_size=1, max_size=4), thinks=st.booleans())
     def next_turn(self, which, tail, thinks):
-        """A multi-turn client: what a request said, or has said so far, comes back as a prompt."""
+        """A multi-turn client: a request's text, finished or so far, comes back as a prompt."""
         unfinished = [running.tokens for running in (*self.sim.running, *self.sim.waiting)]
         said = [*self.sim.finished, *unfinished]
         history = said[which % len(said)]
@@ -140,7 +140,7 @@ class Histories(RuleBasedStateMachine):
         abort_at=ABORTS,
     )
     def talk(self, name, tail, chunk, other, steps, thinks, barred, abort_at):
-        """A turn of a conversation: it goes on from what was said, or says something else under the same name."""
+        """A turn of a conversation: it continues the conversation's text, or says something else under its name."""
         said = self.sim.spoken.get(name, [])
         if other or len(said) > 110:
             said = [7] * 3
@@ -184,7 +184,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.sim.running or self.sim.conversations.records())
     @rule(busy=RARELY, unmap=st.booleans())
     def flush(self, busy, unmap):
-        """A flush, or the release of the KV memory; SGLang refuses while a request runs, or for other work."""
+        """A flush, or the release of the KV memory; SGLang refuses while a request runs or other work is queued."""
         sim, granted = self.sim, not (busy or self.sim.running)
         idle = list(sim.conversations.records())
         assert (release_memory if unmap else flush)(sim, granted=granted) == granted
@@ -212,7 +212,7 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self):
         if not hasattr(self, "sim") or sys.exc_info()[0] is not None:
-            # A violation is reported as it was found, not by what it does to the end.
+            # Report the violation itself, not what it does to the end of the history.
             return
         for running in list(self.sim.running):
             self.sim.release(running, finish=True)
@@ -223,13 +223,13 @@ class Histories(RuleBasedStateMachine):
 
 
 def run_histories(examples: int, *, start: int | None = None, varied: bool = False, **options) -> Counter:
-    """Random histories; how often what happened in them.
+    """Runs random histories and counts their events.
 
     Args:
-        examples: histories.
-        start: of the random numbers; None for the same ones in every run.
+        examples: number of histories.
+        start: seed of the random numbers; None for the same ones in every run.
         varied: whether each history draws its settings, and its requests ask for settings of their own.
-        options: of every Simulation.
+        options: for every Simulation.
     """
     counts = Counter()
     machine = type("Machine", (Histories,), {"options": options, "varied": varied, "counts": counts})
@@ -244,7 +244,7 @@ def run_histories(examples: int, *, start: int | None = None, varied: bool = Fal
             database=None,
             report_multiple_bugs=False,
             deadline=None,
-            # A failure is found again by its seed; making it smaller takes minutes.
+            # A failure is reproduced by its seed; shrinking it takes minutes.
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         ),

@@ -1,4 +1,4 @@
-"""SGLang's real tree, allocator, row table and KV pool, small, with this package's compressor on them."""
+"""SGLang's real tree, allocator, row table and KV pool, in small, with this package's compressor on top."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Memory:
     """A server's memory.
 
     Args:
-        pool: slots.
+        pool: number of slots.
         strip_thinking: SGLang's --strip-thinking-cache.
-        force_miss: SGLang's SGLANG_RADIX_FORCE_MISS: every prompt is computed anew, and the tree takes it as a copy of
-            what it has, as it does of prompts that are admitted together.
+        force_miss: SGLang's SGLANG_RADIX_FORCE_MISS: every prompt is computed again, and the tree receives a copy of
+            what it already has, as it does for prompts that are admitted together.
         eviction: SGLang's --radix-eviction-policy.
         settings: fields of the server's Config.
     """
@@ -110,12 +110,12 @@ class Memory:
 
     @contextmanager
     def flags(self):
-        """SGLang's settings that say what a row gives to the tree."""
+        """SGLang's settings that decide what a row gives to the tree."""
         with get_serving().override(strip_thinking_cache=self.strip_thinking):
             yield
 
     def content(self, slots: torch.Tensor) -> torch.Tensor:
-        """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V of `slots`, as they are in the pool."""
+        """[n, LAYERS, 2, KV_HEADS, HEAD_DIM]: K and V at `slots`, as the pool holds them."""
         buffers = [
             buffer[slots.long()] for pair in zip(self.pool.k_buffer, self.pool.v_buffer, strict=True) for buffer in pair
         ]

@@ -1,4 +1,4 @@
-"""SGLang's own flush and its memory saver over the simulation: what is reset, what is unmapped, and in which order."""
+"""SGLang's own flush and memory saver on the simulation: what is reset, what is unmapped, and in which order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from simulation import Simulation
 
 
 class Unmapped(torch.Tensor):
-    """Memory that is not there: every access ends the run, as it ends a GPU's process."""
+    """Memory that is unmapped: every access ends the run, as it ends a process on a GPU."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -23,7 +23,7 @@ class Unmapped(torch.Tensor):
 
 
 class MemorySaver:
-    """In the place of SGLang's adapter; `tensors` are what SGLang allocates in the region that it calls kv_cache."""
+    """Takes the place of SGLang's adapter; `tensors` are what SGLang allocates in the region that it calls kv_cache."""
 
     def __init__(self, sim: Simulation) -> None:
         self.tensors = [sim.rows.req_to_token, *sim.pool.k_buffer, *sim.pool.v_buffer]
@@ -34,7 +34,7 @@ class MemorySaver:
             tensor.__class__ = Unmapped
 
     def resume(self, *, lost: bool) -> None:
-        """Maps the memory again; lost: with anything in it."""
+        """Maps the memory again; if `lost`, with arbitrary content."""
         for tensor in self.tensors:
             tensor.__class__ = torch.Tensor
             if lost:
@@ -42,13 +42,14 @@ class MemorySaver:
 
 
 def flush(sim: Simulation, *, granted: bool) -> bool:
-    """SGLang's `Scheduler.flush_cache` with this package's hook; whether it flushed.
+    """SGLang's `Scheduler.flush_cache` with this package's hook; returns whether it flushed.
 
-    granted: what SGLang finds when it looks whether the server is idle.
+    Args:
+        granted: what SGLang finds when it checks whether the server is idle.
     """
     scheduler = SimpleNamespace(
         is_fully_idle=lambda ignore_waiting=False: granted,
-        # A paused server flushes with requests in its queue; these hold no rows.
+        # A paused server flushes although requests are queued; these hold no rows.
         _engine_paused=True,
         tree_cache=sim.tree,
         req_to_token_pool=sim.rows,
@@ -63,7 +64,7 @@ def flush(sim: Simulation, *, granted: bool) -> bool:
 
 
 def hooked(sim: Simulation, function: Any) -> Any:
-    """A method of SGLang as the hook of the simulation's conversations on it makes it."""
+    """A method of SGLang with the hook of the simulation's conversations applied."""
     (hook,) = [hook for hook in sim.conversations.hooks() if hook.target.endswith("." + function.__qualname__)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +79,7 @@ def hooked(sim: Simulation, function: Any) -> Any:
 
 
 def release_memory(sim: Simulation, *, granted: bool) -> bool:
-    """SGLang's `release_memory_occupation` and the way back; whether it flushed."""
+    """SGLang's `release_memory_occupation` and the return; returns whether it flushed."""
     saver, flushed = MemorySaver(sim), []
     updater = SimpleNamespace(
         is_fully_idle=lambda ignore_waiting=False: True,
@@ -89,7 +90,7 @@ def release_memory(sim: Simulation, *, granted: bool) -> bool:
     )
     try:
         asked = ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
-        # Its last line waits for the device, which a machine without one does not have.
+        # Its last line waits for the device, which a machine without one cannot do.
         with patch.object(torch, "get_device_module", lambda: torch.cpu):
             SchedulerWeightUpdaterManager.release_memory_occupation(updater, asked)
         # The next step looks for rows while nothing is mapped.

@@ -21,7 +21,7 @@ from simulation import CONTEXT, Simulation
 
 
 def history(**options) -> list[torch.Tensor]:
-    """Positions that three requests of unequal length hold in the end, after a few rounds each."""
+    """Positions that three requests of unequal length hold at the end, after a few rounds each."""
     sim = Simulation(**options)
     requests = [sim.request([5] * 8 + [tail] * (1 + tail)) for tail in range(3)]
     for request in requests:
@@ -48,7 +48,7 @@ def history(**options) -> list[torch.Tensor]:
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
 def test_kernels_keep_what_their_twins_keep(page_size, settings):
-    """Prevents arguments that reach a kernel in another dtype, order or unit than its reference understands."""
+    """Prevents arguments from reaching a kernel in another dtype, order or unit than its reference understands."""
     with_kernels, without = (history(page_size=page_size, kernels=kernels, **settings) for kernels in (True, False))
     for one, other in zip(with_kernels, without, strict=True):
         assert torch.equal(one, other)
@@ -65,7 +65,7 @@ KERNELS = (
 
 
 class Recorded:
-    """A kernel that writes down with which compile-time settings it is launched."""
+    """A kernel that records the compile-time settings it is launched with."""
 
     def __init__(self, kernel, name: str, seen: set) -> None:
         self._kernel, self._name, self._seen = kernel, name, seen
@@ -94,7 +94,7 @@ def rehearse(sim: Simulation) -> None:
 def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_size, selection, share, monkeypatch):
     """Prevents a compilation while requests wait, and a warm-up that touches a slot, a row or the books."""
     rehearsed, served = set(), set()
-    # So that rows of these lengths are long ones too, for one program and for the memory of all layers.
+    # Makes rows of these lengths long, both for one program and for the memory of all layers.
     monkeypatch.setattr(keep_kernel, "BLOCK", 16)
     sim = Simulation(page_size, kernels=True, selection=selection, value_share=share)
     sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, num_tokens=20, limit=0)

@@ -1,4 +1,4 @@
-"""A request of the simulation, with an account of its own of what its row holds."""
+"""A request of the simulation, with an independent account of what its row holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from sglang_triattn.patches.scheduler import request as requests_patch
 
 @dataclass(eq=False)
 class Running:
-    """A request and the independent account of it: the logical position of every KV entry of its row.
+    """A request and the independent account of it: the logical position of every KV entry in its row.
 
-    positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
-    prompt_length: of its first turn, where it goes on behind another's row.
-    thinks: whether its answer begins with reasoning.
-    barred: whether SGLang itself keeps its row out of the tree.
+    Attributes:
+        positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
+        prompt_length: that of its first turn, if it resumed another request's row.
+        thinks: whether its answer begins with reasoning.
+        barred: whether SGLang itself keeps its row out of the tree.
     """
 
     req: Req

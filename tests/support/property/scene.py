@@ -1,4 +1,4 @@
-"""Requests and a conversation in the middle of their lives, for tests that spoil the books of one of them."""
+"""Requests and a conversation in mid-life, for tests that corrupt the books of one of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A scheduler in miniature over SGLang's real tree, allocator, row table, KV pool and requests.
 
-Every K/V row that a request computes is a content oracle: it says which layer and head it is of, which token it is, at
-which logical position, and whether it was computed before its request's first eviction (exact) or by which request
-after it (tainted). Whatever moves, whoever reads a row back finds out whose content it holds.
+Every K/V row that a request computes is a content oracle: it says which layer, head, token and logical position it
+belongs to, and whether it was computed before its request's first eviction (exact) or, after that, by which request
+(tainted). Whatever moves, reading a row back shows whose content it holds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ THINK_END = 4
 
 
 class Simulation(Memory):
-    """Admission, decode, rounds, retraction and release as SGLang's scheduler does them, one step at a time."""
+    """Admission, decode, rounds, retraction and release as in SGLang's scheduler, one step at a time."""
 
     def __init__(self, *args, **options) -> None:
-        """Arguments as for Memory."""
+        """Takes the arguments of Memory."""
         super().__init__(*args, **options)
         self.running: list[Running] = []
         self.waiting: list[Running] = []
@@ -45,7 +45,7 @@ class Simulation(Memory):
         self._serial = 0
 
     def counts(self) -> dict[str, int]:
-        """How often what happened."""
+        """How often each event happened."""
         return {
             "rounds": self.rounds,
             "early rounds": self.early_rounds,
@@ -85,11 +85,11 @@ class Simulation(Memory):
         between_chunks: Callable[[Running], None] = lambda _: None,
         abort_at: int | None = None,
     ) -> bool:
-        """Prefill in chunks of `chunk` tokens; False, and nothing changed, where the pool has no room.
+        """Prefills in chunks of `chunk` tokens; returns False, with nothing changed, if the pool has no room.
 
         Args:
-            between_chunks: runs the rounds between two chunks, and brings the account up to date.
-            abort_at: where the client goes away: 2n before the rounds behind chunk n, 2n + 1 after them.
+            between_chunks: runs the rounds between two chunks and updates the account.
+            abort_at: when the client goes away: 2n before the rounds that follow chunk n, 2n + 1 after them.
         """
         req, owner = running.req, requests_patch.owner_of(running.req)
         with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
@@ -135,11 +135,11 @@ class Simulation(Memory):
         return True
 
     def _check_start(self, owner: CompressedRequest, acquired: bool, was_idle: bool) -> None:
-        """What the client is told of its conversation, against the account of what was kept."""
+        """Checks what the client is told about its conversation against the account of what was kept."""
         if acquired:
             expected = {"resumed"}
         elif was_idle:
-            # It may have made room for this very request.
+            # It may have made way for this very request.
             expected = {"diverged", "lost"}
         else:
             expected = {"lost" if owner.conversation in self.kept_once else "new"}
@@ -154,7 +154,7 @@ class Simulation(Memory):
         self.aborted_prefills += 1
 
     def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
-        """One chunk; True after the last."""
+        """Prefills one chunk; True after the last."""
         req = running.req
         start, end = req.prefix_len, min(len(req.full_untruncated_fill_ids), req.prefix_len + chunk)
         req.extend_end = end
@@ -168,7 +168,7 @@ class Simulation(Memory):
         return end == len(req.full_untruncated_fill_ids)
 
     def _stash_new(self, req: Req) -> None:
-        # A round between two chunks has given the tree its part already.
+        # A round between two chunks has already given the tree its part.
         if req.extend_end > req.prefix_len:
             self.stash(req)
 
@@ -176,14 +176,14 @@ class Simulation(Memory):
         chunked_prefill._show_ids_behind_row(Req.init_next_round_input, req, *tree)
 
     def decode(self, running: Running) -> bool:
-        """One more token; False where neither context nor pool has room for it."""
+        """One more token; False if the context or the pool has no room for it."""
         if not self._compute_last(running):
             return False
         self._say(running)
         return True
 
     def _compute_last(self, running: Running) -> bool:
-        """K/V of the newest token."""
+        """Computes K/V of the newest token."""
         kv = running.req.kv
         length = kv.kv_allocated_len
         position = length + running.evicted
@@ -203,7 +203,7 @@ class Simulation(Memory):
             req.update_reasoning_tokens(token, [THINK_END])
 
     def compress(self, chunked: Running | None = None) -> SimpleNamespace:
-        """Due rounds of the running batch and of a prefill between two chunks; returns the batch as they left it."""
+        """Runs due rounds of the running batch and of a prefill between two chunks; returns the batch afterwards."""
         lengths = torch.tensor([r.req.kv.kv_allocated_len for r in self.running])
         logical = torch.tensor([r.req.kv.kv_allocated_len + r.evicted for r in self.running], dtype=torch.int32)
         batch = SimpleNamespace(
@@ -218,12 +218,12 @@ class Simulation(Memory):
         return batch
 
     def release(self, running: Running, *, finish: bool, abort: bool = False, overrun: bool = False) -> None:
-        """The end of a request, or of its row.
+        """Ends a request, or only its row.
 
         Args:
-            finish: its answer is complete; else it is retracted.
+            finish: its answer is complete; otherwise it is retracted.
             abort: it finishes because its client went away.
-            overrun: with overlap, its newest token's K/V was computed before anyone knew that it was the last.
+            overrun: with overlap, the K/V of its newest token was computed before anyone knew that it was the last.
         """
         self.running.remove(running)
         req, owner = running.req, requests_patch.owner_of(running.req)
@@ -243,7 +243,7 @@ class Simulation(Memory):
         if owner.kept:
             assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
             self.kept_once.add(owner.conversation)
-            # Of a name that several requests have at once, the row of the last that left one waits.
+            # If several requests share a name, the row of the last one that left one is kept.
             self.talks[owner.conversation] = held, running.first_tainted, running.prompt_length, req.serial
         elif finish:
             assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
@@ -252,7 +252,7 @@ class Simulation(Memory):
             self.spoken[owner.conversation] = running.tokens
 
     def _for_the_tree(self, running: Running) -> tuple[int, int]:
-        """Entries that the tree must have of a finished request's row, and that it may have at most."""
+        """Entries of a finished request's row that the tree must have, and the most that it may have."""
         req = running.req
         exact = exact_length(running.positions)
         if running.barred or not self.radix:
@@ -265,7 +265,7 @@ class Simulation(Memory):
         return exact, exact
 
     def matched(self, tokens: list[int]) -> int:
-        """Of how many of the first `tokens` the tree has K/V."""
+        """How many of the first `tokens` the tree has K/V for."""
         probe = Req("probe", "", array("q", [*tokens, 0]), SamplingParams(max_new_tokens=1))
         probe.init_next_round_input(self.tree)
         return probe.prefix_len
@@ -286,5 +286,5 @@ class Simulation(Memory):
             v[slots.long()] = content[:, layer, 1]
 
     def _next_token(self, running: Running) -> int:
-        # A function of what came before, so that retracted and repeated requests go on alike.
+        # Depends only on what came before, so that retracted and repeated requests continue alike.
         return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5

@@ -1,4 +1,4 @@
-"""The census over a simulation: a scheduler of which it reads no more than it reads of SGLang's."""
+"""The census on a simulation, through a scheduler that has only what the census reads of SGLang's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def census_of(sim: Simulation, scheduler: SimpleNamespace) -> Census:
 
 
 def take_census(sim: Simulation) -> None:
-    """Raises IntegrityError where the simulation's books are wrong."""
+    """Raises IntegrityError if the simulation's books are wrong."""
     scheduler = server_of(sim)
     census_of(sim, scheduler).on_idle(scheduler)
 

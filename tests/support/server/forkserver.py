@@ -1,6 +1,6 @@
-"""The process from which the tests' servers are forked, see `warm`. Imports nothing of this project.
+"""The process from which the tests' servers are forked, see `warm`. Imports nothing from this project.
 
-forkserver --forks--> server --forks at once--> preforked, which become what it spawns later
+forkserver --forks--> server --forks at once--> preforked processes, which become what it spawns later
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import util
 
-# What SGLang's modules import for longest.
+# The packages that SGLang's modules take longest to import.
 PACKAGES = (
     "torch", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx", "transformers.activations",
     "transformers.modeling_gguf_pytorch_utils", "transformers.modeling_layers", "flashinfer", "triton_kernels.tensor",
@@ -26,19 +26,19 @@ PACKAGES = (
     "xgrammar", "timm", "quack", "torchcodec", "IPython", "uvicorn", "uvloop", "watchfiles", "lxml.etree",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
-# Schedulers of two ranks and a detokenizer; a server that spawns more starts the others as new interpreters.
+# Schedulers of two ranks and a detokenizer; a server that spawns more starts the rest as new interpreters.
 PREFORKED = 3
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 32
 
 
 def run_forkserver(ours: socket.socket) -> None:
-    """Answers requests until the test process is gone. Returns in each server, ready to run as `sys.argv` says."""
+    """Answers requests until the test process is gone. Returns in each server, ready to run what `sys.argv` says."""
     for name in PACKAGES:
         importlib.import_module(name)
     early = [name for name in sys.modules if name.split(".")[0] in OURS]
     assert not early, f"imported before its time: {early}"
-    # Collections in the servers, dozens while they import, then pass over what is here.
+    # Garbage collections in the servers, dozens of them during imports, then skip what exists here.
     gc.freeze()
     while True:
         data, files, *_ = socket.recv_fds(ours, LARGEST_MESSAGE, MOST_FILES)
@@ -78,8 +78,8 @@ def adopt_environment(env: dict[str, str], folder: str) -> None:
 
 
 def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:
-    """Adds a process to `preforked`. Returns twice: at once None, and in the new process, when its time has come, what
-    to run."""
+    """Adds a process to `preforked`. Returns twice: None at once, and in the new process, when it is needed, what to
+    run."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid:
@@ -93,7 +93,7 @@ def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:
         os._exit(0)
     theirs.close()
     request = json.loads(data)
-    # Out of the way first: a number that is wanted may be one of these.
+    # Moved out of the way first: a wanted number may be one of these.
     free = max(*files, *request["numbers"]) + 1
     for number, file in enumerate(files):
         os.dup2(file, free + number)
@@ -109,7 +109,7 @@ def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:
 
 
 def spawn_from(preforked: list[tuple[int, socket.socket]]) -> None:
-    """Lets `multiprocessing` take a preforked process instead of a new interpreter, while there is one."""
+    """Makes `multiprocessing` take a preforked process instead of a new interpreter, while there is one."""
     spawn = util.spawnv_passfds
 
     def spawn_warm(path: bytes, arguments: Sequence[str], files: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""What the server tests share: a tiny model, its statistics, and a client of a real server with every check on."""
+"""Shared by the server tests: a tiny model, its statistics, and a client of a real server with every check on."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from tiny_model import VOCABULARY, TinyModel
 
 
 def own_core() -> int:
-    """The core of this test process's servers; processes that run side by side have different ones."""
+    """The core for this test process's servers; test processes that run side by side have different ones."""
     cores = sorted(os.sched_getaffinity(0))
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
     return cores[-1 - int(worker) % len(cores)]
 
 
 def two_cores() -> dict[str, str]:
-    """The environment in which two ranks run on a core each."""
+    """The environment in which two ranks run on one core each."""
     cores = sorted(os.sched_getaffinity(0))
     return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
 
 
 def unused_architectures() -> str:
-    """SGLang's modules of models that no server here has: importing them is a sixth of a start."""
+    """SGLang's modules for models that no server here has: importing them takes a sixth of a start."""
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     modules = {path.stem for path in (Path(package) / "srt" / "models").glob("*.py")}
     return ",".join(sorted(modules - {"glm4", "llama"}))
 
 
-# SGLang's own checks of its books and the census: they end the scheduler at the first slot that is lost, owned twice or
-# freed twice.
+# SGLang's own checks of its books and the census: they end the scheduler at the first slot that is lost, owned twice
+# or freed twice.
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -45,9 +45,9 @@ STRICT = {
     "SGLANG_DEBUG_MEMORY_POOL": "1",
     "SGLANG_TRIATTN_CHECK": "1",
     "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(),
-    # Without it a look at /health takes a second. Whether the scheduler lives is asked in `Client.assert_alive`.
+    # Otherwise a query of /health takes a second. `Client.assert_alive` checks whether the scheduler is alive.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-    # One thread for each server: two threads that spin for one another are many times slower on a busy machine.
+    # One thread per server: two threads that spin for one another are many times slower on a busy machine.
     "SGLANG_CPU_OMP_THREADS_BIND": str(own_core()),
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
@@ -55,7 +55,7 @@ POOL = 6144
 
 
 def plain_args() -> list[str]:
-    """A server of the tiny model without compression. Requests are token ids, so that no tokenizer is needed."""
+    """Arguments of a server of the tiny model without compression. Requests are token ids, so it needs no tokenizer."""
     args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--sleep-on-idle"]
     return [*args, "--random-seed", "1"]
 
@@ -68,7 +68,7 @@ def compressed_args(tiny: TinyModel, *more: str) -> list[str]:
 
 
 def greedy(tokens: int, **sampling: Any) -> dict[str, Any]:
-    """Sampling parameters of an answer of this length: greedy, past the end-of-text token, unless told otherwise."""
+    """Sampling parameters for `tokens` tokens: greedy and past the end-of-text token, unless overridden."""
     return {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, **sampling}
 
 
@@ -91,13 +91,13 @@ class Client:
     def generate_all(
         self, prompts: list[list[int]], tokens: int, *, logprobs: bool = False, **sampling: Any
     ) -> list[dict[str, Any]]:
-        """All at once, so that the server batches them."""
+        """Sends all prompts at once, so that the server batches them."""
         return self.generate_each([(ids, greedy(tokens, **sampling)) for ids in prompts], logprobs=logprobs)
 
     def generate_each(
         self, asked: list[tuple[list[int], dict[str, Any]]], *, logprobs: bool = False
     ) -> list[dict[str, Any]]:
-        """Prompts, each with its sampling parameters, in one HTTP request, so that they arrive together."""
+        """Sends prompts, each with its sampling parameters, in one HTTP request, so that they arrive together."""
         return self._generate([ids for ids, _ in asked], [sampling for _, sampling in asked], logprobs, None)
 
     def _generate(self, ids: list, sampling: Any, logprobs: bool, lora: str | None) -> Any:
@@ -125,14 +125,14 @@ class Client:
         return sum(load["num_used_tokens"] for load in loads)
 
     def flush(self, wait_s: int = 30) -> None:
-        """Waits until the server is idle: SGLang sends the last token of an answer a step before."""
+        """Waits until the server is idle, then flushes: SGLang sends an answer's last token one step before that."""
         response = requests.post(f"{self.url}/flush_cache?timeout={wait_s}", timeout=60)
         assert response.status_code == 200, response.text
 
     def assert_alive(self) -> None:
-        """The strict checks end the scheduler, and with it the server, when the books do not balance."""
+        """The strict checks end the scheduler, and with it the server, if the books do not balance."""
         try:
-            # An idle scheduler checks its books between two questions.
+            # An idle scheduler checks its books between two queries.
             self._internal_state()
             self._internal_state()
         except requests.RequestException as error:
@@ -141,7 +141,7 @@ class Client:
 
 
 def assert_pool_is_whole(client: Client) -> None:
-    """An idle server with an empty tree must have every slot of its pool free; its strict idle check says so too."""
+    """An idle server with an empty tree must have every slot of its pool free; its strict idle check agrees."""
     client.flush()
     client.assert_alive()
     assert client.slots_in_use() == 0
@@ -157,7 +157,7 @@ def compression(response: dict[str, Any]) -> dict[str, int]:
 
 
 def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens, 5]: the served top log-probabilities, and [tokens, 5] their token ids."""
+    """[tokens, 5]: the served top log-probabilities, and [tokens, 5]: their token ids."""
     top = response["meta_info"]["output_top_logprobs"]
     values = torch.tensor([[entry[0] for entry in step] for step in top])
     tokens = torch.tensor([[entry[1] for entry in step] for step in top])
@@ -165,7 +165,7 @@ def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def install_plugin(folder: Path, name: str, source: str) -> None:
-    """Makes `folder`, once on PYTHONPATH, an installed SGLang plugin: a module `name` that has an `activate`."""
+    """Makes `folder`, once on PYTHONPATH, an installed SGLang plugin: a module `name` with an `activate` function."""
     info = folder / f"triattn_{name}-0.0.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triattn-{name}\nVersion: 0.0.0\n")
@@ -174,7 +174,7 @@ def install_plugin(folder: Path, name: str, source: str) -> None:
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH with `folders` in front."""
+    """PYTHONPATH with `folders` at the front."""
     old = os.environ.get("PYTHONPATH")
     return os.pathsep.join([*map(str, folders), *([old] if old else [])])
 

@@ -1,8 +1,8 @@
-"""A second SGLang plugin, for tests alone: writes down what every head of every layer holds after each forward pass.
+"""A second SGLang plugin, only for tests: records what every head of every layer holds after each forward pass.
 
-Loaded as `probe` is. Appends one JSON line for each batch to the file named by PROBE_FILE: request id -> numbers
-[L][H_kv][entries of the row], each made of the bytes of one entry's K and V. Tokens at different positions have
-different ones.
+Loaded like `probe`. Appends one JSON line per batch to the file named by PROBE_FILE: request id -> numbers
+[L][H_kv][entries of the row], each computed from the bytes of one entry's K and V. Tokens at different positions have
+different numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def record(_, scheduler, batch, *__, **___) -> None:
 
 
 def number_of(entries: torch.Tensor) -> torch.Tensor:
-    """[n, H_kv] int64 of entries [n, H_kv, head_dim], by all their bytes."""
+    """[n, H_kv] int64 from all bytes of entries [n, H_kv, head_dim]."""
     words = entries.contiguous().view(torch.int32).long()
     return (words * torch.arange(1, 2 * words.shape[-1], 2)).sum(-1)

@@ -17,18 +17,18 @@ class Ended:
     code: int
     output: str
     cpu_seconds: float = 0.0
-    """Of the process and its children: a busy machine does not change them."""
+    """CPU seconds of the process and its children, which a busy machine does not change."""
 
     @property
     def error(self) -> str:
-        """The one line that is meant for the user."""
+        """The one line that is for the user."""
         lines = [line for line in self.output.splitlines() if line.startswith("sglang-triattn: error: ")]
         assert len(lines) == 1, self.output[-3000:]
         return lines[0].removeprefix("sglang-triattn: error: ")
 
 
 def run_python(*arguments: str, env: dict[str, str] | None = None, cwd: str | None = None) -> Ended:
-    """Runs this Python from an empty folder, offline, until it ends by itself."""
+    """Runs this Python from an empty folder, offline, until it exits by itself."""
     before = _cpu_seconds_of_children()
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -52,7 +52,7 @@ def launch(*arguments: object, **options) -> Ended:
     return run_python("-m", "sglang.launch_server", *map(str, arguments), **options)
 
 
-# Resolves each command line as launch_server does before it starts any process, and tells how that went. One process
+# Resolves each command line as launch_server does before it starts any process, and reports how that went. One process
 # for all of them, because importing SGLang takes longer than resolving.
 _RESOLVE = """
 import contextlib, io, json, os, sys
@@ -79,7 +79,7 @@ print("RESULTS" + json.dumps(results))
 
 
 def resolve(cases: Sequence[tuple[Sequence[object], dict[str, str]]]) -> list[Ended]:
-    """Outcome of resolving each (command line, environment)."""
+    """Outcomes of resolving each (command line, environment)."""
     request = [{"argv": [str(word) for word in argv], "env": env} for argv, env in cases]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(

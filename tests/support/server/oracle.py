@@ -1,9 +1,9 @@
-"""An independent account of what a compressed request computes, by `transformers` and the paper's formulas.
+"""An independent account of what a compressed request computes, from `transformers` and the paper's formulas.
 
 Nothing here uses the project's code. The same tokens go through the model with evicted positions masked out: no row,
 no slot, no page, no compaction, just "this query may see these positions". Keys are rotated back and scored by the
-definition (phases between the next position and each key's own position, 17 offsets, float64), which is another
-formula than the one that serves.
+definition (phases between the next position and each key's own position, 17 offsets, float64), a different formula
+from the one that serves.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from harness import BUDGET, INTERVAL, RECENT
 from tiny_model import TinyModel
 
 TOLERANCE = 2e-3
-"""Between served and recomputed log-probabilities, whose sums run in other orders."""
+"""Between served and recomputed log-probabilities, whose sums run in different orders."""
 
 VALUE_SHARE = 0.8
-"""The server's default for sets of each head of each layer."""
+"""The server's default for kept sets per head of each layer."""
 
 OFFSETS = [2**power for power in range(17)]
 
 
 class RoundedCache(DynamicCache):
-    """Holds what a KV cache of another dtype would give back."""
+    """Holds what a KV cache of another dtype would return."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,16 +46,16 @@ class Oracle:
     Args:
         model: transformers model in float32.
         mean, abs_mean: the statistics, [L, H_q, F].
-        inv_freq: [F] float64, of the first 2F dims of each head.
+        inv_freq: [F] float64, for the first 2F dims of each head.
         num_kv_heads: KV heads.
         budget, interval, recent: the server's settings, in tokens.
         selection: "shared-mean", "union", "per-head" or "per-layer-head".
         aggregation: "mean" or "max".
-        interleaved: whether dims 2f and 2f + 1 turn together, not f and f + F.
+        interleaved: whether dims 2f and 2f + 1 rotate together, rather than f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
-        total: whether the frozen tokens count in the budget.
-        value_share: share of the tokens kept besides the newest that each head of each layer chooses by how far
-            their values lie from the mean of the newest; None for the server's default.
+        total: whether frozen tokens count towards the budget.
+        value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
+            of their values from the mean of the newest; None for the server's default.
     """
 
     model: torch.nn.Module
@@ -90,9 +90,9 @@ class Oracle:
             ids: prompt and output.
             prompt_length: tokens of the prompt.
             frozen: first position that may be evicted.
-            cached: first tokens of the prompt that were computed beforehand.
-            chunk: tokens of the prompt that are computed at once, with rounds between; the whole by default.
-            pauses: [first, behind the last) tokens during which no round runs.
+            cached: leading tokens of the prompt that were computed beforehand.
+            chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
+            pauses: half-open ranges [first, end) of tokens during which no round runs.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -113,14 +113,14 @@ class Oracle:
             if done == len(ids):
                 return torch.cat(outputs).log_softmax(-1), rounds
             private = int(visible[0, 0, frozen:done].sum())
-            # The first token behind the prompt is computed before the server looks at the request again.
+            # The first token after the prompt is computed before the server looks at the request again.
             if private >= keep + self.interval and done != prompt_length and done != cached:
                 visible[..., frozen:done] = self._kept(cache, visible[..., frozen:done], frozen, done, keep)
                 private, rounds = keep, rounds + 1
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
             else:
-                # Up to the next round every query sees what it sees now, and the tokens since.
+                # Until the next round every query sees what is visible now and the tokens since.
                 size = min(max(keep + self.interval - private, 1), len(ids) - done)
             for first, behind in pauses:
                 if first <= done < behind:
@@ -158,7 +158,7 @@ class Oracle:
     def _kept(
         self, cache: DynamicCache, visible: torch.Tensor, frozen: int, next_position: int, keep: int
     ) -> torch.Tensor:
-        """Which private positions stay, [L, H_kv, n]: the newest, those with large values, and the best of the others
+        """Private positions that stay, [L, H_kv, n]: the newest, those with large values, and the best of the others
         by their merged z-scores."""
         layers, heads = self.mean.shape[:2]
         group = heads // self.num_kv_heads
@@ -215,7 +215,7 @@ class Oracle:
 
 
 def oracle_of(tiny: TinyModel) -> Oracle:
-    """The oracle of a test model under the settings that the tests' servers run with."""
+    """The oracle for a test model under the settings of the tests' servers."""
     stats, model = load_file(tiny.stats), tiny.load()
     return Oracle(
         model=model,

@@ -1,7 +1,7 @@
-"""A second SGLang plugin, for tests alone: writes down every decode batch as the real scheduler runs it.
+"""A second SGLang plugin, only for tests: records every decode batch as the real scheduler runs it.
 
-Loaded through an entry point of its own (see `harness.install_plugin`), it sees the rows, lengths and K/V that the next
-forward pass will use, and appends one JSON line for each decode step to the file named by PROBE_FILE.
+Loaded through its own entry point (see `harness.install_plugin`), it sees the rows, lengths and K/V that the next
+forward pass will use, and appends one JSON line per decode step to the file named by PROBE_FILE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def activate() -> None:
 
 
 def record(scheduler, batch, *_, **__) -> None:
-    """One line: for each request its lengths, its slots and what they hold, and a checksum of its frozen K/V bytes."""
+    """Writes one line: each request's lengths, its slots and their content, and a checksum of its frozen K/V bytes."""
     if not batch.forward_mode.is_decode():
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -42,7 +42,7 @@ def record(scheduler, batch, *_, **__) -> None:
                 "logical": int(batch.orig_seq_lens[index]),
                 "checksum": checksum,
                 "retractions": request.retraction_count,
-                # With overlap the token that the queued step draws is not among them yet.
+                # With overlap, the token that the queued step samples is not among them yet.
                 "known": len(request.origin_input_ids) + len(request.output_ids),
                 **contents(pool, rows[request.kv.req_pool_idx, : int(batch.seq_lens_cpu[index])].long()),
             }
@@ -53,9 +53,9 @@ def record(scheduler, batch, *_, **__) -> None:
 
 
 def contents(pool, slots) -> dict:
-    """Slots of a row, the last of which this step writes; a number for the K/V bytes of each; the newest key there is.
+    """A row's slots, the last of which this step writes; a number for each slot's K/V bytes; the newest key.
 
-    The key is that of the first layer, [H_kv * head_dim], which depends on nothing but its token and position.
+    The key is the first layer's, [H_kv * head_dim], which depends only on its token and position.
     """
     prints = 0
     for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -1,8 +1,8 @@
-"""An SGLang plugin, for tests alone: deterministic inference on a CPU.
+"""An SGLang plugin, only for tests: deterministic inference on a CPU.
 
-SGLang lists the attention backends that it knows to be deterministic on a GPU, and lets plugins add theirs. Its hash of
-seed, position and token is a Triton kernel; another takes its place here, of the same arguments. Its matrix products
-that do not depend on the batch are Triton kernels too, and left out: the tests send one request at a time.
+SGLang lists the attention backends that are deterministic on a GPU, and lets plugins add theirs. Its hash of seed,
+position and token is a Triton kernel; a function with the same arguments replaces it here. Its batch-invariant matrix
+products are Triton kernels too and are left out: the tests send one request at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An SGLang plugin, for tests alone: where there is no CUDA device, memory that SGLang's LoRA wants pinned is ordinary.
+"""An SGLang plugin, only for tests: without a CUDA device, memory that SGLang's LoRA wants pinned stays ordinary.
 
 Pinning only makes copies to a GPU faster. SGLang's LoRA layers pin without asking their platform, which torch refuses
-on a machine without an accelerator; everything else about them runs on CPUs.
+on a machine without an accelerator; everything else in them runs on CPUs.
 """
 
 from __future__ import annotations

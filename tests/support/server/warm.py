@@ -1,11 +1,11 @@
-"""Servers that start in seconds: the packages that SGLang stands on are imported once, and processes forked from there.
+"""Servers that start in seconds: the packages under SGLang are imported once, and processes are forked from there.
 
-A server is three processes, each of which imports torch, transformers, FlashInfer and more for ten seconds. A
-forkserver, one for each test process, has done that once. It has imported neither SGLang nor this package: each process
-of a server does that itself, in its usual order, so that plugins and hooks come as in `python -m sglang.launch_server`.
-The processes are related as there, too: the server leads a session, and what it spawns are its children.
+A server is three processes, each of which imports torch, transformers, FlashInfer and more for ten seconds. One
+forkserver per test process has already done that. It has imported neither SGLang nor this package: each process of a
+server does that itself, in its usual order, so that plugins and hooks load as in `python -m sglang.launch_server`.
+The processes are also related as there: the server leads a session, and what it spawns are its children.
 
-What is not started here starts in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
+Servers that are not started here start in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LONGEST_RUN_S = 300
 
 
 class Forkserver:
-    """The forkserver of this process. Ends with it."""
+    """This process's forkserver; it ends with this process."""
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        """env: for packages that read it while they are imported; that of a process comes later."""
+        """env: for packages that read it on import; each process later gets its own."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", str(Path(__file__).with_name("forkserver.py")), str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=server.environment(env), pass_fds=[theirs.fileno()])
         theirs.close()
 
     def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
-        """A process that leads a session and runs `command`, words behind `python -m`, from `folder` into `log`."""
+        """Runs `command`, the words after `python -m`, from `folder` as leader of a session, with output to `log`."""
         return Process(self, self.ask({"command": list(command), "env": env, "folder": folder}, log))
 
     def ask(self, request: dict, *files: int) -> int | None:
@@ -57,7 +57,7 @@ class Forkserver:
 
 
 class Process:
-    """A child of the forkserver, as far as `subprocess.Popen` is used of it here."""
+    """A child of the forkserver, with the part of `subprocess.Popen` that is used here."""
 
     def __init__(self, forkserver: Forkserver, pid: int) -> None:
         self._forkserver, self.pid, self.returncode = forkserver, pid, None
@@ -68,7 +68,7 @@ class Process:
         return self.returncode
 
     def wait(self) -> int:
-        """To be called once the process has been killed."""
+        """Call only after the process has been killed."""
         while self.poll() is None:
             time.sleep(0.01)
         return self.returncode
@@ -91,7 +91,7 @@ def running_process(forkserver: Forkserver, command: Sequence[str], env: dict[st
 
 @contextmanager
 def running_server(forkserver: Forkserver, model: Path, args: Sequence[str], env: dict[str, str], log_path: Path):
-    """As `server.running_server`."""
+    """Like `server.running_server`."""
     port = server.free_port()
     command = server.launch_command(model, port, args)
     with running_launch(forkserver, command[command.index("-m") + 1 :], port, env, log_path) as running:
@@ -100,7 +100,7 @@ def running_server(forkserver: Forkserver, model: Path, args: Sequence[str], env
 
 @contextmanager
 def running_launch(forkserver: Forkserver, command: Sequence[str], port: int, env: dict[str, str], log_path: Path):
-    """A healthy server, started by `command`, which lets it listen at `port`."""
+    """A healthy server started by `command`, which makes it listen at `port`."""
     with running_process(forkserver, command, env, log_path) as process:
         running = server.Server(process, port, log_path)
         server.wait_until_healthy(running)
@@ -108,7 +108,7 @@ def running_launch(forkserver: Forkserver, command: Sequence[str], port: int, en
 
 
 def run_script(forkserver: Forkserver, script: Path, arguments: Sequence[str], env: dict[str, str]) -> Ended:
-    """Runs a Python file until it ends by itself."""
+    """Runs a Python file until it exits by itself."""
     env = {**env, "PYTHONPATH": python_path(script.parent)}
     return run_module(forkserver, [script.stem, *arguments], env, script.with_suffix(".log"))
 
@@ -124,14 +124,14 @@ if __name__ == "__main__":
 
 
 def run_command(forkserver: Forkserver, folder: Path, arguments: Sequence[object], env: dict[str, str]) -> Ended:
-    """Runs `sglang-triattn` with these arguments until it ends by itself; `folder` is for its script and log."""
+    """Runs `sglang-triattn` with these arguments until it exits by itself; `folder` is for its script and log."""
     script = folder / "command.py"
     script.write_text(COMMAND)
     return run_script(forkserver, script, [str(word) for word in arguments], env)
 
 
 def run_module(forkserver: Forkserver, command: Sequence[object], env: dict[str, str], log_path: Path) -> Ended:
-    """Runs `command`, see `Forkserver.start`, until it ends by itself."""
+    """Runs `command`, see `Forkserver.start`, until it exits by itself."""
     with running_process(forkserver, [str(word) for word in command], env, log_path) as process:
         deadline = time.monotonic() + LONGEST_RUN_S
         while process.poll() is None:

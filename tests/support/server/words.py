@@ -1,4 +1,4 @@
-"""A tokenizer of words for the tiny model, and a chat template whose next turn starts with all ids of the last."""
+"""A word tokenizer for the tiny model, and a chat template whose next turn starts with all ids of the last."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TEMPLATE = (
 
 
 def with_tokenizer(tiny: TinyModel, folder: Path) -> TinyModel:
-    """A copy of the model in `folder` that has a tokenizer with a chat template."""
+    """A copy of the model, in `folder`, with a tokenizer and a chat template."""
     shutil.copytree(tiny.path, folder)
     word_tokenizer().save_pretrained(folder)
     return replace(tiny, path=folder)
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens are words with the space in front of them, as in most models, so that texts join to what was generated."""
+    """Tokens are words including the space before them, as in most models, so that texts join to what was generated."""
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
     vocabulary |= {f" w{index}": index for index in range(FIRST, LAST + 1)}
     vocabulary |= {f" {word}": LAST + 1 + index for index, word in enumerate(NAMED)}
@@ -51,6 +51,6 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def text(seed: int, length: int) -> str:
-    """`length` random words, a token each."""
+    """`length` random words, one token each."""
     draw = random.Random(seed)
     return " ".join(f"w{draw.randint(FIRST, LAST)}" for _ in range(length))

@@ -1,4 +1,4 @@
-"""What the tests of the cache for transformers share: settings, a policy, and how a cache is built."""
+"""Shared by the tests of the cache for transformers: settings, a policy, and how a cache is built."""
 
 import torch
 
@@ -11,7 +11,7 @@ PROMPT, TOKENS = 50, 300
 
 
 class Newest:
-    """Keeps what a sliding window would."""
+    """Keeps what a sliding window would keep."""
 
     def keep(self, slots, lengths, next_positions, keep, recent):
         return (lengths[:, None] - keep + torch.arange(keep))[:, None].expand(-1, 2, -1)

@@ -1,4 +1,4 @@
-"""A pretended torch.cuda: streams, events, and graphs that record operations and replay them on the same tensors."""
+"""A fake torch.cuda: streams, events, and graphs that record operations and replay them on the same tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """Runs every operation and notes it with its tensors."""
+    """Runs every operation and records it with its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph: a replay runs no Python of what was captured."""
+    """Stands in for torch.cuda.CUDAGraph: a replay runs no Python of what was captured."""
 
     def __init__(self) -> None:
         self.recorder, self.replays = Recorder(), 0
@@ -66,7 +66,7 @@ class Log:
 
 
 def pretend_cuda(monkeypatch) -> Log:
-    """Replaces what the benchmarks call of torch.cuda; arguments must fit the real signatures."""
+    """Replaces what the benchmarks call in torch.cuda; arguments must fit the real signatures."""
     log, real = Log(), torch.cuda.graph
 
     def graph():

@@ -13,7 +13,7 @@ SMALL = ["--device", "cpu", "--quick", "--batches", "3", "--contexts", "4096", "
 
 
 class Parts:
-    """The files of benchmarks/ by name, importable for the length of a test."""
+    """The files of benchmarks/ by name, importable for the duration of a test."""
 
     def __init__(self, monkeypatch) -> None:
         monkeypatch.syspath_prepend(str(FOLDER))

@@ -1,4 +1,4 @@
-"""Tests of kernels in a process with Triton's interpreter, so that they run on machines without a GPU too."""
+"""Runs kernel tests in a process with Triton's interpreter, so that they also run on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 
 from checkout import ROOT
 
-# These run side by side with all others: tests of one file stay in one process.
+# These run in parallel with all others; the tests of one file stay in one process.
 SELECTION = ("tests/gpu/test_select_kernel.py", "tests/gpu/test_scorer.py")
 
 
 def assert_pass_interpreted(*arguments: str) -> None:
-    """Runs pytest with these arguments.
+    """Runs pytest with these arguments in a new process.
 
-    A process of its own: a kernel is bound to the interpreter or the compiler when its module is first imported.
+    A kernel is bound to the interpreter or the compiler when its module is first imported.
     """
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", *arguments]

@@ -1,4 +1,4 @@
-"""Configs of known models for tests of `sglang-triattn plan`, and how its table is read."""
+"""Configs of known models for tests of `sglang-triattn plan`, and a reader for its table."""
 
 import re
 
@@ -26,6 +26,6 @@ SMOLLM2 = shape("llama", 576, 30, 9, 3, intermediate_size=1536, vocab_size=49152
 
 
 def rows_of(output: str) -> dict[str, list[int]]:
-    """The table's figures by the name of their row."""
+    """The table's figures by row name."""
     found = re.findall(r"^(\w+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+)$", output, re.M)
     return {name: [int(figure.replace(",", "")) for figure in figures] for name, *figures in found}

@@ -1,4 +1,4 @@
-"""What the tests of the quality benchmark share: its modules, a random model, and streams of random tokens."""
+"""Shared by the tests of the quality benchmark: its modules, a random model, and streams of random tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERVAL = 32
 
 
 def modules() -> SimpleNamespace:
-    """Modules of the benchmark by the ends of their names."""
+    """Modules of the benchmark by the last part of their names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         names = ("ask", "cells", "choices", "policies", "queries", "run", "table", "tokens")
@@ -40,7 +40,7 @@ def words(seed: int, count: int) -> list[int]:
 
 
 def stream_of(bench, model, *, prompt: int = 20, private: int = 200, questions: int = 40):
-    """Random tokens; every other answer is what the model itself goes on with."""
+    """Random tokens; every other answer is how the model itself continues."""
     stream = bench.tokens.Tokens("random", words(1, prompt), words(2, private))
     asked = []
     for number in range(questions):

@@ -1,4 +1,4 @@
-"""Fixtures of a random model for transformers, for the tests of the quality benchmark."""
+"""Fixtures with a random transformers model, for the tests of the quality benchmark."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tiny_models import COMMON, make_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a random model."""
+    """The folder of a random model."""
     return make_model(tmp_path_factory.mktemp("quality") / "model", transformers.LlamaConfig(**COMMON))
 
 

@@ -1,4 +1,4 @@
-"""A model that recalls by hand-made weights: one layer whose question looks for the one fact among fillers."""
+"""A model with hand-made weights that recalls: one layer whose question looks for the one fact among fillers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 FACTS, QUESTION, FILLER = 8, 8, 9
-"""Tokens 0 to 7 are facts and, as answers, their values; then the question, and what says nothing."""
+"""Tokens 0 to 7 are facts and, as answers, their values; then come the question and a filler that says nothing."""
 _WIDTH = 32
-# Dim of a head that RoPE hardly turns, at this theta.
+# A dim of a head that RoPE hardly rotates, at this theta.
 _SLOW, _THETA = 15, 1e9
 _IS_FACT, _IS_QUESTION = 30, 31
 
 
 def recalling_model() -> LlamaForCausalLM:
-    """Behind a question comes the fact that attention finds; without one, token 0."""
+    """After a question comes the fact that attention finds; if there is none, token 0."""
     config = LlamaConfig(
         vocab_size=16,
         hidden_size=_WIDTH,
@@ -34,7 +34,7 @@ def recalling_model() -> LlamaForCausalLM:
             weights.fill_(1.0 if "norm" in name else 0.0)
         layer, embedding = model.model.layers[0].self_attn, model.model.embed_tokens.weight
         for value in range(FACTS):
-            # Dims 0 to 7 of a token are a fact's value, dims 8 to 15 what the answer will be.
+            # Dims 0 to 7 of a token are a fact's value, dims 8 to 15 the coming answer.
             embedding[value, value] = embedding[value, _IS_FACT] = 1
             layer.v_proj.weight[value, value] = 1
             layer.o_proj.weight[FACTS + value, value] = 1

@@ -1,4 +1,4 @@
-"""What the tests of a compressed request share: settings, a report, and which transitions may follow which."""
+"""Shared by the tests of a compressed request: settings, a report, and which transitions may follow which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models of a few thousand weights with a word-level tokenizer, made on the spot without a network."""
+"""Random models of a few thousand weights with a word-level tokenizer, made on the fly without a network."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def make_model(folder: Path, config: transformers.PreTrainedConfig, *, bos: bool
 
 
 def make_tokenizer(bos: bool) -> transformers.PreTrainedTokenizerFast:
-    """Words w0 to w99 are tokens 2 to 101; `bos` puts token 1 in front of every text."""
+    """Words w0 to w99 are tokens 2 to 101; `bos` puts token 1 before every text."""
     vocabulary = {"<unk>": 0, "<s>": 1, **{f"w{i}": i + 2 for i in range(WORDS)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""What benchmarks say about how well attention is foretold is what the model attends to."""
+"""What the benchmarks report about foretelling attention matches what the model attends to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def foretell():
 
 @pytest.fixture
 def stream(bench, foretell):
-    # One place: the next would need AHEAD tokens more.
+    # One place only: the next would need AHEAD more tokens.
     return bench.tokens.Tokens("random", words(1, 20), words(2, 5 * foretell.AHEAD))
 
 
@@ -56,7 +56,7 @@ def test_attention_is_the_models_own(foretell, bench, model, stream):
 
 
 def test_what_scores_choose_is_what_a_round_would(foretell, model, stream):
-    """Prevents a capture of scores by other statistics, or in another place, than named."""
+    """Prevents measuring scores from other statistics, or at another place, than named."""
     stats = random_stats(model)
     ((one, _),) = foretell.captured(model, stream, {"a": stats, "b": stats})
     assert torch.equal(one["score a"], one["score b"])

@@ -91,14 +91,14 @@ def test_intervals(bench):
     base = streams([1, 0, 1, 0] * 3, [0, 0, 1, 1] * 3, [1] * 12)
     assert difference(base, base) == (0, 0)
     assert difference(streams([1] * 12, [1] * 12), streams([0] * 12, [0] * 12)) == (1, 1)
-    # One answer in 36 more is no proof, half of them are.
+    # One more right answer in 36 is no proof; half of them is.
     low, high = difference(streams([1, 0, 1, 1] + [1, 0, 1, 0] * 2, [0, 0, 1, 1] * 3, [1] * 12), base)
     assert low == 0 < 1 / 36 < high < 0.2
     half = streams(*[[1, 0, 0, 1] * 3] * 3)
     low, high = difference(streams([1] * 12, [1] * 12, [1] * 12), half)
     assert 0.3 < low < 0.5 < high < 0.7
-    # The same gain in one of three streams alone is less sure.
+    # The same gain in only one of three streams is less certain.
     assert difference(streams([1] * 12, *[[1, 0, 0, 1] * 3] * 2), half)[0] == 0
-    # Blocks of text count by their tokens.
+    # Blocks of text count by their number of tokens.
     wide = [[unit(64.0, 0.0, 64), unit(0.0, 0.0, 8)]]
     assert difference(wide, [[unit(0.0, 0.0, 64), unit(0.0, 0.0, 8)]])[1] == 1

@@ -1,4 +1,4 @@
-"""The file of the quality benchmark's streams: refused when damaged, with the line that is."""
+"""The stream file of the quality benchmark: if damaged, it is refused with the number of the bad line."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_bad_lines_are_refused_by_number(tmp_path, text, message):
 
 
 def test_files_without_streams_are_refused(tmp_path):
-    """Prevents an empty table, or a traceback, where the file is wrong."""
+    """Prevents an empty table, or a traceback, when the file is wrong."""
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "latin").write_bytes(b"\xff\xfe")
     for name, message in (("empty", "holds no streams"), ("latin", "not UTF-8"), ("none", "cannot be read")):

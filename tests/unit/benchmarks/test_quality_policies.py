@@ -1,4 +1,4 @@
-"""The quality benchmark's policies choose by the formulas that they name, and settings are what a server derives."""
+"""The quality benchmark's policies choose by the formulas that they name; settings are what a server derives."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from sglang_triattn.transformers_cache.policy import Setting
 
 
 def held_by(bench, model, name, budget, *, recent, tokens=400):
-    """Positions [L, H_kv, n] of private tokens that are held right after the last round, and the end of that."""
+    """Positions [L, H_kv, n] of the private tokens held right after the last round, and where that round ended."""
     choice = bench.choices.read_choice(f"{name}:recent={recent}")
     ids = torch.tensor(words(5, tokens))
     facts = bench.policies.RowFacts("seed", tokens, 20, shape_of(model).rope)
@@ -30,7 +30,7 @@ def held_by(bench, model, name, budget, *, recent, tokens=400):
 @pytest.mark.parametrize("recent", [0, 24])
 @pytest.mark.parametrize("name", ["random", "random-shared", "random-spans"])
 def test_random_samples_are_uniform_and_nested(bench, model, name, recent):
-    """Prevents random controls that favour old or new tokens because priorities are drawn anew at every round."""
+    """Prevents random controls that favour old or new tokens because priorities are drawn again at every round."""
     found, end, policy = held_by(bench, model, name, 64, recent=recent)
     ages = torch.arange(end - recent - 20)
     drawn = policy.drawn[..., ages // policy.span] if name != "random" else policy.drawn[..., 20 + ages]
@@ -45,7 +45,7 @@ def test_random_samples_are_uniform_and_nested(bench, model, name, recent):
 
 
 def first_kept(bench, model, name, ids):
-    """What the first round keeps of 128 private tokens behind 20: [L, H_kv, 48 - recent] of the aged ones."""
+    """What the first round keeps of 128 private tokens after 20 others: [L, H_kv, 48 - recent] of the aged ones."""
     log = bench.queries.QueryLog(2, shape_of(model).rope)
     with bench.queries.recording({0: log}):
         dense = compute_dense(model, ids)
@@ -77,7 +77,7 @@ def test_snapkv_reads_the_models_attention(bench, folder, model):
 
 
 def test_expected_attention_by_its_definition(bench, model):
-    """Prevents statistics of turned queries, a rotation to other positions, or a softmax over other keys."""
+    """Prevents statistics of rotated queries, a rotation to other positions, or a softmax over other keys."""
     ids, queries = torch.tensor(words(6, 148)), []
     for layer in model.model.layers:
         handle = layer.self_attn.q_proj.register_forward_hook(lambda module, given, out: queries.append(out[0]))

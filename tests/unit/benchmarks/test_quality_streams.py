@@ -1,4 +1,4 @@
-"""The streams of the quality benchmark: the same for the same seed, answerable, and as long as was asked for."""
+"""The streams of the quality benchmark: the same for the same seed, answerable, and as long as requested."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TASKS = {"facts", "early", "words", "state", "dfs", "variables", "agent"}
 
 
 def count(text: str) -> int:
-    """Tokens as a tokenizer makes them that keeps words whole and takes digits one by one."""
+    """Token count of a tokenizer that keeps words whole and takes digits one by one."""
     return len(re.findall(r" ?[^\W\d_]{1,6}|\d|\s+|[^\w\s]|_", text))
 
 
@@ -38,7 +38,7 @@ def of_kind(streams, kind):
 
 
 def test_the_seed_decides_everything(made):
-    """Prevents figures that nobody can measure again, and seeds that share a text."""
+    """Prevents figures that nobody can reproduce, and seeds that share a text."""
     assert make("bench") == made["bench"]
     other = make("bench", seed=2)
     for kind in set(COUNTS) - {"text"}:
@@ -48,7 +48,7 @@ def test_the_seed_decides_everything(made):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_lengths_and_numbers_of_questions(made, form):
-    """Prevents texts that outgrow a budget at another time than meant, and streams that are mostly answers."""
+    """Prevents texts that outgrow a budget at another time than intended, and streams that are mostly answers."""
     for stream in made[form]:
         assert 0.94 * TOKENS <= count(stream.private) <= TOKENS, stream.id
         assert 80 <= count(stream.prompt) <= 200, stream.id
@@ -74,7 +74,7 @@ def test_the_file_reads_back_as_it_was_written(made, form, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_do_not_span_the_joints(made, form):
-    """Prevents tokens that would be others if the parts were tokenized together, for tokenizers of either habit."""
+    """Prevents tokens that would differ if the parts were tokenized together, for tokenizers of either habit."""
     for stream in made[form]:
         for question in stream.questions:
             assert re.match(r" \S", question.answer)
@@ -86,7 +86,7 @@ def test_tokens_do_not_span_the_joints(made, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_statements_are_made_once_and_evenly(made, form):
-    """Prevents questions without an answer or with two, and measured ages that favour one half of the text."""
+    """Prevents questions with no answer or two, and measured ages that favour one half of the text."""
     for stream in of_kind(made[form], "mixed"):
         for question in stream.questions:
             stem = question.text.splitlines()[-1].partition(": ")[2]
@@ -118,7 +118,7 @@ def values(pattern: str, text: str) -> list[tuple[str, str]]:
     ],
 )
 def test_the_last_value_counts(made, kind, form, pattern, asked):
-    """Prevents answers that an earlier line gives, or that another line than the named one gives."""
+    """Prevents answers given by an earlier line, or by another line than the one named."""
     for stream in of_kind(made[form], kind):
         last = dict(values(pattern, stream.private))
         for question in stream.questions:
@@ -147,7 +147,7 @@ SEARCH = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_search_is_followed(made, form):
-    """Prevents a log that is no depth-first search, and answers that do not follow from it."""
+    """Prevents a log that is not a depth-first search, and answers that do not follow from it."""
     pop, push, parent, step = SEARCH[form]
     for stream in of_kind(made[form], "dfs"):
         stack, parents, popped, last = [], {}, {}, None
@@ -192,7 +192,7 @@ def test_identifiers_belong_to_the_person(made, form):
 
 
 def test_forms_share_no_words(made):
-    """Prevents a choice that was made on one form from being confirmed by the same words in the other."""
+    """Prevents a choice made on one form from being confirmed by the same words in the other."""
     one, two = (WORDS[form] for form in FORMS)
     for field in vars(one):
         assert not set(getattr(one, field)) & set(getattr(two, field)), field
@@ -227,7 +227,7 @@ def test_text_is_held_out():
 
 
 def test_what_cannot_be_made_is_refused():
-    """Prevents texts in which a statement is every other sentence, and kinds that are left out in silence."""
+    """Prevents texts in which every other sentence is a statement, and kinds that are silently left out."""
     length = quality_streams.length_in_tokens(TOKENS, count)
     for changes, message in (
         ({"form": "other"}, "no form 'other'"),

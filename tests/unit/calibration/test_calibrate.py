@@ -1,4 +1,4 @@
-"""Calibration against queries taken where each tiny model makes them, before RoPE."""
+"""Calibration compared with queries taken where each tiny model computes them, before RoPE."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tiny_models import COMMON, make_model, make_text, make_tokenizer
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 
-# config, where its queries are before RoPE, how many dims turn, how they pair
+# config, where its queries are before RoPE, how many dims rotate, how they pair
 MODELS = {
     "llama": (transformers.LlamaConfig(**COMMON), "q_proj", 8, "half"),
     "llama-bias": (transformers.LlamaConfig(**COMMON, attention_bias=True), "q_proj", 8, "half"),
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def direct(folder, windows, where, rotary_dim, style):
-    """Means of the output of each layer's `where`, one forward pass a window, in complex128."""
+    """Means of the output of each layer's `where`, one forward pass per window, in complex128."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     heads = model.config.num_attention_heads
     seen = [[] for _ in model.model.layers]
@@ -57,7 +57,7 @@ def direct(folder, windows, where, rotary_dim, style):
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_are_the_means_of_pre_rope_queries(tmp_path, monkeypatch, name):
     """Prevents a skipped q_norm, a RoPE undone wrongly, or unequal weights of windows."""
-    # Of a Qwen2 model transformers makes a Qwen tokenizer, whatever the folder holds.
+    # For a Qwen2 model transformers builds a Qwen tokenizer, whatever the folder holds.
     tokenizer = make_tokenizer(bos=False)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
     config, where, rotary_dim, style = MODELS[name]
@@ -72,14 +72,14 @@ def test_statistics_are_the_means_of_pre_rope_queries(tmp_path, monkeypatch, nam
     assert (stats.rope.rotary_dim, stats.rope.style) == (rotary_dim, style)
     assert stats.head_dim == (getattr(config, "head_dim", None) or 8)
     assert stats.fingerprint == model_fingerprint(folder)
-    # What is saved is accepted again, and fits the model it was made on.
+    # What is saved is accepted again, and fits the model that it was made on.
     save_stats(stats, tmp_path / "s.safetensors")
     shape = ModelShape(2, 6, 2, stats.head_dim, stats.rope, model_fingerprint(folder))
     check_stats(load_stats(tmp_path / "s.safetensors"), shape)
 
 
 def test_every_window_starts_with_bos(tmp_path):
-    """Prevents windows in the middle of a text from being read as no served text begins."""
+    """Prevents windows in the middle of a text from being read unlike the beginning of any served text."""
     folder = str(make_model(tmp_path / "model", transformers.LlamaConfig(**COMMON), bos=True))
     ids = make_text(tmp_path / "text", 300)
     stats = calibrate(folder, str(tmp_path / "text"), window=101, device="cpu", progress=False)

@@ -1,4 +1,4 @@
-"""What calibration takes for a query: SGLang's own RadixAttention hands it over, and only a finished one counts."""
+"""What calibration takes as a query: SGLang's own RadixAttention hands it over, and only a finished one counts."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ HEADS, HEAD_DIM, TOKENS = 4, 8, 3
 
 
 class Recorder:
-    """In place of QuerySums."""
+    """Stands in for QuerySums."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -25,7 +25,7 @@ class Recorder:
 
 
 class Backend:
-    """In place of SGLang's attention backend."""
+    """Stands in for SGLang's attention backend."""
 
     def __init__(self) -> None:
         self.ran = 0
@@ -49,7 +49,7 @@ def attend(query: torch.Tensor, **extra) -> tuple[Recorder, Backend]:
 
 
 def test_rotated_queries_are_taken_as_they_are():
-    """Prevents heads, tokens or positions from being mixed up, and a refusal of what every model does."""
+    """Prevents heads, tokens or positions from being mixed up, and refusing what every model does."""
     query = torch.randn(TOKENS, HEADS * HEAD_DIM, generator=torch.Generator().manual_seed(0))
     sums, backend = attend(query, q_descale=None, return_lse=False)
     ((layer, taken, positions),) = sums.seen
@@ -66,7 +66,7 @@ def test_queries_that_the_backend_finishes_are_refused(name):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_quantised_queries_are_refused(dtype):
-    """Prevents statistics of queries whose scales the backend keeps to itself, as HunYuan V3's with FP8 attention."""
+    """Prevents statistics of queries whose scales only the backend knows, like HunYuan V3's with FP8 attention."""
     refused(torch.zeros(TOKENS, HEADS * HEAD_DIM).to(dtype), f"as {str(dtype).removeprefix('torch.')}")
 
 

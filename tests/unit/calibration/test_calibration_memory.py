@@ -1,4 +1,4 @@
-"""Where the memory of a calibration inside a server comes from, where it goes, and what is said when there is none."""
+"""Where a calibration inside a server gets its memory, where it goes afterwards, and what is said if there is none."""
 
 import pickle
 from contextlib import contextmanager, nullcontext
@@ -28,7 +28,7 @@ class Stream:
 
 
 class Device:
-    """Writes down what is done with its streams, as `torch.cuda` would be used."""
+    """Records what is done with its streams, used like `torch.cuda`."""
 
     def __init__(self) -> None:
         self.events = []
@@ -52,7 +52,7 @@ class Device:
 
 
 def scheduler_on(device: Device, overlap: bool = True) -> SimpleNamespace:
-    """As much of a Scheduler as a calibration touches before and after its passes."""
+    """The parts of a Scheduler that a calibration touches before and after its passes."""
     runner = SimpleNamespace(model=None, model_config=SimpleNamespace(model_path="m"))
     runner.decode_cuda_graph_runner = runner.prefill_cuda_graph_runner = None
     pool = SimpleNamespace(available_size=lambda: 100)
@@ -76,7 +76,7 @@ def scheduler_on(device: Device, overlap: bool = True) -> SimpleNamespace:
 @pytest.mark.parametrize(("overlap", "used"), [(True, "forward"), (False, "schedule")])
 @pytest.mark.parametrize("fails", [False, True])
 def test_passes_run_on_the_stream_that_serves(monkeypatch, overlap, used, fails):
-    """Prevents memory cached for a stream that no forward pass uses, which is then missing from the server's own."""
+    """Prevents memory from being cached for a stream that no forward pass uses, where the server then lacks it."""
     device = Device()
 
     def run(_) -> SimpleNamespace:
@@ -114,7 +114,7 @@ def assert_helpful(text: str) -> None:
 
 
 def test_no_memory_for_the_measurement_at_launch(monkeypatch, tmp_path):
-    """Prevents a traceback of PyTorch's allocator where a smaller pool, or a file, would do."""
+    """Prevents a traceback from PyTorch's allocator when a smaller pool, or a file, would do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(stats_source, "launch_job", lambda _: JOB)
     monkeypatch.setattr(stats_source, "calibrate_scheduler", out_of_memory)
@@ -125,7 +125,7 @@ def test_no_memory_for_the_measurement_at_launch(monkeypatch, tmp_path):
 
 
 def test_no_memory_for_a_calibrating_engine(monkeypatch, tmp_path):
-    """Prevents the same where `calibrate --engine sglang` runs the model."""
+    """Prevents the same when `calibrate --engine sglang` runs the model."""
     (tmp_path / "job").write_bytes(pickle.dumps(JOB))
     monkeypatch.setattr(calibration, "calibrate_scheduler", out_of_memory)
     built, told = calibration_launch.scheduler_hooks(calibration_launch.Request(str(tmp_path / "job"), "out"))

@@ -28,7 +28,7 @@ def scheduler(**changes) -> SimpleNamespace:
     ],
 )
 def test_what_does_not_fit_is_refused(job, changes, message):
-    """Prevents a crash of the engine where a smaller number would do."""
+    """Prevents a crash of the engine when a smaller number would do."""
     with pytest.raises(CalibrationError, match=message):
         _check_room(scheduler(**changes), CalibrationJob(**job))
 
@@ -49,7 +49,7 @@ def test_what_fits_exactly_is_taken():
     ],
 )
 def test_traces_run_together_as_far_as_there_is_room(changes, trace_tokens, count):
-    """Prevents a pool that runs out while traces grow, and traces that run one by one."""
+    """Prevents a pool that runs out while traces grow, and traces that needlessly run one by one."""
     job = CalibrationJob(prompts=((1,) * 10,) * 9, trace_tokens=trace_tokens)
     assert _traces_at_once(scheduler(**changes), job, 0) == count
     assert _traces_at_once(scheduler(**changes), job, 8) == 1

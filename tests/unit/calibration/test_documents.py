@@ -28,14 +28,14 @@ def read(tokenizer, *paths, max_tokens=1000, window=10):
 
 
 def test_each_file_is_a_document(tmp_path, tokenizer):
-    """Prevents a window that runs from one text into the next, or lacks the BOS of its own."""
+    """Prevents a window that runs from one text into the next or lacks its own BOS."""
     one, two = make_text(tmp_path / "a.txt", 12), make_text(tmp_path / "b", 5, seed=1)
     windows = read(tokenizer, tmp_path / "a.txt", tmp_path / "b")
     assert windows == ((1, *one[:9]), (1, *one[9:]), (1, *two))
 
 
 def test_chats_go_through_the_template(tmp_path, tokenizer):
-    """Prevents chats whose speakers are lost, in either of the two common spellings."""
+    """Prevents chats from losing their speakers, in either of the two common spellings."""
     spellings = [
         [{"role": "user", "content": "w10"}, {"role": "assistant", "content": "w11 w12"}],
         {"messages": [{"role": "system", "content": "w10"}]},
@@ -47,7 +47,7 @@ def test_chats_go_through_the_template(tmp_path, tokenizer):
 
 
 def test_tokens_are_limited_over_all_files(tmp_path, tokenizer):
-    """Prevents a limit that counts for each file, and reading on after it."""
+    """Prevents a limit per file instead of over all of them, and reading on after it."""
     one = make_text(tmp_path / "a.txt", 12)
     make_text(tmp_path / "b.txt", 12)
     windows = read(tokenizer, tmp_path / "a.txt", tmp_path / "b.txt", "/none", max_tokens=20, window=100)
@@ -84,7 +84,7 @@ def test_model_without_template_refuses_chats(tmp_path):
 
 
 def test_prompts_of_traces(tokenizer):
-    """Prevents a model from being asked without its template, and more traces than prompts from failing."""
+    """Prevents prompting a model without its template, and failing when there are more traces than prompts."""
     prompts = trace_prompts(tokenizer, len(PROMPTS) + 2)
     assert len(prompts) == len(PROMPTS) + 2
     assert prompts[-2:] == prompts[:2]

@@ -1,4 +1,4 @@
-"""Streaming sums of queries, and the file in which a stopped calibration keeps its place."""
+"""Streaming sums of queries, and the file in which an interrupted calibration keeps its place."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_sums_are_those_of_unrotated_queries():
 
 
 def test_memory_does_not_grow_with_the_text():
-    """Prevents a buffer of all tokens' queries."""
+    """Prevents buffering the queries of all tokens."""
     sums = QuerySums(1, ROPE)
     for _ in range(3):
         sums.add(0, torch.randn(2, 50, 8), torch.arange(50))
@@ -57,7 +57,7 @@ def test_ranks_and_runs_are_joined():
 
 @pytest.mark.parametrize("layers", [[0], [0, 0, 1], [0, 1, 1]])
 def test_every_layer_counts_once(layers):
-    """Prevents statistics of a model some of whose layers were not seen, or were seen twice."""
+    """Prevents statistics of a model with layers that were not seen, or were seen twice."""
     sums = QuerySums(2, ROPE)
     for layer in layers:
         sums.add(layer, torch.randn(2, 5, 8), torch.arange(5))
@@ -81,7 +81,7 @@ def job(tmp_path, **changes) -> CalibrationJob:
 
 
 def test_place_is_kept(tmp_path):
-    """Prevents sums that a stop loses, or that come back rounded."""
+    """Prevents sums from being lost at an interruption, or coming back rounded."""
     sums = measured(torch.randn(2, 2, 9, 8))
     save_progress(job(tmp_path), Progress(1, sums))
     found = load_progress(job(tmp_path))

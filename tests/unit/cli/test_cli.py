@@ -25,7 +25,7 @@ def ready(tmp_path, monkeypatch):
 
 
 def test_something_to_calibrate_on_is_needed(ready, capsys):
-    """Prevents a file of statistics over nothing."""
+    """Prevents a statistics file computed from nothing."""
     assert run("--model", "model", "--out", "s.safetensors") == 2
     assert "give --data FILE, or --self N with --engine sglang" in capsys.readouterr().err
 
@@ -62,7 +62,7 @@ def test_calibrate_writes_the_file(ready, capsys):
     ids=str,
 )
 def test_mistakes_give_one_sentence_and_status_2(ready, capsys, options, message):
-    """Prevents tracebacks for a user's mistake, and files written in spite of it."""
+    """Prevents tracebacks for a user's mistake, and files written despite it."""
     before = set(ready.iterdir())
     given = {"--model": "model", "--data": "text", "--out": "s.safetensors"} | options
     assert run(*[word for pair in given.items() for word in pair]) == 2
@@ -87,7 +87,7 @@ def test_interruption_leaves_no_file(ready, capsys, monkeypatch):
 
 
 def test_interrupted_run_goes_on(ready, capsys, monkeypatch):
-    """Prevents a stop that loses what was measured, or a second run that counts it twice."""
+    """Prevents an interruption that loses what was measured, or a second run that counts it twice."""
     from sglang_triattn.calibration import query_sums
 
     command = ("--model", "model", "--data", "text", "--window", "64", "--out", "s.safetensors")

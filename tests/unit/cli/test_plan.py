@@ -1,4 +1,4 @@
-"""`sglang-triattn plan`: what a GPU then holds."""
+"""`sglang-triattn plan`: what a GPU holds."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from sglang_triattn.rounds.plan import plan_round
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("prompt", [1, 77, 128, 500])
 def test_peak_is_that_of_the_product(scope, page_size, prompt):
-    """Prevents a bound that differs from what rounds hold a request to, tokens in flight and pages included."""
+    """Prevents a bound that differs from what rounds enforce, tokens in flight and pages included."""
     config = Config(budget=200, interval=30, recent=20, budget_scope=scope)
     frozen = max(prompt - prompt % page_size, config.sinks)
     length, evicted, peak = prompt, 0, prompt
@@ -42,7 +42,7 @@ def test_peak_is_that_of_the_product(scope, page_size, prompt):
 
 
 def test_rows(run_plan):
-    """Prevents columns that are swapped, fp8 that leaves the pool as it is, and pages in part."""
+    """Prevents swapped columns, fp8 that leaves the pool unchanged, and partial pages."""
     status, output, _ = run_plan(
         LLAMA3_8B, "--weights", "16G", "--reserve", "0", "--prompt", "1000", "--page-size", "64"
     )
@@ -62,7 +62,7 @@ def test_rows(run_plan):
 
 
 def test_longest_trace(run_plan):
-    """Prevents a trace past the pool for a dense cache, and one short of the context limit for a bounded one."""
+    """Prevents a dense trace longer than the pool, and a bounded one shorter than the context limit."""
     _, output, _ = run_plan(LLAMA3_8B, "--weights", "23G", "--reserve", "0", "--budget", "2048")
     rows = rows_of(output)
     assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 40960]
@@ -72,7 +72,7 @@ def test_longest_trace(run_plan):
 
 
 def test_options_reach_the_plan(run_plan):
-    """Prevents flags that are read and forgotten."""
+    """Prevents flags that are read and then forgotten."""
     rows = rows_of(run_plan(LLAMA3_8B, "--budget-scope", "total", "--interval", "100", "--length", "9000")[1])
     assert (rows["dense"][2], rows["compressed"][2]) == (9000, 2048 + 100)
     rows = rows_of(run_plan(LLAMA3_8B, "--length", "500")[1])
@@ -88,7 +88,7 @@ def test_options_reach_the_plan(run_plan):
 
 
 def test_json(run_plan):
-    """Prevents a file that says something else than the table."""
+    """Prevents a file that disagrees with the table."""
     status, output, _ = run_plan(QWEN3_8B, "--json", "plan.json")
     assert status == 0
     content = json.loads(Path("plan.json").read_text())
@@ -107,7 +107,7 @@ def test_json(run_plan):
     ("text", "count"), [("24G", 24 << 30), ("24GiB", 24 << 30), ("1.5g", 3 << 29), ("900MiB", 900 << 20)]
 )
 def test_memory_units(run_plan, text, count):
-    """Prevents 7 % of memory lost between powers of ten and of two."""
+    """Prevents losing 7 % of memory between powers of ten and of two."""
     assert run_plan(SMOLLM2, "--memory", text, "--json", "plan.json")[0] == 0
     assert json.loads(Path("plan.json").read_text())["gpus"]["memory_bytes"] == count
 
@@ -130,7 +130,7 @@ def test_folder_and_nested_text_config(run_plan, tmp_path):
     free=st.integers(1 << 28, 1 << 36),
 )
 def test_a_smaller_budget_never_fits_fewer_requests(budgets, interval, prompt, page_size, scope, free):
-    """Prevents rounding, page or scope arithmetic by which keeping less serves fewer."""
+    """Prevents rounding, page or scope arithmetic in which keeping less serves fewer."""
     sizes = read_sizes(LLAMA3_8B)
     gpus = Gpus(free, 0.0, 0, 0, 1, page_size)
     small, large = (
@@ -151,7 +151,7 @@ def test_a_smaller_budget_never_fits_fewer_requests(budgets, interval, prompt, p
 
 
 def test_needs_neither_sglang_nor_transformers():
-    """Prevents a calculator that cannot run, or takes half a minute, where no server is to be started."""
+    """Prevents a calculator that cannot run, or takes half a minute, when no server is to be started."""
     code = (
         "import sys; from sglang_triattn.cli import main as cli\n"
         f"assert cli.main(['plan', '--model', {str(QWEN3_32B)!r}, '--memory', '80G']) == 0\n"

@@ -1,4 +1,4 @@
-"""`sglang-triattn plan` refuses models and numbers that it has no figures for, in one sentence."""
+"""`sglang-triattn plan` refuses models and numbers for which it has no figures, in one sentence."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_mistakes_give_one_sentence_and_status_2(run_plan, options, words):
 
 
 def test_unreadable_files_are_explained(run_plan, capsys, tmp_path):
-    """Prevents a traceback for a model that is not there or not a config."""
+    """Prevents a traceback for a model that does not exist or is not a config."""
     assert "is not a JSON object" in run_plan([1])[2]
     assert "is not a JSON object" in run_plan("text")[2]
     assert cli.main(["plan", "--model", str(tmp_path / "none"), "--memory", "24G"]) == 2

@@ -15,7 +15,7 @@ from sglang_triattn.kernels.scorer import Scorer
 GOLDEN = ROOT / "tests" / "golden"
 STATS = str(GOLDEN / "qwen3_8b.pt")
 INPUTS = ("layers", "num_q_heads", "num_kv_heads", "keys_cached", "positions", "next_position", "inv_freq", "keep")
-# The reference's phases are float32; the mean over the offsets damps the frequencies that suffer, a maximum does not.
+# The reference's phases are float32; a mean over the offsets damps the frequencies that suffer, a maximum does not.
 TOLERANCES = {field: tolerance for _, field, tolerance in GOLDEN_SCORES}
 
 
@@ -30,7 +30,7 @@ def case_of(name: str, folder: Path, **changes) -> str:
 
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
 def test_published_cases(name, tmp_path, capsys):
-    """Prevents drifting from the published method anywhere between the file and the kept sets."""
+    """Prevents drift from the published method anywhere between the file and the kept sets."""
     out = tmp_path / "out.npz"
     case = case_of(name, tmp_path)
     assert main(["score-case", case, "--stats", STATS, "--out", str(out), "--device", "cpu"]) == 0
@@ -49,7 +49,7 @@ def test_published_cases(name, tmp_path, capsys):
 
 
 def test_the_scorer_that_serves_answers(tmp_path, monkeypatch):
-    """Prevents a check of the published method that runs beside the code that serves."""
+    """Prevents checking the published method on other code than the code that serves."""
     keep, pieces = Scorer.keep, Scorer.pieces
     monkeypatch.setattr(Scorer, "keep", lambda self, *row: keep(self, *row) - 1)
 
@@ -73,7 +73,7 @@ def test_key_dtypes(dtype, tmp_path):
     assert main(["score-case", case, "--stats", STATS, "--out", str(out), "--device", "cpu", "--dtype", dtype]) == 0
     golden, ours = np.load(GOLDEN / "qwen3_8b_a.npz"), np.load(out)
     error = np.abs(ours["score_mean"] - golden["score_mean"]).mean() / golden["score_mean"].std()
-    # The case's keys are float16 already; fewer bits must show, and by no more than their number explains.
+    # The case's keys are float16 already; fewer bits must show, but by no more than their number explains.
     low, high = {"float16": (0, 1e-3), "bfloat16": (1e-5, 1e-2), "float8_e4m3fn": (1e-3, 0.1),
                  "float8_e5m2": (1e-3, 0.2)}[dtype]  # fmt: skip
     assert low <= error < high
@@ -96,7 +96,7 @@ def test_key_dtypes(dtype, tmp_path):
     ids=str,
 )
 def test_cases_that_do_not_fit_are_refused(changes, message, tmp_path, capsys):
-    """Prevents a traceback, or scores of something else than asked, for a case with a wrong field."""
+    """Prevents a traceback, or scores for something else than requested, for a case with a wrong field."""
     out = tmp_path / "out.npz"
     case = case_of("qwen3_8b_a", tmp_path, **changes)
     assert main(["score-case", case, "--stats", STATS, "--out", str(out), "--device", "cpu"]) == 2

@@ -10,7 +10,7 @@ from sglang_triattn.stats.file import QueryStats, save_stats
 
 
 def make(rope: Rope | None = None) -> QueryStats:
-    """Two layers of three heads; concentration is 0.5 but for layer 1 head 2, whose queries are all alike."""
+    """Two layers of three heads; concentration is 0.5 except for layer 1, head 2, whose queries are all alike."""
     abs_mean = torch.ones(2, 3, 4)
     mean = torch.full((2, 3, 4), 0.5, dtype=torch.complex64)
     mean[1, 2] = 1j
@@ -92,7 +92,7 @@ def test_mistakes_give_one_sentence(file, capsys, arguments, message):
 
 
 def test_arguments_after_dashes_are_for_calibrate_alone(file, capsys):
-    """Prevents server arguments that are silently dropped."""
+    """Prevents server arguments from being silently dropped."""
     with pytest.raises(SystemExit) as error:
         cli.main(["stats", "m.safetensors", "--", "--tp", "2"])
     assert error.value.code == 2

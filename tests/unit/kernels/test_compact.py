@@ -1,4 +1,4 @@
-"""Moves of a round against a plain account of which token ends up where."""
+"""The moves of a round, compared with a plain account of which token ends up where."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SETS = {"shared": (), "per-head": (HEADS,), "per-layer-head": (LAYERS, HEADS)}
 def random_case(seed: int, sets: str, keep: int = 7, lengths=(7, 12, 20, 9), recent: int = 0):
     """slots [R, N] padded with -1, kept [R, ..., keep] ascending, pools whose content names slot, layer, head, K/V.
 
-    The newest `recent` tokens of a request are in every set.
+    Every set contains the newest `recent` tokens of its request.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(sum(lengths) + 5, generator=generator)
@@ -86,7 +86,7 @@ def every_head(kept):
 @pytest.mark.parametrize("sets", SETS)
 @pytest.mark.parametrize("lengths", [(13, 12, 20, 31), (13,), (12,), (40, 13)], ids=str)
 def test_a_cut_leaves_the_newest_where_they_are(lengths, sets, cut):
-    """Prevents newest tokens that are copied or change places, and rows of unequal length cut as if they were equal."""
+    """Prevents newest tokens that are copied or change order, and rows of unequal length cut as if they were equal."""
     keep, recent = 12, 7
     slots, kept, pools = random_case(sum(lengths) + cut, sets, keep, lengths, recent)
     tokens = torch.tensor(lengths)
@@ -111,7 +111,7 @@ def test_a_cut_leaves_the_newest_where_they_are(lengths, sets, cut):
 
 @pytest.mark.parametrize("sets", SETS)
 def test_a_cut_never_copies_more_than_the_end_of_the_row(sets):
-    """Prevents a row cut elsewhere where its end is emptied for less."""
+    """Prevents cutting a row elsewhere when emptying its end would cost less."""
     for seed in range(20):
         slots, kept, _ = random_case(seed, sets, 12, (20, 20, 20), 5)
         least, most = (list_moves(slots, kept, "fill", cut=cut) for cut in (7, None))
@@ -119,10 +119,10 @@ def test_a_cut_never_copies_more_than_the_end_of_the_row(sets):
 
 
 def test_where_a_row_is_cut():
-    """Prevents half a page from being cut out, or newest tokens with it."""
+    """Prevents cutting out half a page, or newest tokens with it."""
     assert cut_column(num_kept=2048, recent=512, frozen=77, evicted=128, page_size=1) == 1536
     assert cut_column(num_kept=2048, recent=512, frozen=64, evicted=128, page_size=16) == 1536
-    # Behind an odd number of frozen tokens the page begins earlier.
+    # After an odd number of frozen tokens the page begins earlier.
     assert cut_column(num_kept=2048, recent=512, frozen=4, evicted=128, page_size=16) == 1532
     assert cut_column(num_kept=2048, recent=500, frozen=64, evicted=128, page_size=16) == 1536
     assert cut_column(num_kept=2048, recent=512, frozen=64, evicted=100, page_size=16) is None
@@ -131,7 +131,7 @@ def test_where_a_row_is_cut():
 
 
 def test_slide_never_reads_what_an_earlier_move_wrote():
-    """Prevents the order of moves that the kernel relies on from being lost."""
+    """Prevents losing the order of moves that the kernel relies on."""
     slots, kept, _ = random_case(4, "per-layer-head")
     sources, targets = list_moves(slots, kept, "slide")
     for row_sources, row_targets in zip(sources.flatten(0, -2), targets.flatten(0, -2), strict=True):
@@ -140,7 +140,7 @@ def test_slide_never_reads_what_an_earlier_move_wrote():
 
 
 def test_nothing_moves_when_the_front_is_kept():
-    """Prevents copies of tokens that are in place already."""
+    """Prevents copies of tokens that are already in place."""
     slots = torch.tensor([[4, 2, 9, 7, 1]])
     for strategy in ("slide", "fill"):
         sources, targets = list_moves(slots, torch.tensor([[0, 1, 2]]), strategy)
@@ -162,19 +162,19 @@ def test_bytes_are_copied_as_they_are(dtype):
 
 
 def test_unknown_strategy():
-    """Prevents a typing mistake from choosing a strategy in silence."""
+    """Prevents a typo from silently choosing a strategy."""
     with pytest.raises(ValueError, match="'push'"):
         list_moves(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64), "push")
 
 
 def test_order_is_needed_only_for_tokens_older_than_an_interval():
-    """Prevents `fill` where the newest tokens of the next round would be found in the wrong places."""
+    """Prevents `fill` when the next round would look for its newest tokens in the wrong places."""
     assert not needs_order(recent=128, interval=128)
     assert needs_order(recent=129, interval=128)
 
 
 def test_remap_orders_slots():
-    """Prevents slots from being lost, doubled or reordered where only the row changes."""
+    """Prevents slots from being lost, doubled or reordered when only the row changes."""
     slots, kept = torch.tensor([[4, 2, 9, 7, 1], [8, 3, 5, -1, -1]]), torch.tensor([[1, 4], [0, 2]])
     ordered = remap(slots, kept)
     assert ordered.tolist()[0] == [2, 1, 4, 9, 7]

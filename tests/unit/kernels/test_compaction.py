@@ -1,4 +1,4 @@
-"""The device's part of a round, slice by slice: equal to all requests at once, and small."""
+"""The device's part of a round, slice by slice: the same as for all requests at once, and in little memory."""
 
 import itertools
 import weakref
@@ -21,7 +21,7 @@ LAYERS, HEADS = 2, 2
 
 
 class Server:
-    """A scorer and a mover over a pool of `slots`; on the meta device everything has a size and no memory."""
+    """A scorer and a mover over a pool of `slots`; on the meta device everything has a size but no memory."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Server:
      *((s, *how) for s, how in itertools.product(SELECTIONS, (("slide", None), ("fill", None), ("fill", 14))))],
 )  # fmt: skip
 def test_slices_change_nothing(monkeypatch, selection, strategy, cut):
-    """Prevents a request from getting another's tokens, first hole or row where the requests go slice by slice."""
+    """Prevents a request from getting another's tokens, first hole or row when the requests go slice by slice."""
     lengths = torch.tensor([40, 33, 20, 37, 40])
     slots = torch.randperm(500, generator=torch.Generator().manual_seed(1))[:200].int().view(5, 40)
     arguments = slots, lengths, lengths + 100, 20, 4, strategy, cut
@@ -71,7 +71,7 @@ def test_slices_change_nothing(monkeypatch, selection, strategy, cut):
 
 @pytest.mark.parametrize("cut", [0, 11, 16, None])
 def test_a_row_is_unchanged_up_to_its_cut(cut):
-    """Prevents the tree from getting newest tokens, which moved up to the cut, as those that were there."""
+    """Prevents the tree from taking newest tokens, which moved up to the cut, for those that were there before."""
     server, kept = Server("per-layer-head"), torch.arange(20).repeat(2, LAYERS, HEADS, 1)
     kept[1, 0, 1, 12:16] += 2
     kept[..., 16:] = torch.arange(36, 40)
@@ -86,7 +86,7 @@ def storages(tree) -> list[torch.UntypedStorage]:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that come into being and are still alive, and the most there ever were."""
+    """Counts the bytes of new tensors that are still alive, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        # A view has the storage of what it was made from.
+        # A view shares the storage of its base.
         given = {storage._cdata for storage in storages((args, kwargs))}
         for storage in storages(result):
             if storage._cdata not in given:
@@ -113,7 +113,7 @@ class Live(TorchDispatchMode):
 
 @pytest.fixture
 def no_launches(monkeypatch):
-    """Kernels are launched on nothing: the launching code allocates what it would on a GPU."""
+    """Launches no kernels; the launching code allocates what it would on a GPU."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from sglang_triattn.kernels.compact import list_moves_kernel, move_kernel
     from sglang_triattn.kernels.score import score_kernel, value_size_kernel
@@ -136,7 +136,7 @@ def no_launches(monkeypatch):
 
 
 def peak(selection: str, strategy: str, *, requests: int, num_tokens: int, keep: int, share: float = 0.0) -> int:
-    """Bytes that a round of a model of 36 layers and 8 KV heads takes on top of what is held anyway."""
+    """Bytes that a round of a model with 36 layers and 8 KV heads takes on top of what is held anyway."""
     options = {"layers": 36, "heads": 8, "slots": 16, "device": "meta", "kernels": True, "num_tokens": num_tokens}
     server = Server(selection, share=share, **options)
     lengths = torch.empty(requests, dtype=torch.int64, device="meta")
@@ -156,18 +156,18 @@ def peak(selection: str, strategy: str, *, requests: int, num_tokens: int, keep:
      ("per-layer-head", "fill", 1)],
 )  # fmt: skip
 def test_memory_of_a_round_is_bounded(no_launches, selection, strategy, share, num_tokens, keep):
-    """Prevents an out-of-memory error under load: nothing of this is in the plan by which the KV pool was sized."""
+    """Prevents running out of memory under load: the plan that sized the KV pool includes none of this."""
     rows = 256 * num_tokens * 4
     most = peak(selection, strategy, requests=256, num_tokens=num_tokens, keep=keep, share=share)
     assert most <= SLICE_BYTES + (rows if strategy == "remap" else 0) + (1 << 20)
-    # What is said of one request is true, and not far too much.
+    # The figure per request holds, and is not far too high.
     each = request_bytes(kept_sets(selection, 36, 8), keep, num_tokens, strategy)
     one = peak(selection, strategy, requests=1, num_tokens=num_tokens, keep=keep, share=share)
     assert 0.5 * each <= one <= each + num_tokens * 4 + (1 << 16)
 
 
 def test_first_hole_is_found_in_little_memory():
-    """Prevents int64 copies of all kept sets for a number of each request."""
+    """Prevents int64 copies of all kept sets just to compute one number per request."""
     kept = torch.arange(64).repeat(3, 4, 1)
     kept[0, 1, 5:] += 1
     kept[1, :, 60:] += 2

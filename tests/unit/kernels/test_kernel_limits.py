@@ -32,7 +32,7 @@ def build_scorer(k_buffers: list[torch.Tensor], *, group=3, frequencies=32, **op
     ],
 )
 def test_models_that_do_not_fit_their_pool(buffers, options, message, kernels):
-    """Prevents a crash of the scheduler, or keys read as others, when the first round comes."""
+    """Prevents the first round from crashing the scheduler or misreading keys."""
     with pytest.raises(ValueError, match=message) as refused:
         build_scorer(buffers, kernels=kernels, **options)
     assert "\n" not in str(refused.value)
@@ -52,7 +52,7 @@ def test_models_that_do_not_fit_their_pool(buffers, options, message, kernels):
     ],
 )
 def test_values_that_cannot_decide(values, options, message, kernels):
-    """Prevents a share of values that is ignored, or read from another model's pool, once requests are there."""
+    """Prevents a share for values that is ignored, or read from another model's pool, once requests arrive."""
     options = {"selection": "per-layer-head", "value_share": 0.5} | options
     with pytest.raises(ValueError, match=message) as refused:
         build_scorer(pools(), kernels=kernels, v_buffers=values, **options)
@@ -64,12 +64,12 @@ def test_values_that_cannot_decide(values, options, message, kernels):
     [(pools(dtype=torch.uint8), "got torch.uint8"), (pools(head_dim=60), "a head of 60 torch.bfloat16")],
 )
 def test_value_pools_that_no_kernel_reads(values, message):
-    """Prevents values from being misread under traffic; those of another width or dtype than keys are fine."""
+    """Prevents misreading values under traffic; values of another width or dtype than keys are fine."""
     options = {"selection": "per-layer-head", "value_share": 0.5}
     with pytest.raises(ValueError, match=message):
         build_scorer(pools(), v_buffers=values, **options)
     build_scorer(pools(), v_buffers=pools(head_dim=96, dtype=torch.float8_e5m2), **options)
-    # What is not asked for is not looked at.
+    # What is not requested is not checked.
     build_scorer(pools(), v_buffers=values)
 
 
@@ -86,7 +86,7 @@ BFLOAT = torch.zeros(9 * 2 * 64, dtype=torch.bfloat16)
     ],
 )
 def test_pools_that_no_kernel_reads(buffers, message):
-    """Prevents a pool that would be misread from being found out under traffic."""
+    """Prevents discovering only under traffic that a pool would be misread."""
     for build in (build_scorer, lambda pool: Mover(pool, pool, kernels=True)):
         with pytest.raises(ValueError, match=message) as refused:
             build(buffers)
@@ -102,7 +102,7 @@ def test_pools_that_no_kernel_reads(buffers, message):
     ],
 )
 def test_heads_that_cannot_be_moved(buffers, message):
-    """Prevents a ValueError in the first round; a pool whose values alone are unusual counts as well."""
+    """Prevents a ValueError in the first round; a pool in which only the values are unusual counts too."""
     build_scorer(buffers, kernels=True)
     for k, v in ((buffers, buffers), (pools(), buffers)):
         with pytest.raises(ValueError, match=message) as refused:
@@ -111,14 +111,14 @@ def test_heads_that_cannot_be_moved(buffers, message):
 
 
 def test_no_limit_on_heads_and_frequencies():
-    """Prevents models with few KV heads or wide heads from being refused for what the kernels can do."""
+    """Prevents refusing models with few KV heads or wide heads that the kernels can handle."""
     for group, frequencies in ((1, 1), (17, 64), (71, 32), (128, 256)):
         build_scorer(pools(head_dim=512, dtype=torch.float16), group=group, frequencies=frequencies)
     Mover(pools(head_dim=512, dtype=torch.float32), pools(head_dim=64), kernels=True)
 
 
 def test_keys_and_values_of_different_dtypes():
-    """Prevents bytes of values from being copied as if they were as wide as those of keys."""
+    """Prevents values from being copied as if they were as wide as keys."""
     k, v = pools(layers=1), pools(layers=1, dtype=torch.float8_e5m2)
     mover = Mover(k, v, kernels=True)
     assert [group.buffers[0].dtype for group in mover._pools] == [torch.bfloat16, torch.float8_e5m2]

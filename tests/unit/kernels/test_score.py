@@ -1,4 +1,4 @@
-"""Scores against the published reference, the spec's vectors and the definition written out in float64."""
+"""Scores compared with the published reference, the spec's vectors and the definition written out in float64."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from sglang_triattn.kernels.score import reference as score
 from sglang_triattn.kernels.score.reference import OFFSETS, build_tables, phase_vectors, score_torch
 from sglang_triattn.stats.file import load_stats
 
-# What the reduced statistics hold of the model.
+# The layers that the reduced statistics hold.
 LAYERS = (0, 3, 10, 21, 35)
 HEADS = (0, 1, 2, 3, 20, 21, 22, 23, 28, 29, 30, 31)
 # layer, head, aggregation, scores of six keys by the paper's own code (see tests/golden).
@@ -29,7 +29,7 @@ SPEC_VECTORS = [
 
 
 def pairs(x: torch.Tensor, frequencies: int, style: str) -> torch.Tensor:
-    """[..., F] complex128 of the turning dims of `x`."""
+    """[..., F] complex128 from the rotating dims of `x`."""
     x = x.double()[..., : 2 * frequencies]
     if style == "half":
         return torch.complex(x[..., :frequencies], x[..., frequencies:])
@@ -145,7 +145,7 @@ def test_scores_equal_the_definition(case, aggregation):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_pool_dtypes(dtype, style):
-    """Prevents a key pool of low precision being read as other numbers than it holds."""
+    """Prevents a low-precision key pool from being read as other numbers than it holds."""
     case = Case(lengths=[20, 9], dtype=dtype, style=style, poison=False)
     scores = score_torch(case.pools, case.slots, case.next_positions, case.tables())
     case.pools = [pool.float() for pool in case.pools]
@@ -172,7 +172,7 @@ def test_pieces_change_nothing_and_stay_small(monkeypatch, limit, aggregation):
     monkeypatch.setattr(score, "CPU_WORKSPACE_BYTES", limit)
     pieces = score_torch(*arguments, aggregation=aggregation)
     torch.testing.assert_close(pieces, expected, equal_nan=True, rtol=1e-5, atol=1e-5)
-    one_column = 2 * 2 * 3 * 8 * 4  # requests, KV heads, 3F, bytes: the least that can be asked for
+    one_column = 2 * 2 * 3 * 8 * 4  # requests, KV heads, 3F, bytes: the smallest possible piece
     assert len(sizes) > 1
     assert max(sizes) <= max(limit, one_column)
 
@@ -224,7 +224,7 @@ def test_tables_of_impossible_models_are_refused(change, message):
 
 
 def test_wrong_calls_are_refused():
-    """Prevents layers being dropped, or an unknown aggregation being taken for another."""
+    """Prevents layers from being dropped, and an unknown aggregation from being taken for another."""
     case = Case(lengths=[4])
     with pytest.raises(ValueError, match="2 layers, got 1"):
         score_torch(case.pools[:1], case.slots, case.next_positions, case.tables())
@@ -240,7 +240,7 @@ def qwen3_8b(reference_files):
 @pytest.mark.parametrize(("aggregation", "field", "tolerance"), GOLDEN_SCORES)
 @pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
 def test_golden_scores(reference_files, qwen3_8b, name, aggregation, field, tolerance):
-    """Prevents drifting from the published method on a real model's statistics."""
+    """Prevents drift from the published method on a real model's statistics."""
     golden = np.load(reference_files / f"{name}.npz")
     layers = torch.tensor(golden["layers"])
     tables = build_tables(
@@ -256,7 +256,7 @@ def test_golden_scores(reference_files, qwen3_8b, name, aggregation, field, tole
 
 @pytest.mark.parametrize("vector", SPEC_VECTORS, ids=lambda v: f"layer{v[0]}-head{v[1]}-{v[2]}")
 def test_spec_vectors(qwen3_8b, vector):
-    """Prevents an error shared by the golden files and this code: these come from another program."""
+    """Prevents an error shared by the golden files and this code: these vectors come from another program."""
     layer, head, aggregation, expected = vector
     layer, head = LAYERS.index(layer), HEADS.index(head)
     inv_freq = 1e6 ** (-2 * torch.arange(64, dtype=torch.float32) / 128)

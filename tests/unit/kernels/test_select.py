@@ -1,4 +1,4 @@
-"""Selection against the published kept sets and a plain numpy rendering of docs/method.md."""
+"""Selection compared with the published kept sets and with docs/method.md in plain numpy."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from sglang_triattn.stats.file import load_stats
 
 
 def reference(scores: np.ndarray, keep: int, recent: int, selection: str, kv_heads: int) -> np.ndarray:
-    """Kept sets of one request, scores [L, H_q, n] in float64."""
+    """Kept sets of one request from scores [L, H_q, n], in float64."""
     n = scores.shape[-1]
     candidates = n - recent
     importance = importance_reference(scores, candidates, selection, kv_heads)
@@ -31,7 +31,7 @@ def test_ragged_batches_equal_the_definition(selection, keep, recent, poison):
     lengths = [40, 17, 64, 33]
     layers, kv_heads, group = 3, 2, 3
     generator = np.random.default_rng(keep * 100 + recent)
-    # Rows of very different scale: without the z-score the result would be another.
+    # Rows of very different scales, so that the result would differ without the z-score.
     scale = generator.uniform(0.1, 100, (4, layers, kv_heads * group, 1))
     scores = generator.normal(size=(4, layers, kv_heads * group, 64)) * scale + 3 * scale
     padded = torch.tensor(scores, dtype=torch.float32)
@@ -79,7 +79,7 @@ def test_large_values_have_a_share_of_their_own(keep, recent, share):
 
 
 def test_value_shares_that_cannot_be_served():
-    """Prevents a share that is taken and ignored."""
+    """Prevents a share that is accepted and ignored."""
     scores, sizes = torch.zeros(1, 2, 4, 9), torch.zeros(1, 2, 2, 9)
     for selection, given in (("union", sizes), ("per-head", sizes), ("per-layer-head", None)):
         with pytest.raises(ValueError, match="value_share needs sizes and the selection per-layer-head"):
@@ -89,7 +89,7 @@ def test_value_shares_that_cannot_be_served():
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_recent_tokens_do_not_shift_the_statistics(selection):
-    """Prevents the newest tokens, kept anyway, from deciding among the others."""
+    """Prevents the newest tokens, which stay anyway, from influencing the choice among the others."""
     scores = torch.randn(1, 2, 4, 30, generator=torch.Generator().manual_seed(0))
     loud = scores.clone()
     loud[..., 20:] = 1e6
@@ -101,7 +101,7 @@ def test_recent_tokens_do_not_shift_the_statistics(selection):
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("value", [0.0, 7.5])
 def test_ties_keep_the_oldest(selection, value):
-    """Prevents ranks or devices from breaking ties apart, and a division by zero where nothing differs."""
+    """Prevents ranks or devices from breaking ties differently, and a division by zero where nothing differs."""
     kept = select_torch(
         torch.full((2, 2, 4, 50), value), torch.tensor([50, 20]), 8, 3, selection=selection, num_kv_heads=2
     )
@@ -111,14 +111,14 @@ def test_ties_keep_the_oldest(selection, value):
 
 
 def test_tied_maxima_keep_the_oldest():
-    """Prevents an unstable sort from hiding behind rows where everything ties."""
+    """Prevents an unstable sort from going unnoticed because everything ties."""
     scores = torch.tensor([1.0, 5.0, 2.0, 5.0, 5.0, 0.0]).expand(1, 1, 1, 6)
     assert select_torch(scores, torch.tensor([6]), 2, 0).tolist() == [[1, 3]]
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_everything_fits(selection):
-    """Prevents duplicates or gaps at the edge where nothing is evicted."""
+    """Prevents duplicates or gaps in the edge case in which nothing is evicted."""
     scores = torch.randn(1, 2, 4, 9, generator=torch.Generator().manual_seed(1))
     kept = select_torch(scores, torch.tensor([9]), 9, 4, selection=selection, num_kv_heads=2)
     assert (kept == torch.arange(9)).all()
@@ -192,7 +192,7 @@ def test_golden_kept_sets(reference_files, name, selection):
     next_position = torch.tensor([int(golden["next_position"])])
     computed = score_torch(pools, torch.arange(count[0])[None], next_position, tables)
     expected = golden[f"kept_{selection.replace('-', '_')}"]
-    # From the reference's own scores the sets are the same; from ours, up to its rounding.
+    # From the reference's own scores the sets are equal; from ours, equal up to rounding.
     for scores, swaps in ((torch.tensor(golden["score_mean"])[None], 0), (computed, -(-keep // 64))):
         kept = select_torch(scores, count, keep, 0, selection=selection, num_kv_heads=kv_heads)[0].numpy()
         assert kept.shape == expected.shape

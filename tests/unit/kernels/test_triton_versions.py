@@ -1,4 +1,4 @@
-"""The kernels use only what Triton has in every version that they are kept working with."""
+"""The kernels use only what every supported version of Triton has."""
 
 import ast
 
@@ -9,7 +9,7 @@ from checkout import ROOT
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 FILES = [*sorted((ROOT / "kernels").rglob("*.py")), ROOT / "tools" / "compile_kernels.py"]
 
-# What was found in Triton 3.6.0 and in 3.8.0, and compiled and interpreted with both. Before a name is added, look at
+# Found in both Triton 3.6.0 and 3.8.0, and compiled and interpreted with both. Before adding a name, look it up in
 # both and run what benchmarks/README.md says.
 TRITON = {
     "__version__", "cdiv", "compile", "jit", "knobs", "knobs.cache", "knobs.cache.dir", "knobs.cache.scope",
@@ -29,7 +29,7 @@ KEYWORDS = {
     ("to", "bitcast"),
 }  # fmt: skip
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
-"""How a kernel is launched, beside its own compile-time arguments, which are in capitals."""
+"""Launch options, as opposed to a kernel's own compile-time arguments, which are in capitals."""
 
 
 def path_of(node: ast.AST) -> list[str]:
@@ -62,9 +62,9 @@ def used() -> tuple[set[str], set[str], set[tuple[str, str]], set[str]]:
 
 
 def test_nothing_is_used_that_only_one_version_has():
-    """Prevents kernels that work with the Triton of the tests and fail at launch with that of a GPU's machine."""
+    """Prevents kernels that work with the tests' Triton but fail at launch with the one on a GPU machine."""
     triton_names, language, keywords, options = used()
-    # Only the whole list says that the source was read as meant.
+    # Only equality with the whole list shows that the source was read as intended.
     assert language == LANGUAGE
     assert triton_names == TRITON
     assert keywords == KEYWORDS

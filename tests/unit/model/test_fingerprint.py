@@ -1,4 +1,4 @@
-"""The fingerprint tells models apart and copies of one model together."""
+"""The fingerprint tells models apart and gives copies of one model the same value."""
 
 import json
 
@@ -23,7 +23,7 @@ CONFIG = {
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors in bfloat16, in the names of Qwen."""
+    """A checkpoint's tensors in bfloat16, with Qwen's names."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -43,7 +43,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes model folders; the first argument names the folder."""
+    """Returns a function that writes model folders; its first argument names the folder."""
 
     def write(name, *, config=CONFIG, tensors=None, shards=1):
         folder = tmp_path / name
@@ -76,7 +76,7 @@ def test_shape_of_a_fingerprint(model):
 
 
 def quantised(tensors):
-    """What AWQ leaves: packed projections, scales folded into the layer norm, zero biases, all in float16."""
+    """What AWQ produces: packed projections, scales folded into the layer norm, zero biases, all in float16."""
     tensors = {name: tensor.half() for name, tensor in tensors.items() if not name.endswith("q_proj.weight")}
     tensors["model.layers.0.self_attn.q_proj.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
     tensors["model.layers.0.self_attn.q_proj.g_idx"] = torch.zeros(64, dtype=torch.int32)
@@ -110,7 +110,7 @@ def test_copies_agree(model):
     ],
 )
 def test_fine_tunes_differ(model, name):
-    """Prevents statistics of a base model from being used for a fine-tune of it."""
+    """Prevents a base model's statistics from being used for its fine-tune."""
     tensors = weights()
     tensors[name][3] *= 1.02
     assert model_fingerprint(model("tuned", tensors=tensors)) != model_fingerprint(model("original"))
@@ -130,7 +130,7 @@ def test_fine_tunes_differ(model, name):
     ids=str,
 )
 def test_architectures_differ(model, change):
-    """Prevents models of another shape or other frequencies from sharing a fingerprint."""
+    """Prevents models with another shape or other frequencies from sharing a fingerprint."""
     assert model_fingerprint(model("b", config=CONFIG | change)) != model_fingerprint(model("a"))
 
 
@@ -153,13 +153,13 @@ def test_architectures_differ(model, change):
     ids=["theta", "default-theta", "linear", "partial", "default-heads", "nested"],
 )
 def test_old_and_new_spellings_agree(old, new):
-    """Prevents a model saved again by another transformers version from looking like another model."""
+    """Prevents a model re-saved by another transformers version from looking like another model."""
     base = {name: value for name, value in CONFIG.items() if not name.startswith("rope")}
     assert canonical_config(base | old) == canonical_config(base | new)
 
 
 def test_without_weights_the_configuration_counts(model, tmp_path):
-    """Prevents a crash where weights are in another format, or damaged."""
+    """Prevents a crash if weights are damaged or in another format."""
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(json.dumps(CONFIG))
@@ -171,7 +171,7 @@ def test_without_weights_the_configuration_counts(model, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "none", "no/such-model", "not a name/at all", "model.gguf"])
 def test_models_without_configuration_have_none(tmp_path, monkeypatch, name):
-    """Prevents a crash, or a download, for models whose files are not here."""
+    """Prevents a crash, or a download, for models whose files are not on this machine."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     (tmp_path / "none").mkdir()

@@ -1,4 +1,4 @@
-"""Models are refused, or not, by what their config.json says."""
+"""Models are refused or accepted by what their config.json says."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ BASE = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# (architecture, its fields, words of the reason)
+# (architecture, its fields, words that the reason contains)
 REFUSED = [
     ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
     ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
@@ -71,7 +71,7 @@ REFUSED = [
     ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 8192}}, "local to chunks"),
 ]
 
-# Served and compressed: as transformers writes their files by default, and as their makers do.
+# Served and compressed: files as transformers writes them by default, and as the models' authors do.
 ACCEPTED = [
     *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Granite", "GraniteMoe", "Olmo2"),
     *("Olmoe", "Phi3", "Starcoder2", "StableLm", "Gemma", "Cohere", "Glm4", "Glm4Moe", "Apertus", "Arcee", "Phi"),
@@ -98,7 +98,7 @@ def check(folder, config, **overrides):
 
 @pytest.mark.parametrize(("architecture", "fields", "words"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_families(tmp_path, architecture, fields, words):
-    """Prevents the load of weights for a model that cannot be compressed, or worse, that is compressed wrongly."""
+    """Prevents loading weights for a model that cannot be compressed or, worse, compressing it wrongly."""
     with pytest.raises(TriAttentionError, match=architecture) as caught:
         check(tmp_path, BASE | {"architectures": [architecture], "model_type": architecture.lower()} | fields)
     assert words in str(caught.value)
@@ -107,27 +107,27 @@ def test_refused_families(tmp_path, architecture, fields, words):
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_families(tmp_path, name):
-    """Prevents the refusal of a model that works, for a field that transformers writes into every file of its kind."""
+    """Prevents refusing a working model for a field that transformers writes into every file of its kind."""
     config = getattr(transformers, f"{name}Config")().to_dict()
     check(tmp_path, config | {"architectures": [f"{name}ForCausalLM"]})
 
 
 @pytest.mark.parametrize(("architecture", "fields"), ACCEPTED_FIELDS, ids=str)
 def test_harmless_fields(tmp_path, architecture, fields):
-    """Prevents the refusal of a model for a field that is off, or that SGLang does not follow."""
+    """Prevents refusing a model for a field that is off, or that SGLang ignores."""
     model_type = architecture.removesuffix("ForCausalLM").lower()
     check(tmp_path, BASE | {"architectures": [architecture], "model_type": model_type} | fields)
 
 
 def test_overrides_count(tmp_path):
-    """Prevents a check of other settings than those that are served."""
+    """Prevents checking other settings than those that are served."""
     with pytest.raises(TriAttentionError, match="local to chunks"):
         check(tmp_path, BASE, attention_chunk_size=8192)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"architectures": null}'])
 def test_other_files_are_left_to_sglang(tmp_path, content):
-    """Prevents a traceback, or a refusal for the wrong reason, where there is no file or one that nobody can read."""
+    """Prevents a traceback, or a refusal for the wrong reason, if there is no file or an unreadable one."""
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     settings = {"model_path": str(tmp_path), "revision": None, "json_model_override_args": "{}"}
@@ -135,7 +135,7 @@ def test_other_files_are_left_to_sglang(tmp_path, content):
 
 
 def test_architectures_are_those_of_the_registry():
-    """Prevents the refusal of a model that SGLang implements, because of how its file names it."""
+    """Prevents refusing a model that SGLang implements because of the name in its file."""
     assert ModelRegistry.get_supported_archs() <= native_architectures()
 
 

@@ -1,4 +1,4 @@
-"""What a model's config.json says of its cache, its weights and its context."""
+"""What a model's config.json says about its cache, its weights and its context."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from sglang_triattn.model.sizes import read_sizes, weight_bytes
     ids=["Llama-3-8B", "Qwen3-8B", "SmolLM2-135M"],
 )
 def test_bytes_per_token(config, count):
-    """Prevents keys without values, query heads in place of KV heads, and a head_dim that the config overrides."""
+    """Prevents keys without values, query heads instead of KV heads, and a head_dim that the config overrides."""
     sizes = read_sizes(config)
     assert sizes.bytes_per_token("bfloat16") == count
     assert sizes.bytes_per_token("fp8_e4m3") == sizes.bytes_per_token("fp8_e5m2") == count // 2
 
 
 def test_heads_split_over_ranks():
-    """Prevents a GPU's share below the one KV head that SGLang gives each rank."""
+    """Prevents a GPU's share from falling below the one KV head that SGLang gives each rank."""
     sizes = read_sizes(LLAMA3_8B)
     for tp, kv_heads in ((1, 8), (2, 4), (8, 1), (16, 1)):
         sizes.check_ranks(tp)
@@ -40,7 +40,7 @@ def test_published_parameter_counts(config, count):
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "phi3", "granite"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_parameters_are_those_that_transformers_makes(model_type, bias):
-    """Prevents shapes of a model type that is called known and is not."""
+    """Prevents wrong shapes for a model type that counts as known."""
     config = shape(model_type, 64, 3, 4, 2, intermediate_size=96, vocab_size=200, tie_word_embeddings=False)
     config |= {"head_dim": 16, "pad_token_id": None, "sliding_window": None}
     if model_type in ("llama", "granite"):
@@ -75,7 +75,7 @@ def test_parameters_are_those_that_transformers_makes(model_type, bias):
     ids=["awq", "gptq", "fp8", "compressed-tensors"],
 )
 def test_quantised_weights(quantized, bits):
-    """Prevents an estimate that takes embeddings for quantised, or a quantised checkpoint for 16 bits."""
+    """Prevents an estimate that treats embeddings as quantised, or a quantised checkpoint as 16 bits."""
     sizes = read_sizes(LLAMA3_8B)
     config = {**LLAMA3_8B, "quantization_config": quantized}
     assert weight_bytes(sizes, config, None)[0] == int(sizes.matrices * bits / 8) + 2 * sizes.others
@@ -83,7 +83,7 @@ def test_quantised_weights(quantized, bits):
 
 
 def test_context_limit(run_plan):
-    """Prevents a stretched context that is stretched twice, or not at all, and a default length above the limit."""
+    """Prevents stretching a stretched context twice or not at all, and a default length above the limit."""
     linear = {**LLAMA3_8B, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read_sizes(linear).context == 81920
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10240}
@@ -102,5 +102,5 @@ def test_context_limit(run_plan):
     ids=str,
 )
 def test_ordinary_models_are_planned(harmless):
-    """Prevents the refusal of a model for a field that is there but off."""
+    """Prevents refusing a model for a field that is present but off."""
     assert read_sizes({**LLAMA3_8B, **harmless}).bytes_per_token("bfloat16") == 131072

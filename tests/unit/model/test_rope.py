@@ -39,7 +39,7 @@ def plain(dim: int, theta: float = THETA) -> torch.Tensor:
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [8, 6])
 def test_rotation_inverts_and_scales(style, rotary_dim):
-    """Prevents undoing another rotation than the model's, and touching dims that do not turn."""
+    """Prevents undoing another rotation than the model's, and touching dims that do not rotate."""
     rope = Rope(plain(rotary_dim), 1.25, rotary_dim, style)
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([0, 1, 9, 4000, 100_000])
@@ -70,7 +70,7 @@ def test_agrees_with_transformers(rope_parameters):
 
 
 def test_scaled_values():
-    """Prevents scaling being dropped in both this code and the comparison with transformers."""
+    """Prevents scaling from being dropped both in this code and in the comparison with transformers."""
     config = llama()
     torch.testing.assert_close(rope_of_transformers(model_of(config), config).inv_freq, plain(8), rtol=1e-6, atol=0)
     config = llama(**LINEAR)
@@ -82,7 +82,7 @@ def test_scaled_values():
 
 
 def test_interleaved_partial_model():
-    """Prevents GLM's pairing of neighbouring dims, over part of a head, being read as halves."""
+    """Prevents GLM's pairing of adjacent dims, over part of a head, from being read as halves."""
     config = transformers.GlmConfig(**COMMON, head_dim=16, partial_rotary_factor=0.5)
     rope = rope_of_transformers(model_of(config), config)
     assert rope.style == "interleaved"
@@ -127,7 +127,7 @@ def test_unsupported_embeddings_are_refused(config, message):
 
 
 def test_two_different_embeddings_are_refused():
-    """Prevents one of two embeddings being picked by chance."""
+    """Prevents picking one of two embeddings by chance."""
     config = llama()
     model = model_of(config)
     model.second = copy.deepcopy(model.rotary_emb)
@@ -145,7 +145,7 @@ def test_rounded_frequencies_are_refused():
 
 
 def test_unknown_rotation_is_refused(monkeypatch):
-    """Prevents guessing how a model turns its queries."""
+    """Prevents guessing how a model rotates its queries."""
     config = llama()
     model = model_of(config)
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos, k * cos))

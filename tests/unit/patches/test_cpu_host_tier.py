@@ -1,4 +1,4 @@
-"""The copies between a KV pool and the host tier on plain CPUs, in both layouts of the host's memory."""
+"""Copies between a KV pool and the host tier on plain CPUs, in both host memory layouts."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def random_pool() -> list[torch.Tensor]:
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
 def test_what_was_saved_is_loaded(layout, page_size):
-    """Prevents K/V of a prompt from coming back to another slot, page, layer, or as V for K."""
+    """Prevents a prompt's K/V from coming back to another slot, page or layer, or V as K."""
     torch.manual_seed(page_size)
     pool = random_pool()
     kept = [buffer.clone() for buffer in pool]

@@ -18,7 +18,7 @@ def bare(monkeypatch):
 
 
 def test_active_without_an_accelerator(bare):
-    """Prevents CPU machines from failing in SGLang's own CPU engine, which needs a build of its own."""
+    """Prevents CPU machines from failing in SGLang's own CPU engine, which needs a special build."""
     platform = _load_platform_class(cpu_platform.activate())()
     assert platform.get_default_attention_backend() == "torch_native"
     assert platform.get_compile_backend() == "eager"
@@ -36,15 +36,15 @@ def test_active_without_an_accelerator(bare):
     ],
 )
 def test_the_pool_leaves_the_machine_its_memory(bare, given, expected):
-    """Prevents a server that takes most of the machine's memory because nobody said how much, and a default that
-    overrules who did."""
+    """Prevents a server from taking most of the machine's memory because nobody set a limit, and a default from
+    overriding a limit that somebody set."""
     settings = SimpleNamespace(**{"max_total_tokens": None, "mem_fraction_static": None} | given)
     _load_platform_class(cpu_platform.activate())().apply_server_args_defaults(settings)
     assert settings.max_total_tokens == expected
 
 
 def test_out_of_the_way_of_a_gpu(bare):
-    """Prevents a GPU server from being served by the CPU because this package is installed."""
+    """Prevents a GPU server from running on the CPU because this package is installed."""
     bare.setattr(torch.cuda, "is_available", lambda: True)
     assert cpu_platform.activate() is None
 

@@ -1,4 +1,4 @@
-"""What SGLang's decode graph reads at a replay: its own static buffers, filled behind the hook on positions."""
+"""What SGLang's decode graph reads on replay: its own static buffers, filled after the hook on positions."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ GRAPH_SIZE = 4
 
 
 def forward_batch(physical: list[int], logical: list[int]) -> ForwardBatch:
-    """A decode step as SGLang builds it from rows of these lengths, this step's token included, and then the hook."""
+    """A decode step as SGLang builds it from rows of these lengths, this step's token included, after the hook."""
     lengths = torch.tensor(physical)
     count = len(physical)
     forward = ForwardBatch(
@@ -52,7 +52,7 @@ def test_a_graph_captured_before_a_round_replays_logical_positions(registry):
     sizes = {"raw_bs": 3, "padded_bs": GRAPH_SIZE, "raw_num_tokens": 3, "padded_num_tokens": GRAPH_SIZE}
     registry.fill_from(forward_batch([97, 60, 7], [97, 60, 7]), **sizes)
     assert buffers["positions"].tolist() == [96, 59, 6, 0]
-    # A round of the first request, and one of the second some time before.
+    # The first request has just had a round, the second had one some time ago.
     registry.fill_from(forward_batch([66, 61, 8], [98, 161, 8]), **sizes)
     assert buffers["positions"].tolist() == [97, 160, 7, 0]
     assert buffers["seq_lens"].tolist() == [66, 61, 8, 1]
@@ -60,7 +60,7 @@ def test_a_graph_captured_before_a_round_replays_logical_positions(registry):
 
 
 def test_a_step_planned_before_its_inputs_are_copied(registry):
-    """Prevents the graph's other way to its inputs, the copy at the replay itself, from taking other positions."""
+    """Prevents the graph's other route to its inputs, the copy on replay itself, from using other positions."""
     static = SimpleNamespace(**{name: registry.get_slot(name).buffer for name in ("positions", "input_ids")})
     runner = SimpleNamespace(buffers=static, raw_num_token=2, _prefilled_inputs=None)
     DecodeCudaGraphRunner._copy_replay_inputs(runner, forward_batch([66, 61], [98, 161]))

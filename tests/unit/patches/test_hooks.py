@@ -1,4 +1,4 @@
-"""Hooks hold or stop the launch: SGLang itself would only log."""
+"""Hooks apply or stop the launch: SGLang itself would only log."""
 
 import sys
 import types
@@ -17,7 +17,7 @@ from sglang_triattn.patches.observability.census import VARIABLE
 
 @pytest.fixture
 def target(monkeypatch):
-    """A module of its own to hook, and a registry that forgets afterwards."""
+    """A new module to hook, and a registry that forgets afterwards."""
     module = types.ModuleType("hook_target")
     module.double = lambda value: 2 * value
     monkeypatch.setitem(sys.modules, "hook_target", module)
@@ -54,14 +54,14 @@ def test_changed_targets_are_refused(target, hook, words):
 
 
 def test_a_hook_that_cannot_be_applied_is_noticed(target, monkeypatch):
-    """Prevents going on dense after the registry logged a failure."""
+    """Prevents running dense after the registry logged a failure."""
     monkeypatch.setattr(HookRegistry, "_apply_target", classmethod(lambda *_: 1 / 0))
     with pytest.raises(TriAttentionError, match="did not apply"):
         hooks.install([Hook("hook_target.double", "after", add_one, "value")])
 
 
 def test_a_target_taken_by_another_plugin_is_noticed(target):
-    """Prevents a hook that the registry skips because it patched the target before."""
+    """Prevents a hook that the registry skips because it has already patched the target."""
     HookRegistry.register("hook_target.double", lambda result, value: None)
     HookRegistry.apply_hooks()
     with pytest.raises(TriAttentionError, match="Another plugin"):
@@ -78,7 +78,7 @@ def test_other_versions_are_refused(monkeypatch):
 
 
 def test_every_hook_fits_the_installed_sglang(monkeypatch):
-    """Prevents a release whose hooks only fail when a server starts."""
+    """Prevents a release whose hooks fail only when a server starts."""
     monkeypatch.delenv(VARIABLE, raising=False)
     every = [hook for hooks_of_one in hook_table.all_hooks().values() for hook in hooks_of_one]
     for hook in every:
@@ -105,13 +105,13 @@ def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
 
 
 def test_main_hooks_only_the_command_line(target):
-    """Prevents the same in the main process: there, only the flags are defined and read."""
+    """Prevents the same in the main process, where only the flags are defined and read."""
     plugin.activate()
     assert {name.rsplit(".", 1)[1] for name in HookRegistry._hooks} == {"add_cli_args", "from_cli_args"}
 
 
 def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
-    """Prevents 'unrecognized arguments' as the answer to an SGLang of another version."""
+    """Prevents 'unrecognized arguments' as the answer from an SGLang of another version."""
     import sglang
 
     monkeypatch.setattr(sglang, "__version__", "0.5.24")

@@ -31,7 +31,7 @@ CONFIG = Config("s", budget=192, interval=64, recent=64)
 
 
 def test_partial_rotation_is_said():
-    """Prevents a model of which half the dims are scored from looking like any other."""
+    """Prevents a model with half of its dims unscored from looking like any other."""
     (line,) = at_launch(scheduler(), CONFIG, shape(64))
     assert "only 64 of the 128 dims" in line
     assert list(at_launch(scheduler(), CONFIG, shape(128))) == []
@@ -61,7 +61,7 @@ def test_batches_beyond_the_graphs_are_said(server, expected):
     ("mean", "value_share", "said"), [(0.59, None, True), (0.61, None, False), (0.59, 1.0, False), (0.1, 0.0, True)]
 )
 def test_spread_queries_are_said(mean, value_share, said):
-    """Prevents a model whose queries foretell little from looking like any other, and a warning that means nothing."""
+    """Prevents a model whose queries foretell little from looking like any other, and a meaningless warning."""
     stats = QueryStats(torch.full((2, 8, 4), mean, dtype=torch.complex64), torch.ones(2, 8, 4), 2, 8, None, None, 1, "")
     lines = list(of_stats(Config("s", value_share=value_share), stats))
     assert len(lines) == said
@@ -71,7 +71,7 @@ def test_spread_queries_are_said(mean, value_share, said):
 
 
 def test_weight_updates_are_said_once_for_each_update(caplog):
-    """Prevents silence about statistics of other weights, and a line for each of an update's many parts."""
+    """Prevents silence about statistics of other weights, and one line for each of an update's many parts."""
     totals = Totals()
     (hook,) = WeightUpdates(lambda: (CONFIG, totals)).hooks()
     with caplog.at_level(logging.WARNING):
@@ -82,7 +82,7 @@ def test_weight_updates_are_said_once_for_each_update(caplog):
 
 
 def test_nothing_is_said_before_there_is_a_compressor(caplog):
-    """Prevents a crash of an update that comes while nothing is compressed."""
+    """Prevents an update from crashing while nothing is compressed yet."""
     (hook,) = WeightUpdates(lambda: None).hooks()
     hook.function(None, object(), None)
     assert caplog.records == []

@@ -9,7 +9,7 @@ from sglang_triattn.patches.scheduler.tensor_parallel import merge_over_ranks, o
 
 
 def scheduler(rank: int, others: torch.Tensor | None = None, ranks: int = 2) -> SimpleNamespace:
-    """What is read of a scheduler; its group gathers what this rank gives, and `others` behind it."""
+    """The parts of a scheduler that are read; its group gathers what this rank gives, followed by `others`."""
 
     def all_gather(own: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([own, others], dim)
@@ -26,24 +26,24 @@ def test_ranks_share_the_heads_out():
 
 @pytest.mark.parametrize(("selection", "expected"), [("union", [4.0, 2.0]), ("shared-mean", [2.5, 1.5])])
 def test_importance_of_all_heads(selection, expected):
-    """Prevents a kept set by the heads of one rank alone."""
+    """Prevents a kept set that only one rank's heads chose."""
     own, others = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[[4.0, 1.0]]]])
     merged = merge_over_ranks(scheduler(0, others), selection)(own)
     assert merged.tolist() == [[expected]]
 
 
 def test_one_rank_needs_nobody():
-    """Prevents a collective, or a copy, where there is nobody to ask."""
+    """Prevents a collective, or a copy, when there is nobody to ask."""
     assert merge_over_ranks(scheduler(0, ranks=1), "union") is None
 
 
 def test_heads_with_sets_of_their_own_need_nobody():
-    """Prevents a launch that rehearses a gather which no round makes."""
+    """Prevents warming up a gather that no round makes."""
     assert merge_over_ranks(scheduler(0), "per-head") is None
 
 
 def test_a_rank_can_work_apart():
-    """Prevents ranks that wait for one that failed: what each does for itself gathers nothing."""
+    """Prevents ranks from waiting for one that failed: what each does for itself gathers nothing."""
     merge = merge_over_ranks(scheduler(0, torch.tensor([[[[4.0]]]])), "union")
     own = torch.tensor([[[1.0]]])
     with merge.apart():

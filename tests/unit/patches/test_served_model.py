@@ -1,4 +1,4 @@
-"""What the scorer is told about the served model, and which models it is not told about but refused."""
+"""What the scorer is told about the served model, and which models are refused instead."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def rotary(scaling=None, neox=True, base=10000, dtype=torch.float32, turning=32)
 
 
 def served(rotaries, **attention):
-    """A model of one attention layer for each rotary embedding, behind the little of a model runner that is read."""
+    """A model with one attention layer per rotary embedding, inside as much of a model runner as is read."""
     settings = {"num_heads": 4, "head_dim": 32, "scaling": 1.0, "num_kv_heads": 2, **attention}
     layers = torch.nn.ModuleList()
     for number, embedding in enumerate(rotaries):
@@ -66,7 +66,7 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
 
 @pytest.mark.parametrize("neox", [True, False])
 def test_partial_rotary(neox):
-    """Prevents scoring dims that carry no position as if they turned."""
+    """Prevents scoring dims that carry no position as if they rotated."""
     shape = read_shape(served([rotary(neox=neox, turning=12)]), 1)
     assert (shape.head_dim, shape.rope.rotary_dim, shape.rope.inv_freq.numel()) == (32, 12, 6)
     expected = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
@@ -112,7 +112,7 @@ def test_shape_of_a_plain_model():
     ],
 )
 def test_other_attention_is_refused(runner, words):
-    """Prevents serving a model whose attention does not only depend on the kept keys."""
+    """Prevents serving a model whose attention depends on more than the kept keys."""
     with pytest.raises(TriAttentionError, match=words) as caught:
         read_shape(runner(), 1)
     assert str(caught.value).endswith(".")
@@ -126,7 +126,7 @@ def test_heads_that_do_not_split_are_refused():
 
 
 def test_missing_kv_layers_are_refused():
-    """Prevents a model with other attention beside the scored one from being half scored."""
+    """Prevents a model with other attention beside the scored one from being only half scored."""
     runner = served([rotary()] * 2)
     runner.token_to_kv_pool.layer_num = 3
     with pytest.raises(TriAttentionError, match=r"2 attention layers .* for 3 KV layers"):
@@ -134,7 +134,7 @@ def test_missing_kv_layers_are_refused():
 
 
 def test_a_cache_beside_the_rows_is_refused(monkeypatch):
-    """Prevents rounds on rows that something else is kept in step with."""
+    """Prevents rounds on rows that something else must stay in step with."""
     monkeypatch.setattr(MHATokenToKVPool, "get_key_buffer", lambda *_: torch.zeros(1))
     pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
     pool.kv_cache_layout = "nhd"

@@ -1,4 +1,4 @@
-"""What a launch rehearses before the first request, and what its user reads where that fails."""
+"""What a launch warms up before the first request, and what its user reads if that fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 4096
 
 
 class Device:
-    """A pretended CUDA device: writes down what is asked of it and its streams."""
+    """A fake CUDA device: records what is asked of it and its streams."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -67,7 +67,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
 def compressor(
     device: Device, *, num_tokens: int = 96, longest: int = 8192, limit: int = 1 << 26, moves: bool = False, **settings
 ):
-    """A compressor that writes down what it is made to rehearse."""
+    """A compressor that records what it is made to warm up."""
     launches = []
 
     def score_and_move(launch) -> None:
@@ -86,7 +86,7 @@ def compressor(
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_rehearsed_where_rounds_run(overlap):
-    """Prevents memory cached for another stream, and requests that come before the kernels are there."""
+    """Prevents memory cached for another stream, and requests that arrive before the kernels are ready."""
     scheduler = pretended(overlap)
     warm_up.rehearse(scheduler, compressor(scheduler.device_module))
     name = "forward" if overlap else "schedule"
@@ -107,7 +107,7 @@ def test_nothing_is_rehearsed_without_kernels():
 )
 @pytest.mark.parametrize("moves", [False, True])
 def test_every_kind_of_launch(num_tokens, longest, widths, moves):
-    """Prevents a kernel that compiles in a round: for long rows, or for requests with settings of their own."""
+    """Prevents a kernel from compiling in a round: for long rows, or for requests with settings of their own."""
     scheduler = pretended()
     found = compressor(scheduler.device_module, num_tokens=num_tokens, longest=longest, moves=moves)
     warm_up.rehearse(scheduler, found)
@@ -122,7 +122,7 @@ def test_every_kind_of_launch(num_tokens, longest, widths, moves):
 
 @pytest.mark.parametrize(("recent", "rehearsed"), [(16, [0, 16]), (64, [0, 64]), (0, [0])])
 def test_every_criterion_gets_a_place(recent, rehearsed):
-    """Prevents the first request with fewer newest tokens of its own from compiling what its other tokens need."""
+    """Prevents the first request with a smaller `recent` of its own from compiling what its other tokens need."""
     settings = {"selection": "per-layer-head", "value_share": 0.5, "recent": recent}
     scheduler = pretended()
     found = compressor(scheduler.device_module, longest=96, moves=True, **settings)
@@ -132,7 +132,7 @@ def test_every_criterion_gets_a_place(recent, rehearsed):
 
 
 def test_rows_for_which_the_layers_are_cut():
-    """Prevents a first long row from being the first that merges layers over several launches."""
+    """Prevents the first long row from being the first to merge layers over several launches."""
     scheduler = pretended()
     found = compressor(scheduler.device_module, longest=50_000, limit=1 << 20)
     assert found.workspace_plan.launch(50_000)[1] < 4
@@ -141,11 +141,11 @@ def test_rows_for_which_the_layers_are_cut():
 
 
 def start(monkeypatch, build, scheduler=None) -> str:
-    """Why a launch refuses whose compressor `build` makes."""
+    """Why a launch refuses if its compressor comes from `build`."""
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", lambda *_: None)
     monkeypatch.setattr(scheduler_patch, "build_compressor", build)
-    # With one set for all heads, which ranks have to merge.
+    # With one kept set for all heads, which ranks have to merge.
     compression = scheduler_patch.Compression(Config("s", selection="shared-mean"))
     compression._on_built(None, scheduler or pretended())
     assert compression.compressor is None
@@ -159,7 +159,7 @@ def assert_one_sentence(refusal: str) -> None:
 
 
 def unreadable(*_) -> Scorer:
-    """What the kernels cannot read: layers whose keys differ in type."""
+    """Builds what the kernels cannot read: layers whose keys differ in type."""
     pools = [torch.zeros(4, 2, 8), torch.zeros(4, 2, 8, dtype=torch.bfloat16)]
     mean = torch.ones(2, 4, 4, dtype=torch.complex64)
     tables = build_tables(mean, mean.abs(), torch.ones(4), 1.0, "half", 2, "cpu")
@@ -167,7 +167,7 @@ def unreadable(*_) -> Scorer:
 
 
 def test_what_goes_wrong_while_measuring_is_refused_too(monkeypatch):
-    """Prevents a traceback where the model, measured at launch, fails or needs more memory than there is."""
+    """Prevents a traceback if the model, measured at launch, fails or needs more memory than there is."""
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", out_of_memory)
     compression = scheduler_patch.Compression(Config("s"))
@@ -195,7 +195,7 @@ def unforeseen(*_) -> None:
     ],
 )
 def test_what_cannot_be_built_is_refused(monkeypatch, build, words):
-    """Prevents a traceback, and a scheduler that dies, where a launch should say why it cannot go on."""
+    """Prevents a traceback, and a dying scheduler, when a launch should say why it cannot continue."""
     refusal = start(monkeypatch, build)
     assert_one_sentence(refusal)
     assert words in refusal
@@ -203,7 +203,7 @@ def test_what_cannot_be_built_is_refused(monkeypatch, build, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels compile")
 def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
-    """Prevents a server whose first round ends it: here Triton finds no device at all."""
+    """Prevents a server that dies in its first round: here Triton finds no device at all."""
     from sglang_triattn.kernels.select.keep_kernel import keep_triton
 
     def build(*_):
@@ -218,14 +218,14 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
 
 
 def test_triton_says_last_what_happened():
-    """Prevents a sentence that quotes a line of a kernel's code."""
+    """Prevents a message that quotes a line of a kernel's code."""
     error = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
     sentence = str(warm_up.refusal_for(error("at 3:4:\n    x = tl.load(p)\n    ^\nunsupported type")))
     assert "(CompilationError: unsupported type)" in sentence
 
 
 class Ranks(SimpleNamespace):
-    """Two ranks, of which the other says `other`."""
+    """Two ranks, the other of which says `other`."""
 
     world_size, rank_in_group = 2, 0
 
@@ -237,7 +237,7 @@ class Ranks(SimpleNamespace):
 
 
 def test_all_ranks_refuse_where_one_does(monkeypatch):
-    """Prevents a launch that hangs: a rank that failed alone never comes to the others' gather."""
+    """Prevents a hanging launch: a rank that fails on its own never joins the others' gather."""
     scheduler = pretended()
     scheduler.tp_group = Ranks(other="The other rank is out of memory.")
 

@@ -1,4 +1,4 @@
-"""Device memory for scoring is there before SGLang sizes its KV pool, and is as large as the plan says."""
+"""Device memory for scoring is reserved before SGLang sizes its KV pool, and is as large as the plan says."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from sglang_triattn.patches.model.workspace import Workspace
 
 
 def configurator(device: str, rotary: bool = True) -> SimpleNamespace:
-    """The little of a KVCacheConfigurator that is read; the meta device has sizes and no memory."""
+    """The parts of a KVCacheConfigurator that are read; the meta device has sizes but no memory."""
     model = torch.nn.ModuleList()
     for number in range(3):
         layer = torch.nn.Module()
@@ -23,7 +23,7 @@ def configurator(device: str, rotary: bool = True) -> SimpleNamespace:
 
 
 def test_reserved_once_and_as_planned():
-    """Prevents workspace that comes on top of the pool's share, or grows when SGLang measures again."""
+    """Prevents a workspace that comes on top of the pool's share, or grows when SGLang measures again."""
     workspace = Workspace(Config("s", budget=500, interval=12))
     (hook,) = workspace.hooks()
     hook.function(configurator("meta"), 1.0)
@@ -35,7 +35,7 @@ def test_reserved_once_and_as_planned():
 
 
 def test_what_decides_has_room():
-    """Prevents a pool that is sized without the memory for values, or with that for scores that nobody makes."""
+    """Prevents sizing a pool without the memory for values, or with memory for scores that nobody computes."""
     needs = []
     for share in (0.0, 0.5, 1.0):
         workspace = Workspace(Config("s", selection="per-layer-head", value_share=share))
@@ -46,7 +46,7 @@ def test_what_decides_has_room():
 
 
 def test_nothing_where_no_kernel_runs():
-    """Prevents memory held for nothing on a CPU, and a crash in place of the refusal of an unsupported model."""
+    """Prevents holding memory for nothing on a CPU, and a crash instead of the refusal of an unsupported model."""
     for other in (configurator("cpu"), configurator("meta", rotary=False)):
         workspace = Workspace(Config("s"))
         workspace.hooks()[0].function(other, 1.0)

@@ -45,7 +45,7 @@ WAYS = {
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("stage", Stage)
 def test_every_transition_from_every_stage(stage, name):
-    """Prevents a row that is released twice, parked by one that lost it, or compacted while nobody owns it."""
+    """Prevents a row from being released twice, parked after it was lost, or compacted while nobody owns it."""
     owner = request()
     for step in WAYS[stage]:
         TRANSITIONS[step](owner)
@@ -64,7 +64,7 @@ def test_every_transition_from_every_stage(stage, name):
 @pytest.mark.parametrize("config", [CONFIG, COMPACT], ids=["frozen", "compact"])
 @pytest.mark.parametrize("withheld", [False, True])
 def test_a_row_without_evictions_enters_the_tree_as_a_whole(config, withheld):
-    """Prevents an exact row that nobody can share, and a prompt to be compacted that the tree freezes meanwhile."""
+    """Prevents an exact row that nobody can share, and the tree from freezing a prompt that is to be compacted."""
     owner = request(config, withheld=withheld)
     early = not withheld and config is CONFIG
     assert owner.tree_may_take_all == early
@@ -85,7 +85,7 @@ def test_a_row_with_evictions_enters_up_to_the_first():
 
 
 def test_a_retracted_request_starts_exact():
-    """Prevents a row that is taken for a compacted one, or one that is barred from the tree for good."""
+    """Prevents a row from being taken for a compacted one, or barred from the tree for good."""
     owner = admitted()
     owner.round(round_of(), lambda: 44, 7)
     owner.retract(REPORT)
@@ -95,7 +95,7 @@ def test_a_retracted_request_starts_exact():
 
 
 def test_a_resumed_row_goes_on_where_it_was():
-    """Prevents a turn that forgets what the row lost, and a failed admission that changes the waiting row."""
+    """Prevents a turn that forgets what the row lost, and a failed admission that changes the parked row."""
     first = admitted(conversation="c")
     first.round(round_of(), lambda: 44, 7)
     record = first.park(REPORT)
@@ -117,7 +117,7 @@ def test_a_resumed_row_goes_on_where_it_was():
 
 
 def test_a_start_is_told_once_and_must_be_true():
-    """Prevents a client that is told that its conversation went on when it did not."""
+    """Prevents telling a client that its conversation resumed when it did not."""
     owner = request(conversation="c")
     with pytest.raises(LifecycleError, match="cannot start as resumed"):
         owner.admit(PROMPT, RESUMED)
@@ -139,7 +139,7 @@ def test_what_is_not_compressed_has_no_round():
 
 @pytest.mark.parametrize("first", [[], [9], [9, 7], [5, 7, 9, 8], [9, 8, 5, 7], [9, 8, 7, 0]])
 def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
-    """Prevents K/V behind an eviction in the tree, and a request of ten thousand rounds that keeps all positions."""
+    """Prevents K/V after an eviction from entering the tree, and ten thousand rounds from keeping all positions."""
     record, unread = RowRecord(PROMPT), []
     for number, position in enumerate(first):
         unread.append(number)
@@ -149,7 +149,7 @@ def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
 
 
 def served(length: int, protected: int = 8) -> SimpleNamespace:
-    """SGLang's request of 10 prompt tokens that holds so many entries."""
+    """An SGLang request with 10 prompt tokens that holds `length` entries."""
     kv = SimpleNamespace(kv_allocated_len=length, cache_protected_len=protected)
     found = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=kv, origin_input_ids=range(10))
     attach_options(found, CompressionOptions(CONFIG)).admit(10, None)
@@ -158,14 +158,14 @@ def served(length: int, protected: int = 8) -> SimpleNamespace:
 
 @pytest.mark.parametrize(("unordered", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
 def test_a_row_says_how_many_of_its_newest_tokens_are_known(unordered, recent):
-    """Prevents old tokens from being kept as the newest ones in a row whose order an earlier round has lost."""
+    """Prevents old tokens from being kept as the newest in a row whose order an earlier round has lost."""
     found = served(200)
     owner_of(found).record.unordered_len = unordered
     assert recent_of(found) == recent
 
 
 def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
-    """Prevents a round that comes a token late, and a plan for every request in every step."""
+    """Prevents a round that comes one token late, and planning for every request in every step."""
     found = served(20)
     due = 10 + CONFIG.trigger(10)
     assert long_enough([found]) == [0]

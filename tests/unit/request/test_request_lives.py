@@ -1,4 +1,4 @@
-"""Random lives of a compressed request, held to a list of what its row holds."""
+"""Random lives of a compressed request, checked against a list of what its row holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Account:
     """A request beside a list of what its row holds, driven at random: prefixes, evictions, and who owns the row."""
 
     def __init__(self, pick: Callable[[int], int]) -> None:
-        """pick(n) is a number below n."""
+        """pick(n) returns a number below n."""
         self._pick = pick
         self.parked: list[tuple[RowRecord, list[int]]] = []
         self.seen: set[tuple[Stage, str]] = set()
@@ -77,7 +77,7 @@ class Account:
         if plan is None:
             return
         private, step = self.row[PROMPT:], 1 + self._pick(len(self.row) - 1)
-        # Tokens that lie this far apart, round and round, until as many as are evicted.
+        # Tokens this far apart, going round and round until enough are evicted.
         evicted: set[int] = set()
         place = self._pick(len(private))
         while len(evicted) < plan.evicted_tokens:
@@ -117,7 +117,7 @@ def test_a_hundred_thousand_transitions():
 
 
 class Lives(RuleBasedStateMachine):
-    """The same, looked for by hypothesis, which finds a short history where one fails."""
+    """The same, searched by hypothesis, which finds a short failing history."""
 
     @initialize(data=st.data())
     def begin(self, data):

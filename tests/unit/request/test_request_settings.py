@@ -16,7 +16,7 @@ def ask(**fields):
 
 
 def test_defaults_are_the_servers():
-    """Prevents requests that ask for nothing from being treated in another way than the flags say."""
+    """Prevents requests that ask for nothing from being treated differently from what the flags say."""
     assert read_request(CONFIG, None) == read_request(CONFIG, {"thinking_budget": 7}) == CompressionOptions(CONFIG)
     assert ask() == CONFIG
 
@@ -31,7 +31,7 @@ def test_each_field_is_taken():
 
 
 def test_smaller_budgets_stay_consistent():
-    """Prevents a small budget from being refused for the server's recent tokens or floor, or filled by them."""
+    """Prevents the server's recent tokens or floor from causing a small budget to be refused, or filling all of it."""
     assert [ask(budget=budget).recent for budget in (128, 20, 1)] == [16, 3, 1]
     config = dataclasses.replace(CONFIG, pressure_budget=128)
     assert read_request(config, {"triattention": {"budget": 64}}).settings.pressure_budget == 64

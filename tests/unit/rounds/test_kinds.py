@@ -1,4 +1,4 @@
-"""How a round goes, and what it does to its row, as far as the host decides it."""
+"""How a round goes and what it does to its row, as far as the host decides."""
 
 from types import SimpleNamespace
 
@@ -29,18 +29,18 @@ def plan_of(frozen: int, length: int, page_size: int, keep: int = 64) -> Plan:
         # Half a page would have to go.
         (16, 16, 109, 48, "slide", 64),
         (64, 64, 160, 48, "slide", 64),
-        # Nothing older lies on a page of its own.
+        # Nothing older has a page of its own.
         (16, 1, 97, 58, "slide", 64),
     ],
 )
 def test_rows_are_cut_where_whole_pages_can_go(page_size, frozen, length, recent, strategy, cut):
-    """Prevents copies of all kept tokens where a few would do, and a last page that is not the one being written."""
+    """Prevents copying all kept tokens where a few would do, and a last page that is not the one being written."""
     kind = kind_for(CONFIG, plan_of(frozen, length, page_size), recent, moves=True, page_size=page_size)
     assert (kind.strategy, kind.cut, kind.num_kept, kind.recent) == (strategy, cut, 64, recent)
 
 
 def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
-    """Prevents a slide for tokens that have all come since the last round."""
+    """Prevents a slide for tokens that have all been appended since the last round."""
     settings = Config("s", budget=64, interval=32, recent=32)
     kind = kind_for(settings, plan_of(16, 109, 16), 32, moves=True, page_size=16)
     assert (kind.strategy, kind.cut) == ("fill", 64)
@@ -54,14 +54,14 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
      ("slide", 64, 40, 40), ("remap", 64, 40, 40)],
 )  # fmt: skip
 def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
-    """Prevents old tokens from being taken for the newest ones, and early rounds that wait for what is known."""
+    """Prevents old tokens from being taken for the newest, and early rounds from waiting for a known order."""
     kind = Kind(num_kept=64, recent=48, strategy=strategy, cut=cut, width=128)
     assert kind.unordered_len(plan_of(16, 112, 16), before) == after
 
 
 @pytest.mark.parametrize(("page_size", "lengths"), [(1, (96, 97, 80)), (16, (96, 80, 112)), (16, (91, 75, 107))])
 def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
-    """Prevents a slot that is lost or freed while it is held, and newest tokens in another order."""
+    """Prevents a slot from being lost, or freed while it is held, and newest tokens from changing order."""
     rows = torch.zeros(4, 160, dtype=torch.int32)
     generator, rounds = torch.Generator().manual_seed(0), []
     keep = 48 + lengths[0] % page_size

@@ -1,4 +1,4 @@
-"""The plan of a round, which no device and no tensor may influence."""
+"""The plan of a round, which depends on no device and no tensor."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ def test_next_position_is_the_logical_length():
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("length", [194, 195, 700])
 def test_freed_slots_are_whole_pages(page_size, length):
-    """Prevents counting evicted tokens as memory: only whole pages behind the kept tokens come back."""
+    """Prevents counting evicted tokens as memory: only whole pages after the kept tokens come back."""
     frozen = 128
     due = plan(frozen=frozen, length=frozen + length, page_size=page_size)
     held = {position // page_size for position in range(due.old_length)}
@@ -51,14 +51,14 @@ def test_freed_slots_are_whole_pages(page_size, length):
 
 
 def test_prompt_is_frozen_with_and_without_a_tree():
-    """Prevents eviction of prompt tokens where no tree protects them (radix cache off, retracted requests)."""
+    """Prevents eviction of prompt tokens that no tree protects (radix cache off, retracted requests)."""
     assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=1) == 37
     assert frozen_length(CONFIG, protected=0, prompt_length=37, page_size=16) == 32
     assert frozen_length(CONFIG, protected=48, prompt_length=37, page_size=16) == 48
 
 
 def test_first_tokens_and_shared_prefix_stay_of_a_compacted_prompt():
-    """Prevents eviction of attention sinks, or of what the tree shares, where the prompt may be compacted."""
+    """Prevents evicting attention sinks, or what the tree shares, when the prompt may be compacted."""
     config = dataclasses.replace(CONFIG, prompt="compact", sinks=4)
     assert frozen_length(config, protected=0, prompt_length=37, page_size=16) == 4
     assert frozen_length(config, protected=32, prompt_length=37, page_size=16) == 32
@@ -66,7 +66,7 @@ def test_first_tokens_and_shared_prefix_stay_of_a_compacted_prompt():
 
 
 def test_bound_is_where_a_round_runs_or_the_end():
-    """Prevents reserving less than a request comes to hold, or more than it can."""
+    """Prevents reserving less than a request may hold, or more than it can."""
     assert max_kv_tokens(CONFIG, frozen=64, logical_end=10_000) == 64 + 130
     assert max_kv_tokens(CONFIG, frozen=64, logical_end=100) == 100
 

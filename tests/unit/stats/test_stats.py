@@ -1,4 +1,4 @@
-"""Statistics files: written whole, read strictly, compared with the served model field by field."""
+"""Statistics files: written atomically, read strictly, compared with the served model field by field."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def assert_one_sentence(error: BaseException) -> None:
 
 
 def test_round_trip(tmp_path):
-    """Prevents a field being lost or rounded between calibration and serving."""
+    """Prevents a field from being lost or rounded between calibration and serving."""
     saved, path = stats(rope=rope(theta=1.23e6, attention_scaling=1.3466)), tmp_path / "s.safetensors"
     save_stats(saved, path)
     loaded = load_stats(path)
@@ -49,7 +49,7 @@ def test_round_trip(tmp_path):
 
 
 def test_round_trip_of_a_file_without_model(tmp_path):
-    """Prevents unknown fields becoming the text "None"."""
+    """Prevents unknown fields from becoming the text "None"."""
     saved = stats(rope=None, fingerprint=None, token_count=None, num_kv_heads=None)
     save_stats(saved, tmp_path / "s.safetensors")
     loaded = load_stats(tmp_path / "s.safetensors")
@@ -103,7 +103,7 @@ def test_published_files(reference_files, name, layers, heads):
 
 
 def test_published_schema_keeps_layers_and_heads_apart(tmp_path):
-    """Prevents layer-major entries being read head-major."""
+    """Prevents layer-major entries from being read head-major."""
     loaded = load_stats(published(tmp_path / "s.pt"))
     assert loaded.mean[2, 5, 0] == complex(2, 5)
     assert loaded.mean[1, 0, 7] == complex(1, 0)
@@ -136,7 +136,7 @@ class Malicious:
 @pytest.mark.parametrize("name", ["s.pt", "s.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"not statistics", b"\x80\x02}q\x00."], ids=["empty", "text", "dict"])
 def test_files_of_another_kind_are_refused(tmp_path, name, content):
-    """Prevents a traceback for a wrong file."""
+    """Prevents a traceback for a file of the wrong kind."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(StatsError) as error:
         load_stats(tmp_path / name)
@@ -197,7 +197,7 @@ def damage(path: Path, tensors=None, metadata=None, drop=()) -> Path:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_damaged_files_are_refused(tmp_path, changes, message):
-    """Prevents NaN scores, or scores with another model's geometry, from a file that only looks right."""
+    """Prevents a file that only looks right from giving NaN scores, or scores with another model's geometry."""
     save_stats(stats(), tmp_path / "s.safetensors")
     with pytest.raises(StatsError, match=message) as error:
         load_stats(damage(tmp_path / "s.safetensors", **changes))
@@ -205,7 +205,7 @@ def test_damaged_files_are_refused(tmp_path, changes, message):
 
 
 def test_fitting_statistics_pass():
-    """Prevents refusing the right file over float32 rounding of the frequencies."""
+    """Prevents refusing the right file because of float32 rounding of the frequencies."""
     rounded = rope(inv_freq=rope().inv_freq.float().double(), attention_scaling=1.0 + 1e-9)
     checked = check_stats(stats(), shape(rope=rounded))
     assert checked.rope is not None
@@ -213,7 +213,7 @@ def test_fitting_statistics_pass():
 
 
 def test_published_statistics_take_rope_from_the_model(tmp_path):
-    """Prevents guessing frequencies where a file has none."""
+    """Prevents guessing frequencies when a file has none."""
     served = shape(rope=rope(theta=1e6))
     checked = check_stats(load_stats(published(tmp_path / "s.pt")), served)
     assert checked.rope is served.rope
@@ -236,7 +236,7 @@ def test_published_statistics_take_rope_from_the_model(tmp_path):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_statistics_of_another_model_are_refused(served, message):
-    """Prevents serving with statistics of another model: every stored field counts."""
+    """Prevents serving with another model's statistics: every stored field counts."""
     with pytest.raises(StatsError, match=message) as error:
         check_stats(stats(), shape(**served))
     assert_one_sentence(error.value)
@@ -244,7 +244,7 @@ def test_statistics_of_another_model_are_refused(served, message):
 
 
 def test_unknown_fingerprints_are_not_compared():
-    """Prevents refusing where either side cannot know the weights."""
+    """Prevents a refusal when either side cannot know the weights."""
     check_stats(stats(fingerprint=None), shape())
     check_stats(stats(), shape(fingerprint=None))
 

@@ -1,4 +1,4 @@
-"""The per-user folder of measured statistics: found by fingerprint, never trusted blindly, never a reason to fail."""
+"""The per-user folder of measured statistics: looked up by fingerprint, checked before use, never fatal."""
 
 import logging
 import threading
@@ -28,7 +28,7 @@ def test_kept_statistics_are_found_again(cache):
 
 
 def test_files_that_do_not_fit_are_passed_over(caplog):
-    """Prevents serving with a damaged file or another model's, and a launch that such a file stops for good."""
+    """Prevents serving with a damaged file or another model's, and such a file from stopping every launch."""
     path = keep_stats(stats())
     for damage in (
         lambda: path.write_bytes(path.read_bytes()[:100]),
@@ -44,7 +44,7 @@ def test_files_that_do_not_fit_are_passed_over(caplog):
 
 
 def test_models_without_a_fingerprint_are_not_kept(caplog):
-    """Prevents one unnamed model's statistics from serving another."""
+    """Prevents an unnamed model's statistics from serving another model."""
     assert keep_stats(stats(fingerprint=None)) is None
     assert "config.json" in caplog.text
     assert load_cached(shape(fingerprint=None)) is None
@@ -73,7 +73,7 @@ def test_a_full_disk_is_survived(monkeypatch, caplog):
 
 
 def test_only_one_measures_at_a_time():
-    """Prevents servers that start together from measuring the same model each."""
+    """Prevents servers that start at the same time from each measuring the same model."""
     entered, order = threading.Event(), []
 
     def second():

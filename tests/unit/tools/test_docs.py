@@ -1,4 +1,4 @@
-"""What README.md and the other documents name exists, and every example in them is run by a test."""
+"""What README.md and the other documents name exists, and a test runs every example in them."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from sglang_triattn.patches.hooks import SGLANG_VERSION
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OWN = "patches|sglang_triattn|kernels|tests|benchmarks|tools|docs"
-# Not what a command is told to write.
+# Except what a command is told to write.
 PATH = re.compile(rf"(?<![\w/.-])(?<!--json )(?:{OWN})/[\w./-]*[\w/]")
 MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
 EXAMPLES = {
@@ -21,13 +21,13 @@ EXAMPLES = {
     ("capacity.md", ""): ["tests/unit/cli/test_plan.py"],
     ("transformers.md", "python"): ["tests/unit/transformers_cache/test_transformers_cache.py"],
 }
-"""By document and language, the test that runs each fenced block, or compares it with what it shows."""
+"""By document and language: the test that runs each fenced block, or compares it with what it shows."""
 
 each_document = pytest.mark.parametrize("file", documents(), ids=lambda file: str(file.relative_to(ROOT)))
 
 
 def anchors(text: str) -> set[str]:
-    """Fragments that GitHub gives the headings."""
+    """Fragments that GitHub generates for the headings."""
     return {re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-") for _, _, words in headings(text)}
 
 
@@ -46,7 +46,7 @@ def test_links(file):
 
 @each_document
 def test_named_files(file):
-    """Prevents names of files, and of functions in them, that are gone."""
+    """Prevents names of files, and of functions in them, that no longer exist."""
     text = file.read_text()
     for path in PATH.findall(LINK.sub("", text)):
         assert (ROOT / path).exists(), path
@@ -61,7 +61,7 @@ def test_named_files(file):
 
 @each_document
 def test_make_targets(file):
-    """Prevents commands that the Makefile does not know."""
+    """Prevents commands that the Makefile does not have."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^    |\$\()make (?:-s )?([a-z-]+)", file.read_text(), re.MULTILINE)) <= targets
 
@@ -81,7 +81,7 @@ def test_ci_runs_the_commands_of_the_readme():
 
 
 def test_every_example_is_tested():
-    """Prevents an example that users copy, and that no test has ever run."""
+    """Prevents an example that users copy but no test has ever run."""
     found = Counter((file.name, kind) for file in documents() for kind, _ in fenced_blocks(file.read_text()))
     assert found == {key: len(tests) for key, tests in EXAMPLES.items()}
     for (name, _), tests in EXAMPLES.items():
@@ -92,7 +92,7 @@ def test_every_example_is_tested():
 
 @each_document
 def test_form(file):
-    """Prevents lines that do not fit, a word of art that is not introduced, and a path of somebody's machine."""
+    """Prevents overlong lines, technical terms that are not introduced, and paths from somebody's machine."""
     text = file.read_text()
     for number, line in enumerate(text.splitlines(), 1):
         assert len(line) <= 120 or line.startswith("|"), f"line {number}"
@@ -102,13 +102,13 @@ def test_form(file):
 
 
 def test_the_readme_is_short():
-    """Prevents a README that grows back."""
+    """Prevents the README from growing back."""
     assert len(without_code(README.read_text()).split()) <= 1100
 
 
 @pytest.mark.parametrize("file", [README, DOCS / "compatibility.md", ROOT / "CHANGELOG.md"], ids=lambda file: file.name)
 def test_versions(file):
-    """Prevents documents of another version than the code's."""
+    """Prevents documents for another version than the code's."""
     text = file.read_text()
     assert set(re.findall(r"(?:SGLang |sglang==)(\d+\.\d+\.\d+)", text)) == {SGLANG_VERSION}
     pins = [(ROOT / name).read_text() for name in ("pyproject.toml", "constraints.txt")]

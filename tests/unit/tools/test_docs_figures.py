@@ -1,4 +1,4 @@
-"""Figures in README.md against benchmarks/results."""
+"""Figures in README.md, compared with benchmarks/results."""
 
 import json
 
@@ -18,7 +18,7 @@ def right(name: str) -> dict[tuple[str, str, float], str]:
 
 
 def test_three_numbers():
-    """Prevents figures that stand in no results file, and a date or machine that is not theirs."""
+    """Prevents figures that are in no results file, and a date or machine that is not theirs."""
     capacity, agents, quality = (results(name) for name in ("capacity", "agents", "quality-held-out"))
     running, prefilled, numbers = tables(section(README, "Three numbers"))[0][1:]
     assert running[1:] == [f"{capacity[kind]['mean_running']:.3g}" for kind in ("plain", "compressed")]
@@ -31,7 +31,7 @@ def test_three_numbers():
 
 
 def test_limits():
-    """Prevents limits that were measured otherwise."""
+    """Prevents stated limits that differ from the measured ones."""
     recalled = right("quality-held-out")
     keys = (("default", 0.25), ("dense", 0.25), ("default", 0.125))
     found, dense, least = (recalled["agent", *key] for key in keys)

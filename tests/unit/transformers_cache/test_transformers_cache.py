@@ -1,4 +1,4 @@
-"""The cache for transformers against the server tests' independent oracle."""
+"""The cache for transformers, compared with the server tests' independent oracle."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ BY_VALUES = [dataclasses.replace(CONFIG, value_share=share) for share in (0.75, 
 
 
 class Anything:
-    """Keeps other tokens in every head of every layer."""
+    """Keeps different tokens in every head of every layer."""
 
     def __init__(self, pools):
         self.sets = (len(pools.k_buffers), pools.k_buffers[0].shape[1])
@@ -64,7 +64,7 @@ def tensors_of(cache):
 
 @pytest.mark.parametrize("config", [*ALL, *BY_VALUES], ids=[*SELECTIONS, "values-and-scores", "values"])
 def test_logits_equal_a_masked_forward_pass(model, stats, tiny, ids, config):
-    """Prevents rounds at other steps, kept sets, masks or positions than an account without our code arrives at."""
+    """Prevents rounds at other steps, kept sets, masks or positions than in an account without our code."""
     cache = make_cache(model, [config], stats, capacity=max_kv_tokens(config, frozen=PROMPT, logical_end=TOKENS))
     logits = torch.cat([feed(model, cache, ids[:PROMPT]), feed(model, cache, ids[PROMPT:], logits=TOKENS - PROMPT)], 1)
     settings = {"selection": config.selection, "value_share": config.value_share}
@@ -75,7 +75,7 @@ def test_logits_equal_a_masked_forward_pass(model, stats, tiny, ids, config):
 
 
 def test_a_prompt_that_is_compacted(model, stats, tiny, ids):
-    """Prevents rounds between other chunks of a prompt than the server's, and one right behind it."""
+    """Prevents rounds between other chunks of a prompt than the server's, and a round right after the prompt."""
     config = dataclasses.replace(CONFIG, prompt="compact")
     cache = make_cache(model, [config], stats, prompt_length=200)
     kept = kept_of(cache)
@@ -111,11 +111,11 @@ def test_settings_side_by_side(model, stats, ids):
 
 
 def test_positions_follow_what_heads_hold(model, ids):
-    """Prevents K, V and the positions told of them from being moved in different ways."""
+    """Prevents K, V and the positions recorded for them from being moved in different ways."""
     cache = make_cache(model, [Setting(CONFIG, Anything), Setting(CONFIG, lambda pools: Newest())])
     feed(model, cache, ids)
     dense = compute_dense(model, ids)
-    # The first layer's keys and values depend on nothing but their token and position.
+    # The first layer's keys and values depend only on their token and position.
     for buffers, whole in (("k_buffers", dense.layers[0].keys), ("v_buffers", dense.layers[0].values)):
         for row in (0, 1):
             length = cache.rows.lengths[row]
@@ -148,7 +148,7 @@ def test_a_branch_leaves_the_original_alone(model, stats, ids):
 
 
 def test_a_branch_goes_on_as_the_original_would(model, stats, ids):
-    """Prevents a branch that forgets rounds, and with them positions and the next round's step."""
+    """Prevents a branch from forgetting rounds, and with them positions and the step of the next round."""
     cache = make_cache(model, ALL, stats)
     feed(model, cache, ids[:200])
     other = cache.branch([1, 3])
@@ -176,7 +176,7 @@ def test_questions_of_different_lengths(model, stats, ids):
 
 
 def test_replay_decides_as_feed_until_the_first_round(model, stats, ids):
-    """Prevents the fast mode from running rounds at other steps, or from differing for another reason than it says."""
+    """Prevents the fast mode from running rounds at other steps, or differing for another reason than it states."""
     settings = [*ALL, dataclasses.replace(CONFIG, prompt="compact")]
     fed, replayed = make_cache(model, settings, stats), make_cache(model, settings, stats)
     kept, again = kept_of(fed), kept_of(replayed)
@@ -197,7 +197,7 @@ def test_replay_decides_as_feed_until_the_first_round(model, stats, ids):
 
 
 class Wrong:
-    """A policy that does not keep to the rules."""
+    """A policy that breaks the rules."""
 
     def __init__(self, kept):
         self.kept = kept
@@ -223,7 +223,7 @@ def test_a_policy_that_breaks_the_rules(model, ids, kept, said):
 
 
 def test_refusals(model, stats, tiny, ids, tmp_path):
-    """Prevents a silent wrong answer where an argument cannot work."""
+    """Prevents silent wrong answers when an argument cannot work."""
     for changes, said in (
         ({"settings": []}, "settings is empty"),
         ({"stats": None}, "give the model's statistics"),

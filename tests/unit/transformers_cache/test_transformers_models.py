@@ -1,4 +1,4 @@
-"""The cache for transformers on models of different families, against their own `DynamicCache`, or refused."""
+"""The cache for transformers on models of different families: compared with their own `DynamicCache`, or refused."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ def test_below_the_budget_nothing_changes(tmp_path, name, attention):
     folder = make_model(tmp_path / "model", MODELS[name])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
     ids = torch.randint(2, 100, (70,), generator=torch.Generator().manual_seed(1))
-    # One forward pass for each call: pieces end with the prompt.
+    # One forward pass per call: pieces end with the prompt.
     cache = make_cache(model, [Setting(UNLIMITED, lambda pools: Newest())], prompt_length=70)
     plain = DynamicCache()
     start = 0
     for size in (40, 1, 29):
         piece = ids[start : start + size]
-        # The kernel that sdpa chooses depends on whether there is a mask: both sides get it.
+        # The kernel that sdpa chooses depends on whether there is a mask, so both sides get one.
         mask = torch.full((size, start + size), torch.finfo(torch.float32).min).triu(start + 1)[None, None]
         with torch.no_grad():
             expected = model(input_ids=piece[None], attention_mask=mask, past_key_values=plain).logits
@@ -43,7 +43,7 @@ def test_below_the_budget_nothing_changes(tmp_path, name, attention):
 
 
 def test_models_that_cannot_be_compacted(tmp_path):
-    """Prevents attention that the mask of a row does not reach, or that keys are not kept for."""
+    """Prevents attention that a row's mask does not reach, or for which no keys are kept."""
     cases = (
         (transformers.Gemma2Config(**COMMON, head_dim=16), "eager", "sliding window"),
         (transformers.LlamaConfig(**COMMON), "flex_attention", "load it with attn_implementation"),
