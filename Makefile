@@ -27,8 +27,10 @@ demo: ## serve the model, send requests that outgrow the budget, show what was e
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
 	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
 
-check: lint ## lint, then the short tests of tests/unit: within a minute
-	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile -q tests/unit $(ARGS)
+check: ruff ## ruff, then side by side the type checker and the short tests of tests/unit: within a minute
+	@$(ENV) && { "$$py" -m basedpyright --pythonpath "$$py" & types=$$!; \
+	OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile -q --durations 0 --durations-min 3 tests/unit $(ARGS); \
+	tests=$$?; wait $$types && exit $$tests; }
 
 # -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to four
 # servers of 1.3 GB. A file stays in one process, because its tests share servers. First tests/slow, then in the order of
