@@ -36,6 +36,8 @@ MAX_TOKENS = 16384
 WINDOW = 2048
 TRACES = 8
 TRACE_TOKENS = 256
+# What is measured on shorter texts than this says nothing about a model's queries.
+LEAST_ROOM = 64
 
 MEASURED = "measured at launch"
 
@@ -82,10 +84,15 @@ def launch_job(scheduler: Scheduler) -> CalibrationJob:
     """The job measured at launch: the package's own text, and the model's answers to the package's prompts.
 
     Raises:
-        TriAttentionError: there is no tokenizer.
+        TriAttentionError: there is no tokenizer, or hardly any room.
     """
     tokenizer = _tokenizer(scheduler)
     room = room_of(scheduler)
+    if room < LEAST_ROOM:
+        raise TriAttentionError(
+            f"The server has room for {max(room, 0)} tokens of one request, but measuring query statistics at launch "
+            f"needs {LEAST_ROOM}: give it a larger KV pool, or name a file with --triattention-stats."
+        )
     with resources.as_file(resources.files("sglang_triattn") / TEXT) as path:
         windows = read_windows([str(path)], tokenizer, max_tokens=MAX_TOKENS, window=min(WINDOW, room))
     prompts = trace_prompts(tokenizer, TRACES)

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.measure import _check_room, _traces_at_once
+from sglang_triattn.patches.model import stats_source
 
 
 def scheduler(**changes) -> SimpleNamespace:
@@ -53,3 +55,11 @@ def test_traces_run_together_as_far_as_there_is_room(changes, trace_tokens, coun
     job = CalibrationJob(prompts=((1,) * 10,) * 9, trace_tokens=trace_tokens)
     assert _traces_at_once(scheduler(**changes), job, 0) == count
     assert _traces_at_once(scheduler(**changes), job, 8) == 1
+
+
+@pytest.mark.parametrize("tokens", [8, 20, 64 + 15])
+def test_a_pool_without_room_is_refused_at_launch(monkeypatch, tokens):
+    """Prevents a traceback, or statistics of a handful of tokens, when the pool is hardly larger than a page."""
+    monkeypatch.setattr(stats_source, "_tokenizer", lambda _: None)
+    with pytest.raises(TriAttentionError, match=r"room for .* tokens .* larger KV pool, or name a file"):
+        stats_source.launch_job(scheduler(max_total_num_tokens=tokens))
