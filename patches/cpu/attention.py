@@ -47,12 +47,15 @@ class Span:
         """[queries, length - first_key(window)] bool: which tokens each query sees.
 
         Args:
-            window: how many tokens before its own a query sees, negative for all. Counted along the row, also where
-                drafted tokens form a tree, as SGLang's kernels do.
+            window: how many tokens before its own a query sees, negative for all. In a tree, the tokens of the branch
+                count. SGLang's kernels count along the row instead, and so see less from branches behind the first.
         """
         start = self.first_key(window)
-        query = torch.arange(self.first, self.length)[:, None]
-        key = torch.arange(start, self.length)[None]
+        place = torch.arange(self.length)
+        if self.tree is not None:
+            # A drafted token stands behind its ancestors, of which it sees all, and itself.
+            place[self.first :] = self.first - 1 + self.tree[:, self.first :].sum(1)
+        query, key = place[self.first :, None], place[None, start:]
         seen = key <= query if self.tree is None else self.tree[:, start:]
         return seen & (key >= query - window) if window >= 0 else seen
 

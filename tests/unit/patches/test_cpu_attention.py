@@ -88,7 +88,8 @@ def mask_of(lengths: list[int], spare: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [-1, 3], ids="window={}".format)
 @pytest.mark.parametrize("spare", [0, 11], ids="spare={}".format)
 def test_trees_of_drafted_tokens(window, spare):
-    """Prevents a drafted token from seeing its siblings, or another request's part of the mask."""
+    """Prevents a drafted token from seeing its siblings, or another request's part of the mask, and a branch's window
+    from counting the tokens of other branches."""
     lengths, drafted = [4, 9, 1], len(SEEN)
     spans = drafted_spans([8, 2, 5], lengths, drafted, mask_of(lengths, spare))
     assert [(span.row, span.first, span.queries) for span in spans] == [(8, 4, 5), (2, 9, 5), (5, 1, 5)]
@@ -96,8 +97,10 @@ def test_trees_of_drafted_tokens(window, spare):
         query, key, value = random_row(drafted, span.length, seed=span.row)
 
         def sees(q, k, before=span.first):
-            is_seen = k < before or k - before in SEEN[q]
-            return is_seen and (window < 0 or k >= before + q - window)
+            if k >= before and k - before not in SEEN[q]:
+                return False
+            distance = len(SEEN[q]) - len(SEEN[k - before]) if k >= before else before + len(SEEN[q]) - 1 - k
+            return window < 0 or distance <= window
 
         expected = one_by_one(query, key, value, sees, 0.4)
         oldest = span.first_key(window)
