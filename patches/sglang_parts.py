@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt import server_args
     from sglang.srt.beam_search import beam_group
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.schedule_batch import Req
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.model_executor import model_runner
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     class Scheduler(scheduler.Scheduler):
@@ -33,3 +35,16 @@ if TYPE_CHECKING:
 
         leader: Req
         prompt_len: int
+
+    class ModelRunner(model_runner.ModelRunner):
+        """A runner whose pools have been built."""
+
+        req_to_token_pool: ReqToTokenPool
+
+    class ServerArgs(server_args.ServerArgs):
+        """What the user gave. SGLang puts the fields together at run time."""
+
+        attention_backend: str | None
+        decode_attention_backend: str | None
+        moe_runner_backend: str
+        prefill_attention_backend: str | None

@@ -33,7 +33,13 @@ def activate() -> str | None:
         or platforms._is_mps_available()
         or os.environ.get("SGLANG_USE_MLX", "0").lower() in ("1", "true")
     )
-    return None if accelerated else PLATFORM_CLASS
+    if accelerated:
+        return None
+    # Not at the top: on a GPU server, none of it is imported.
+    from sglang_triattn.patches.cpu import backend_choice
+
+    backend_choice.offer()
+    return PLATFORM_CLASS
 
 
 def __getattr__(name: str):
@@ -57,6 +63,7 @@ def __getattr__(name: str):
             return "cpu"
 
         def get_default_attention_backend(self) -> str:
+            # For models that it cannot serve, `backend_choice` takes another.
             return "torch_native"
 
         def get_compile_backend(self, mode: str | None = None) -> str:
@@ -72,6 +79,9 @@ def __getattr__(name: str):
                 server_args.max_total_tokens = POOL_TOKENS
 
         def init_backend(self) -> None:
+            from sglang_triattn.patches.cpu import backend_choice
+
+            backend_choice.register()
             host_tier.install()
 
     globals()[name] = PlainCpuPlatform

@@ -28,11 +28,11 @@ def two_cores() -> dict[str, str]:
     return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
 
 
-def unused_architectures() -> str:
-    """SGLang's modules for models that no server here has: importing them takes a sixth of a start."""
+def unused_architectures(*used: str) -> str:
+    """All of SGLang's modules of models but these: importing them is a sixth of a start."""
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     modules = {path.stem for path in (Path(package) / "srt" / "models").glob("*.py")}
-    return ",".join(sorted(modules - {"glm4", "llama"}))
+    return ",".join(sorted(modules - set(used)))
 
 
 # SGLang's own checks of its books and the census: they end the scheduler at the first slot that is lost, owned twice
@@ -44,7 +44,7 @@ STRICT = {
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
     "SGLANG_DEBUG_MEMORY_POOL": "1",
     "SGLANG_TRIATTN_CHECK": "1",
-    "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(),
+    "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures("glm4", "llama"),
     # Otherwise a query of /health takes a second. `Client.assert_alive` checks whether the scheduler is alive.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # One thread per server: two threads that spin for one another are many times slower on a busy machine.
@@ -116,8 +116,15 @@ class Client:
         """`triattention` of the scheduler's internal state."""
         return self._internal_state()["triattention"]
 
+    def setting(self, name: str) -> Any:
+        """One of SGLang's settings, as the launch resolved it."""
+        return self._info()[name]
+
     def _internal_state(self) -> dict[str, Any]:
-        return requests.get(self.url + "/server_info", timeout=60).json()["internal_states"][0]
+        return self._info()["internal_states"][0]
+
+    def _info(self) -> dict[str, Any]:
+        return requests.get(self.url + "/server_info", timeout=60).json()
 
     def slots_in_use(self) -> int:
         """KV slots that are neither free nor evictable from the tree."""

@@ -1,0 +1,158 @@
+"""An attention backend of SGLang for CPUs that computes what a layer asks for, and refuses what it does not know.
+
+SGLang's `torch_native` leaves out attention sinks and caps of the scores, reads layers with a window through the slots
+of the other layers where the two have pools of their own, and knows no latent KV and no drafted tokens. Here all of
+these go through `attention.attend`.
+
+SGLang parts: `AttentionBackend` (sglang/srt/layers/attention/base_attn_backend.py), whose methods these are;
+`SWAKVPool` (sglang/srt/mem_cache/swa_memory_pool.py), whose window layers have their own slots; `MLATokenToKVPool`
+(sglang/srt/mem_cache/memory_pool.py), whose values are the first dims of its keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from sglang_triattn.patches.cpu.attention import Span, attend, drafted_spans
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_triattn.patches.sglang_parts import ModelRunner
+
+
+def spans_of(batch: ForwardBatch) -> list[Span]:
+    """What each request of the batch asks, in the batch's order."""
+    rows, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
+    if batch.forward_mode.is_idle() or not rows:
+        return []
+    if batch.forward_mode.is_decode():
+        return [Span(row, length - 1, 1) for row, length in zip(rows, lengths, strict=True)]
+    if batch.forward_mode.is_target_verify():
+        # Here alone the lengths do not count the queries.
+        mask = getattr(batch.spec_info, "custom_mask", None)
+        return drafted_spans(rows, lengths, batch.input_ids.numel() // len(rows), mask)
+    assert batch.extend_prefix_lens is not None
+    assert batch.extend_seq_lens is not None
+    before, queries = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+    return [Span(*span) for span in zip(rows, before, queries, strict=True)]
+
+
+class ReferenceBackend(AttentionBackend):
+    """The backend of one model runner. One step is one call of `init_forward_metadata`, then each layer's."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__()
+        # Public, because models read these of the backend (sglang/srt/model_executor/forward_context.py).
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._spans: list[Span] = []
+        # Slots of the step's new tokens in the pool of the window layers, where these have one.
+        self._window_slots: torch.Tensor | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._spans = spans_of(forward_batch)
+        self._window_slots = None
+        if isinstance(self.token_to_kv_pool, SWAKVPool) and forward_batch.out_cache_loc is not None:
+            self._window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    # Neither takes SGLang's further keywords: what they ask for must not be left out in silence.
+    def forward_decode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `forward_extend`: a decode step is one query a request."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks)
+
+    def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Stores the step's K/V, then answers its queries.
+
+        Args:
+            q: [tokens, H_q * D], or with the last two dims apart; tokens of all requests, in the batch's order.
+            k: [tokens, H_kv, D]. For latent KV, the latent and the turned key in one row, with H_kv = 1.
+            v: [tokens, H_kv, D_v]. K and V may be None where a layer reads those of another.
+            layer: its settings.
+            forward_batch: the step.
+            save_kv_cache: whether K/V are to be stored.
+            sinks: [H_q], see `attend`.
+
+        Returns:
+            [tokens, H_q * D_v] in the dtype of `q`.
+
+        Raises:
+            NotImplementedError: the layer asks for something else still.
+        """
+        _check(layer)
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            places = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_slots)
+            # The parameter is declared a tensor; all pools take either.
+            pool.set_kv_buffer(layer, places, k, v)  # pyright: ignore[reportArgumentType]
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        done = 0
+        for span in self._spans:
+            slots = self._slots(span, layer)
+            mine = slice(done, done + span.queries)
+            answers[mine] = attend(
+                queries[mine],
+                keys[slots],
+                values[slots],
+                span.visible(layer.sliding_window_size),
+                layer.scaling,
+                cap=layer.logit_cap or 0.0,
+                sinks=sinks,
+            )
+            done += span.queries
+        return answers.flatten(1)
+
+    def _slots(self, span: Span, layer: RadixAttention) -> torch.Tensor:
+        """[length - first_key] int64: slots of the tokens that the span's queries may see, in the layer's pool."""
+        first = span.first_key(layer.sliding_window_size)
+        slots = self.req_to_token_pool.req_to_token[span.row, first : span.length].long()
+        pool = self.token_to_kv_pool
+        if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]:
+            return pool.translate_loc_from_full_to_swa(slots)
+        return slots
+
+
+def _check(layer: RadixAttention) -> None:
+    """Raises NotImplementedError for a layer whose attention is another than `attend` computes."""
+    asked = {
+        "cross attention": layer.is_cross_attention,
+        "attention in both directions": layer.attn_type is not AttentionType.DECODER,
+        "attention within chunks": layer.use_irope,
+        "a temperature that depends on the position": layer.xai_temperature_len > 0,
+        f"caps by {layer.logit_capping_method}": layer.logit_cap and layer.logit_capping_method != "tanh",
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(f"The reference backend has no {what}: serve this model on a GPU.")

@@ -1,0 +1,169 @@
+"""Random models of families whose attention differs from a Llama's in one thing or more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tiny_model import END, VOCABULARY, TinyModel
+
+WINDOW = 48
+"""Tokens that a query of a window layer sees, its own included."""
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4, 4, 2, 32
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.12,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
+ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        config: name of its configuration class in transformers.
+        settings: what differs from COMMON.
+        module: SGLang's module of the model.
+    """
+
+    config: str
+    module: str
+    settings: dict[str, Any]
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "llama", {"rope_parameters": PLAIN_ROPE}),
+    "gemma2": Family(
+        "Gemma2Config",
+        "gemma2",
+        {
+            **GEMMA,
+            # SGLang reads the old name of the activation, which published configurations have too.
+            "hidden_act": "gelu_pytorch_tanh",
+            # Bounds that random scores and logits come near to.
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": PLAIN_ROPE,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        "gemma3_causal",
+        {
+            **GEMMA,
+            "layer_types": ALTERNATING,
+            "rope_parameters": {
+                "sliding_attention": PLAIN_ROPE,
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
+    "gpt-oss": Family(
+        "GptOssConfig",
+        "gpt_oss",
+        {
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "rope_parameters": {**YARN, **BETAS, "truncate": False},
+        },
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        "deepseek_v2",
+        {
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "head_dim": 16,
+            "v_head_dim": 20,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            # Of published configurations, unknown to transformers, and read by SGLang.
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_parameters": {**YARN, **BETAS, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        "qwen3_moe",
+        {
+            "moe_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rope_parameters": PLAIN_ROPE,
+        },
+    ),
+    "glm-4.5": Family(
+        "Glm4MoeConfig",
+        "glm4_moe",
+        {
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+            "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+}
+
+
+def config_of(family: str) -> transformers.PreTrainedConfig:
+    """Its configuration, which names no architecture yet."""
+    found = FAMILIES[family]
+    return getattr(transformers, found.config)(**{**COMMON, **found.settings})
+
+
+def build_family(folder: Path, family: str) -> TinyModel:
+    """Writes the model. It has no statistics."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms and biases are all equal in a new model, and would hide that they are not applied.
+            if parameter.ndim == 1 or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith("sinks"):
+                # SGLang holds them in bfloat16.
+                parameter.copy_(torch.randn_like(parameter).bfloat16())
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
+    model.save_pretrained(folder / family)
+    return TinyModel(folder / family, folder / "none", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
