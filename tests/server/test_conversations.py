@@ -135,7 +135,11 @@ def test_conversations_give_way(serve):
     # More than is left, so the oldest rows go.
     wide = client.generate(prompt(99, 600), 200)
     assert wide["meta_info"]["completion_tokens"] == 200
-    assert client.slots_in_use() < held
+    deadline = time.monotonic() + 10
+    # SGLang sends the last token a step before it releases the row.
+    while client.slots_in_use() >= held:
+        assert time.monotonic() < deadline, "no idle row has gone"
+        time.sleep(0.1)
     # The clock is the server's, and 30 turns must fit into a conversation's lifetime.
     time.sleep(12.5)
     turn(client, prompt(98, 5), 1, "newcomer")
