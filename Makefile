@@ -28,7 +28,7 @@ serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server optio
 	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
 
 check: ruff ## ruff, then side by side the type checker and the short tests of tests/unit: within a minute
-	@$(ENV) && { "$$py" -m basedpyright --pythonpath "$$py" & types=$$!; \
+	@$(ENV) && { $(MAKE) --no-print-directory types & types=$$!; \
 	OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile -q --durations 0 --durations-min 3 tests/unit $(ARGS); \
 	tests=$$?; wait $$types && exit $$tests; }
 

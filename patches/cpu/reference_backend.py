@@ -66,21 +66,7 @@ class ReferenceBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
-    # Neither takes SGLang's further keywords: what they ask for must not be left out in silence.
-    def forward_decode(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `forward_extend`: a decode step is one query a request."""
-        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks=sinks)
-
+    # Without SGLang's further keywords: what they ask for must not be left out in silence.
     def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         q: torch.Tensor,
@@ -133,6 +119,9 @@ class ReferenceBackend(AttentionBackend):
             )
             done += span.queries
         return answers.flatten(1)
+
+    # A decode step is one query per request.
+    forward_decode = forward_extend  # pyright: ignore[reportAssignmentType]
 
     def _slots(self, span: Span, layer: RadixAttention) -> torch.Tensor:
         """[length - first_key] int64: slots of the tokens that the span's queries may see, in the layer's pool."""

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from sglang_triattn.calibration.job import DEFAULT_MAX_TOKENS, DEFAULT_TRACE_TOKENS, DEFAULT_WINDOW
 from sglang_triattn.errors import TriAttentionError
 
 
@@ -25,7 +26,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="let the model generate N texts itself and measure those (needs --engine sglang)",
     )
     parser.add_argument(
-        "--self-tokens", type=int, default=2048, metavar="TOKENS", help="tokens of such a text, at most (%(default)s)"
+        "--self-tokens",
+        type=int,
+        default=DEFAULT_TRACE_TOKENS,
+        metavar="TOKENS",
+        help="tokens of such a text, at most (%(default)s)",
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="statistics file to write (.safetensors)")
     parser.add_argument(
@@ -34,8 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="transformers",
         help="what runs the model (%(default)s); sglang takes server arguments after --, such as -- --tp 2",
     )
-    parser.add_argument("--max-tokens", type=int, default=32768, help="tokens of the files to use (%(default)s)")
-    parser.add_argument("--window", type=int, default=2048, help="tokens per forward pass (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="tokens of the files to use (%(default)s)"
+    )
+    parser.add_argument("--window", type=int, default=DEFAULT_WINDOW, help="tokens per forward pass (%(default)s)")
     parser.add_argument("--device", help="torch device (cuda if there is one, else cpu)")
     parser.add_argument(
         "--dtype",

@@ -68,7 +68,7 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
     ("kv_heads", "group", "selection", "aggregation"),
     [*((1, 71, s, "mean") for s in SELECTIONS), *((2, 24, s, "norm") for s in SELECTIONS), (1, 17, "per-head", "max")],
 )
-def test_large_groups_keep_what_the_twin_keeps(device, kv_heads, group, selection, aggregation):
+def test_large_groups_keep_what_the_reference_keeps(device, kv_heads, group, selection, aggregation):
     """Prevents query heads beyond those of one program from having no say in what stays."""
     case = KernelCase(lengths=[60, 45], device=device, kv_heads=kv_heads, group=group, head_dim=16)
     options = {"num_tokens": 60, "longest": 60, "selection": selection, "aggregation": aggregation}
@@ -128,7 +128,7 @@ def test_values_and_scores_keep_what_the_definition_says(device, shape, share):
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_launches_in_parts_equal_the_twin_where_values_decide(device, share):
+def test_launches_in_parts_equal_the_reference_where_values_decide(device, share):
     """Prevents layers or requests from being lost, mixed up or cut when one launch cannot hold them."""
     case = KernelCase(lengths=[90, 64, 77], device=device, layers=3, kv_heads=1, group=2, head_dim=16)
     expected = valued(case, share, False).keep(*arguments(case))

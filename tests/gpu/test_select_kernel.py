@@ -138,7 +138,7 @@ def test_ties_keep_the_oldest(device, selection):
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_broken_scores_are_treated_as_the_twin_does(device, selection):
+def test_broken_scores_are_treated_as_the_reference_does(device, selection):
     """Prevents a NaN in one key from being hidden, and an invalid kept set."""
     scores = torch.randn(1, 2, 4, 40, generator=torch.Generator().manual_seed(2))
     scores[0, 1, 2, 7] = float("nan")

@@ -47,7 +47,7 @@ def history(**options) -> list[torch.Tensor]:
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_kernels_keep_what_their_twins_keep(page_size, settings):
+def test_kernels_keep_what_their_references_keep(page_size, settings):
     """Prevents arguments from reaching a kernel in another dtype, order or unit than its reference understands."""
     with_kernels, without = (history(page_size=page_size, kernels=kernels, **settings) for kernels in (True, False))
     for one, other in zip(with_kernels, without, strict=True):
