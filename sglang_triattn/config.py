@@ -38,6 +38,10 @@ class Config:
     Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
     budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0.
 
+    Two fields are not settings but facts of a served model with window layers, see `for_windows`: `window`, the most
+    tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that a round
+    evicts are a multiple (else 1).
+
     Raises:
         TriAttentionError: a value has the wrong type or range, or the values contradict one another.
     """
@@ -54,6 +58,8 @@ class Config:
     pressure_budget: int | None = None
     conversation_ttl: int = 600
     value_share: float = cast("float", None)  # likewise
+    window: int = 0
+    round_to: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -71,8 +77,7 @@ class Config:
                     f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
         if self.recent is None:
-            most = self.budget if self.pressure_budget is None else self.pressure_budget // 2
-            object.__setattr__(self, "recent", max(min(int(RECENT_SHARE * self.budget), most), 1))
+            object.__setattr__(self, "recent", self._default_recent)
         if self.value_share is None:
             object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
         if self.recent > self.budget:
@@ -99,15 +104,49 @@ class Config:
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
             )
 
+    @property
+    def _default_recent(self) -> int:
+        most = self.budget if self.pressure_budget is None else self.pressure_budget // 2
+        return max(min(int(RECENT_SHARE * self.budget), most), 1)
+
+    def for_windows(self, window: int, page_size: int) -> Config:
+        """The settings for a model some of whose layers attend to a sliding window.
+
+        A window layer counts its tokens along the row, so the newest `window` tokens must stay, in order. Rounds keep
+        at least as many and, at page sizes above 1, evict whole pages, so that they never have to copy those tokens.
+
+        Args:
+            window: most tokens that a query of such a layer sees.
+            page_size: slots per page.
+
+        Raises:
+            TriAttentionError: the budget or the recent tokens are fewer than the window.
+        """
+        if self.budget < window:
+            raise TriAttentionError(
+                f"{flag('budget')} is {self.budget}, but some layers of this model attend to a sliding window of "
+                f"{window} tokens, and a round must keep that many of the newest: use a budget above {window}."
+            )
+        recent = max(self.recent, window) if self.recent == self._default_recent else self.recent
+        if recent < window:
+            raise TriAttentionError(
+                f"{flag('recent')} is {recent}, but some layers of this model attend to a sliding window of {window} "
+                f"tokens, and a round must keep that many of the newest: use at least {window}, or leave it out."
+            )
+        return dataclasses.replace(self, recent=recent, window=window, round_to=page_size)
+
     def budget_for(self, frozen: int) -> int:
-        """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0."""
-        if self.budget_scope == "private":
-            return self.budget
-        return max(self.budget - frozen, self.recent, 1)
+        """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0.
+
+        Up to `round_to` - 1 more stay if the private tokens do not divide evenly.
+        """
+        budget = self.budget if self.budget_scope == "private" else max(self.budget - frozen, self.recent, 1)
+        # The page in which the newest tokens begin is never emptied.
+        return max(budget, self.recent + self.round_to - 1)
 
     def trigger(self, frozen: int) -> int:
         """Private tokens at which a round is due for a request with `frozen` frozen ones."""
-        return self.budget_for(frozen) + self.interval
+        return self.budget_for(frozen) + max(self.interval, self.round_to)
 
     def under_pressure(self) -> Config:
         """Settings for a round that runs because memory is short."""
@@ -196,7 +235,8 @@ OPTIONS = (
     ),
 )
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
+_FACTS = ("window", "round_to")
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config) if field.name not in _FACTS}
 
 
 def flag(name: str) -> str:

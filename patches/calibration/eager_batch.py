@@ -78,8 +78,11 @@ class EagerBatch:
         self._requests = [_request(scheduler, index, ids) for index, ids in enumerate(texts)]
         self._batch: ScheduleBatch
 
-    def prefill(self) -> torch.Tensor:
+    def prefill(self, positions: Sequence[int] | None = None) -> torch.Tensor:
         """Prefills all requests.
+
+        Args:
+            positions: RoPE position of each token, all texts one behind the other, if not from 0 on in each.
 
         Returns:
             Logits [requests, vocabulary] of each text's next token, on the model's device.
@@ -103,7 +106,7 @@ class EagerBatch:
         self._batch.prepare_for_extend()
         self._batch.input_ids = cast(torch.Tensor, self._batch.prefill_input_ids_cpu).to(self._batch.device)
         self._batch.prefill_input_ids_cpu = None
-        return self._forward()
+        return self._forward(positions)
 
     def decode(self, tokens: Sequence[int]) -> torch.Tensor:
         """Decodes one more token of each remaining request; returns logits [requests, vocabulary]."""
@@ -125,11 +128,15 @@ class EagerBatch:
             self._release(request)
         self._requests = []
 
-    def _forward(self) -> torch.Tensor:
+    def _forward(self, positions: Sequence[int] | None = None) -> torch.Tensor:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
         runner = self._scheduler.tp_worker.model_runner
         forward = ForwardBatch.init_new(self._batch, runner, return_hidden_states_before_norm=False)
+        if positions is not None:
+            forward.positions = torch.tensor(positions, dtype=forward.positions.dtype, device=forward.positions.device)
+            if forward.mrope_positions is not None:
+                forward.mrope_positions = forward.positions.to(forward.mrope_positions.dtype).expand(3, -1).contiguous()
         output = cast("LogitsProcessorOutput", runner.forward(forward).logits_output)
         return cast(torch.Tensor, output.next_token_logits)
 

@@ -1,13 +1,12 @@
 """Calibration inside a fully built scheduler: the model runs in SGLang, as it is served.
 
-So any model that SGLang serves can be measured, with its quantisation and tensor parallelism. SGLang part:
-`RadixAttention` (sglang/srt/layers/radix_attention.py), whose input is the query that meets the cached keys, after any
-query norm and after RoPE.
+So any model that SGLang serves can be measured, with its quantisation and tensor parallelism. What reaches an attention
+layer is the query that meets the cached keys, after any query norm and after RoPE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,20 +16,23 @@ from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, 
 from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
-from sglang_triattn.patches.model.inspect import UnsupportedModel, attention_layers, read_shape
+from sglang_triattn.patches.model.layers import (
+    AttentionLayer,
+    Call,
+    UnsupportedModel,
+    attention_layers,
+    scored_layers,
+    watching_queries,
+)
+from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.radix_attention import RadixAttention
 
     from sglang_triattn.patches.sglang_parts import Scheduler
 
 TRACES_AT_ONCE = 8
-
-# Arguments of RadixAttention that show that the backend has yet to scale, join, norm or rotate the query
-# (sglang/srt/layers/attention/graph_utils.py).
-_UNFINISHED = ("q_descale", "q_rope", "cos_sin_cache", "mxfp8_norm_rope_positions")
 
 
 def calibrate_scheduler(
@@ -54,8 +56,8 @@ def calibrate_scheduler(
     """
     runner = scheduler.tp_worker.model_runner
     try:
-        shape = read_shape(runner, scheduler.tp_group.world_size)
-        layers = [attention for attention, _ in attention_layers(runner.model)]
+        shape = served_shape(scheduler)
+        layers = scored_layers(attention_layers(runner.model))
     except UnsupportedModel as error:
         path = runner.model_config.model_path
         raise CalibrationError(
@@ -186,37 +188,22 @@ class _Sampler:
 
 
 @contextmanager
-def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None]:
+def _capture(layers: Sequence[AttentionLayer], sums: QuerySums) -> Iterator[None]:
     """While open, adds the queries that reach each of `layers` to `sums`."""
 
-    def before(attention: RadixAttention, args: tuple, kwargs: dict) -> None:
-        query = args[0] if args else kwargs["q"]
-        _check_finished(attention.layer_id, query, kwargs)
-        forward = args[3] if len(args) > 3 else kwargs["forward_batch"]
-        # Padding, if any, follows the tokens.
-        tokens = min(forward.positions.shape[0], query.shape[0])
-        heads = query[:tokens].reshape(tokens, attention.tp_q_head_num, attention.qk_head_dim)
-        sums.add(attention.layer_id, heads.transpose(0, 1), forward.positions[:tokens])
+    def see(place: int, call: Call) -> None:
+        reason = call.unfinished()
+        if reason is not None:
+            raise CalibrationError(
+                f"The queries of layer {call.attention.layer_id} cannot be measured, because they reach SGLang's "
+                f"attention {reason} and become final only within its backend: calibrate with another "
+                "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
+            )
+        positions = call.batch.positions[: call.query.shape[0]]
+        sums.add(place, call.heads(len(positions)), positions)
 
-    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    try:
+    with watching_queries(layers, see):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _check_finished(layer: int, query: torch.Tensor, call: Mapping[str, object]) -> None:
-    """Raises CalibrationError unless `query` is what meets the cached keys: after RoPE, with no scaling left to do."""
-    reason = next((f"with {name}" for name in _UNFINISHED if call.get(name) is not None), None)
-    if query.dtype.itemsize == 1:
-        reason = f"as {str(query.dtype).removeprefix('torch.')}"
-    if reason is not None:
-        raise CalibrationError(
-            f"The queries of layer {layer} cannot be measured, because they reach SGLang's attention {reason} and "
-            "become final only within its backend: calibrate with another --attention-backend or --kv-cache-dtype, "
-            "and serve with that statistics file."
-        )
 
 
 def _free(scheduler: Scheduler) -> tuple[int, int]:

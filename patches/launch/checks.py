@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import check_model, check_settings
+from sglang_triattn.patches.launch.incompatible import check_model, check_settings, window_of
 from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.stats.file import load_stats
@@ -47,13 +47,18 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
     previous(server_args)
-    if args_patch.config_of(server_args) is None:
+    config = args_patch.config_of(server_args)
+    if config is None:
         return
     try:
         is_wanted()
         settings = resolving_view(server_args)
         check_settings(settings)
         check_model_file(settings)
-        check_model(model_config_of(server_args))
+        model = model_config_of(server_args)
+        check_model(model)
+        window = window_of(model)
+        if window:
+            args_patch.replace_config(server_args, config.for_windows(window, settings.page_size))
     except TriAttentionError as error:
         args_patch.refuse(server_args, error)

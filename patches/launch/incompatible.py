@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.support import served_window
 from sglang_triattn.patches.launch.model_config import refused_model
 
 if TYPE_CHECKING:
@@ -159,6 +160,12 @@ def check_model(model: ModelConfig) -> None:
     reason = unsupported(model)
     if reason is not None:
         raise refused_model(named(model), reason)
+
+
+def window_of(model: ModelConfig) -> int:
+    """Most tokens that a query of a model's window layers sees; 0 without such layers."""
+    # transformers completes what a config.json may leave out: which layers have the window.
+    return served_window({**model.hf_text_config.to_dict(), "architectures": model.hf_config.architectures})
 
 
 def named(model: ModelConfig) -> str:

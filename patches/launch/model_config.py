@@ -67,6 +67,8 @@ def native_architectures() -> frozenset[str]:
     for file in (Path(root) / "models").glob("*.py"):
         for entry in _ENTRY.findall(file.read_text(encoding="utf-8")):
             names.update(re.findall(r"\w+", entry))
+    # SGLang's configuration of Olmo3 gives it the name of its implementation.
+    names.add("Olmo3ForCausalLM")
     return frozenset(names)
 
 

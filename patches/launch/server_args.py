@@ -31,6 +31,11 @@ def config_of(server_args: ServerArgs) -> Config | None:
     return getattr(server_args, _CONFIG, None)
 
 
+def replace_config(server_args: ServerArgs, config: Config) -> None:
+    """Puts `config` in the place of the Config that this settings record carries."""
+    setattr(server_args, _CONFIG, config)
+
+
 def calibration_of(server_args: ServerArgs) -> Request | None:
     """The request of `calibration.engine` to the schedulers of this record, or None if they serve."""
     return getattr(server_args, _CALIBRATION, None)

@@ -1,7 +1,6 @@
-"""The loaded model's attention layers, rotary embedding and KV pool, as the scorer needs them.
+"""The loaded model's shape, rotary embedding and KV pool, as the scorer needs them.
 
-SGLang parts: `RadixAttention` (sglang/srt/layers/radix_attention.py), `RotaryEmbedding` (layers/rotary_embedding),
-`MHATokenToKVPool` (mem_cache/memory_pool.py).
+SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenToKVPool` (mem_cache/memory_pool.py).
 """
 
 from __future__ import annotations
@@ -10,74 +9,85 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint
-from sglang_triattn.model.rope import Rope
+from sglang_triattn.model.rope import Rope, ropes_of_buffers, same_rope
+from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, scored_layers
 from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_triattn.patches.model.rotation import Rotation
 
 # Largest allowed difference between a module's table of cosines and sines and the values that its frequencies give: the
 # table may be stored in bfloat16, which has 8 bits.
 _TABLE_TOLERANCE = 0.02
 
 
-class UnsupportedModel(TriAttentionError):
-    """The loaded model cannot be compressed; `reason` completes "because ..."."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"The served model does not work with --enable-triattention, because {reason}: start without "
-            "--enable-triattention."
-        )
-        self.reason = reason
-
-
-def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
+def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> ModelShape:
     """The shape of the model that `model_runner` serves, with the heads of all `ranks` tensor-parallel ranks.
 
+    Args:
+        rotation: of the layers that are scored.
+
     Raises:
-        TriAttentionError: an attention layer has a sliding window, a bias by position, or no rotary embedding; if
-            its rotary embedding or number of heads differs from the other layers'; or if its rotary embedding cannot be
-            scored.
+        TriAttentionError: an attention layer has a bias by position; all have a sliding window; their numbers of heads
+            differ; or there is KV that belongs to none of them.
     """
     layers = attention_layers(model_runner.model)
-    pool = model_runner.token_to_kv_pool
-    first, rotary = layers[0]
-    rope = read_rope(rotary)
-    for attention, other in layers:
-        _check_attention(attention)
-        if other is not rotary and not _same_rope(read_rope(other), rope):
-            raise UnsupportedModel(
-                f"layer {attention.layer_id} has another rotary embedding than layer {first.layer_id}"
-            )
-        if (attention.tp_q_head_num, attention.tp_k_head_num) != (first.tp_q_head_num, first.tp_k_head_num):
-            raise UnsupportedModel(
-                f"layer {attention.layer_id} has another number of heads than layer {first.layer_id}"
-            )
-    ids = [attention.layer_id for attention, _ in layers]
-    if ids != list(range(pool.layer_num)):
-        raise UnsupportedModel(
-            f"{len(ids)} attention layers with rotary embeddings were found for {pool.layer_num} KV layers"
-        )
+    scored = scored_layers(layers)
+    first = scored[0]
+    for layer in layers:
+        layer.check()
+        if layer.heads != first.heads:
+            raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
+    numbers, kept = [layer.number for layer in layers], range(model_runner.token_to_kv_pool.layer_num)
+    # Only a model that says so has layers without attention; their share of the pool stays empty.
+    whole = set(numbers) <= set(kept) if getattr(config.hf_config, "block_configs", None) else numbers == list(kept)
+    if not whole:
+        raise UnsupportedModel(f"{len(layers)} attention layers were found for {len(kept)} KV layers")
     q_heads = config.get_total_num_attention_heads()
     # On CPUs SGLang adds empty heads until they split evenly.
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
-    if padded or first.tp_q_head_num * ranks != q_heads:
+    if padded or first.heads[0] * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
     return ModelShape(
-        num_layers=len(layers),
+        num_layers=len(scored),
         num_q_heads=q_heads,
         num_kv_heads=config.get_total_num_kv_heads(),
-        head_dim=first.head_dim,
-        rope=rope,
+        head_dim=first.attention.head_dim,
+        rope=rotation.rope,
         fingerprint=model_fingerprint(model_runner.model_config.model_path),
+        layers=tuple(layer.number for layer in scored),
+        rotates=rotation.rotates,
     )
+
+
+def read_ropes(model: torch.nn.Module, head_dim: int) -> list[Rope]:
+    """The different rotary embeddings of a model that can turn heads of `head_dim` dims, used or not.
+
+    Raises:
+        UnsupportedModel: there are some, but none can be scored.
+    """
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    ropes: list[Rope] = []
+    refusals = []
+    for module in model.modules():
+        try:
+            found = [read_rope(module)] if isinstance(module, RotaryEmbedding) else ropes_of_buffers(module)
+        except UnsupportedModel as error:
+            refusals.append(error)
+            continue
+        for rope in found:
+            if rope.rotary_dim <= head_dim and not any(same_rope(rope, other) for other in ropes):
+                ropes.append(rope)
+    if refusals and not ropes:
+        raise refusals[0]
+    return ropes
 
 
 def read_rope(rotary: RotaryEmbedding) -> Rope:
@@ -134,49 +144,3 @@ def check_pool(model_runner: ModelRunner) -> None:
     key = pool.get_key_buffer(0)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
-
-
-def attention_layers(model: torch.nn.Module) -> list[tuple[RadixAttention, RotaryEmbedding]]:
-    """(RadixAttention, rotary embedding) of every layer, by layer number.
-
-    Raises:
-        UnsupportedModel: there are none, or one has no rotary embedding.
-    """
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    pairs = []
-    for module in model.modules():
-        attention = next((child for child in module.children() if isinstance(child, RadixAttention)), None)
-        if attention is None:
-            continue
-        rotary = getattr(module, "rotary_emb", None)
-        if rotary is None:
-            raise UnsupportedModel(f"its attention layer {attention.layer_id} has no rotary embedding beside it")
-        pairs.append((attention, rotary))
-    if not pairs:
-        raise UnsupportedModel("it has no attention layers that SGLang keeps KV for")
-    return sorted(pairs, key=lambda pair: pair[0].layer_id)
-
-
-def _check_attention(attention: RadixAttention) -> None:
-    reasons = (
-        (
-            attention.sliding_window_size > 0,
-            f"has a sliding window of {attention.sliding_window_size} tokens",
-        ),
-        (attention.is_cross_attention, "is cross attention"),
-        (attention.use_irope, "is local to chunks"),
-        (attention.pos_encoding_mode != "NONE", "adds a bias by position"),
-        (attention.xai_temperature_len > 0, "scales its logits by length"),
-    )
-    for applies, reason in reasons:
-        if applies:
-            raise UnsupportedModel(f"its attention layer {attention.layer_id} {reason}")
-
-
-def _same_rope(one: Rope, other: Rope) -> bool:
-    return (
-        torch.equal(one.inv_freq, other.inv_freq)
-        and one.attention_scaling == other.attention_scaling
-        and one.style == other.style
-    )

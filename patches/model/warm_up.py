@@ -21,7 +21,7 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.eager_batch import forward_stream_of
-from sglang_triattn.patches.model.inspect import UnsupportedModel
+from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, width_for
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.model.inspect import attention_layers, read_rope
+from sglang_triattn.patches.model.layers import attention_layers, scored_layers
 from sglang_triattn.rounds.plan import scored_tokens
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> Workspa
     Raises:
         TriAttentionError: its attention layers are of a kind that cannot be scored.
     """
-    layers = attention_layers(configurator.model)
-    attention, rotary = layers[0]
+    layers = scored_layers(attention_layers(configurator.model))
+    q_heads, kv_heads = layers[0].heads
     num_tokens, longest = scored_tokens(config, configurator.model_config.context_len)
     return WorkspacePlan(
         layers=len(layers),
-        q_heads=attention.tp_q_head_num,
-        kv_heads=attention.tp_k_head_num,
-        frequencies=read_rope(rotary).inv_freq.numel(),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        # Most that a head can have: how many it has shows only once the pool is there.
+        frequencies=layers[0].attention.head_dim // 2,
         num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,

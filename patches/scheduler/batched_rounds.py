@@ -97,6 +97,8 @@ def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_siz
     num_kept, strategy, cut = plan.kept_private, "remap", None
     if moves:
         cut = cut_column(num_kept, recent, plan.frozen, plan.evicted_tokens, page_size)
+        if cut is None and settings.window:
+            raise RuntimeError("a round would copy the newest tokens, whose places window layers rely on")
         lost = cut is None and needs_order(settings.recent, settings.interval)
         strategy = "slide" if lost else "fill"
     return Kind(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))

@@ -251,17 +251,19 @@ class Compressor:
                 tensor.record_stream(scheduler.schedule_stream)
 
 
-def make_mover(config: Config, page_size: int, pool: KVCache, *, kernels: bool | None = None) -> Mover | None:
-    """The Mover for SGLang's KV pool `pool`.
+def make_mover(
+    config: Config, page_size: int, pool: KVCache, layers: Sequence[int], *, kernels: bool | None = None
+) -> Mover | None:
+    """The Mover for `layers` of SGLang's KV pool `pool`.
 
-    None if rounds move nothing: slots can be freed one by one, and all heads keep the same tokens.
+    Window layers are not among them: a round moves nothing that they will ever read again. None if rounds move nothing
+    at all: slots can be freed one by one, and all heads keep the same tokens.
     """
     if page_size == 1 and config.selection in SHARED:
         return None
-    return Mover(*kv_buffers(pool), kernels=kernels)
+    return Mover(*kv_buffers(pool, layers), kernels=kernels)
 
 
-def kv_buffers(pool: KVCache) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Key and value buffers of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
-    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+def kv_buffers(pool: KVCache, layers: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Key and value buffers of `layers` of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
     return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]

@@ -14,7 +14,9 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
 from sglang_triattn.patches.model import warm_up
-from sglang_triattn.patches.model.inspect import check_pool, read_shape
+from sglang_triattn.patches.model.inspect import check_pool
+from sglang_triattn.patches.model.layers import attention_layers, check_windows
+from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.patches.model.stats_source import find_stats
 from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import reporting
@@ -138,7 +140,8 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     """
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
-    shape = read_shape(runner, scheduler.tp_group.world_size)
+    check_windows(attention_layers(runner.model), config.window)
+    shape = served_shape(scheduler)
     if scheduler.tp_group.rank_in_group == 0:
         for line in notices.at_launch(scheduler, config, shape):
             logger.warning(line)
@@ -168,7 +171,7 @@ def build_compressor(
         ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
     """
     runner = scheduler.tp_worker.model_runner
-    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool)
+    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool, stats.layers)
     kernels = warm_up.runs_kernels(runner.device)
     scorer = build_scorer(
         config,
@@ -182,5 +185,5 @@ def build_compressor(
         kernels=kernels,
     )
     page_size = scheduler.token_to_kv_pool_allocator.page_size
-    mover = make_mover(config, page_size, runner.token_to_kv_pool, kernels=kernels)
+    mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
     return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover, conversations)

@@ -14,6 +14,9 @@ from sglang_triattn.errors import TriAttentionError
 STATIC_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE types of transformers whose frequencies never change while serving."""
 
+STYLES = ("half", "interleaved")
+"""How dims pair up, see `Rope`."""
+
 _PROBE_POSITIONS = (1, 7, 100)
 _UNKNOWN = "Models of {} turn their queries in a way that is not supported: use a model with standard RoPE."
 
@@ -108,6 +111,34 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     return _probe(rotary, apply, rope, type(config).__name__)
 
 
+def ropes_of_buffers(module: torch.nn.Module) -> list[Rope]:
+    """The rotations, in both styles, that a rotary module in the style of transformers may stand for; none of others.
+
+    Such a module holds frequencies, one set for each type of layer if these differ, and their attention scaling. Types
+    whose frequencies change while serving are left out.
+    """
+    found = []
+    for name, buffer in module.named_buffers(recurse=False):
+        kind = name.removesuffix("inv_freq")
+        if kind == name or kind.endswith("original_") or buffer.dtype not in (torch.float32, torch.float64):
+            continue
+        types = getattr(module, "rope_type", "default")
+        rope_type = types.get(kind.removesuffix("_")) if isinstance(types, dict) else types
+        if rope_type in STATIC_TYPES:
+            frequencies = buffer.detach().to("cpu", torch.float64)
+            scaling = float(getattr(module, f"{kind}attention_scaling", 1.0))
+            found += [Rope(frequencies, scaling, 2 * frequencies.numel(), style) for style in STYLES]
+    return found
+
+
+def same_rope(one: Rope, other: Rope) -> bool:
+    return (
+        torch.equal(one.inv_freq, other.inv_freq)
+        and one.attention_scaling == other.attention_scaling
+        and one.style == other.style
+    )
+
+
 def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     """The module that holds `inv_freq`; modules with equal frequencies count as one."""
     found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
@@ -136,7 +167,7 @@ def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
         turned = apply(probe, probe, *rotary(probe, positions[None]))[0].double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RopeError(f"cannot tell how a model of {name} turns its queries; it is not supported") from error
-    for style in ("half", "interleaved"):
+    for style in STYLES:
         candidate = Rope(rope.inv_freq, rope.attention_scaling, rope.rotary_dim, style)
         expected = rotate(probe.double(), positions, candidate)
         if turned.shape == expected.shape and torch.allclose(turned, expected, rtol=1e-3, atol=1e-3):

@@ -24,6 +24,9 @@ _WINDOW_NOT_SERVED = (
     *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM"),
 )
 
+# SGLang keeps the KV of their window layers beside that of the others, slot by slot.
+_WINDOWS_BESIDE_OTHERS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
 _NO_ROPE = "its attention has no rotary embedding"
@@ -65,6 +68,14 @@ def unsupported(config: Config) -> str | None:
     return _by_architecture(merged) or _by_attention(merged) or _by_position(merged)
 
 
+def served_window(config: Config) -> int:
+    """Most tokens that a query of a window layer sees where SGLang serves window layers beside others; else 0."""
+    kinds = config.get("layer_types") or ()
+    if _architecture(config) not in _WINDOWS_BESIDE_OTHERS or "sliding_attention" not in kinds:
+        return 0
+    return int(config.get("sliding_window") or 0)
+
+
 def _architecture(config: Config) -> str:
     return (config.get("architectures") or [""])[0]
 
@@ -79,7 +90,7 @@ def _by_attention(config: Config) -> str | None:
     window = None
     # Qwen configs give a window that is unused unless a switch turns it on.
     switch = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
-    if _architecture(config) in _WINDOW_NOT_SERVED:
+    if _architecture(config) in (*_WINDOW_NOT_SERVED, *_WINDOWS_BESIDE_OTHERS):
         kinds.discard("sliding_attention")
     elif switch and not config.get("layer_types"):
         window = config.get("sliding_window")
@@ -123,7 +134,9 @@ def _by_position(config: Config) -> str | None:
     without = 0 in rotating if rotating else config.get("no_rope_layer_interval")
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    unlike = any(isinstance(value, Mapping) for value in rope.values())
+    # Where layers rotate by their kind, the loaded model shows whether those that are scored rotate alike.
+    by_kind = _architecture(config) in _WINDOWS_BESIDE_OTHERS
+    unlike = not by_kind and any(isinstance(value, Mapping) for value in rope.values())
     unlike |= len(set(config.get("layer_rope_theta") or ())) > 1
     reasons = (
         (config.get("alibi") or config.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),

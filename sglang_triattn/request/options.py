@@ -54,10 +54,11 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
             f"custom_params.{KEY}.{unknown[0]} is not a setting of a request; these are {', '.join(FIELDS)}."
         )
     enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
-    budget = _tokens(asked, "budget", 1, config.budget)
+    budget = _tokens(asked, "budget", max(config.window, 1), config.budget)
     interval = _tokens(asked, "interval", 1, config.interval)
     # The server's share, applied to a smaller budget.
-    recent = _tokens(asked, "recent", 0, budget, default=-(-config.recent * budget // config.budget))
+    share = max(-(-config.recent * budget // config.budget), config.window)
+    recent = _tokens(asked, "recent", config.window, budget, default=share)
     prompt = asked.get("prompt", config.prompt)
     if prompt not in PROMPTS:
         raise TriAttentionError(f"custom_params.{KEY}.prompt is {prompt!r}, but it must be {' or '.join(PROMPTS)}.")

@@ -112,7 +112,8 @@ def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int,
 
 def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
     """Plans a round down to the budget, due or not; None if the row is within it. Arguments as for `plan_round`."""
-    new_length = frozen + config.budget_for(frozen)
+    excess = length - frozen - config.budget_for(frozen)
+    new_length = length - excess // config.round_to * config.round_to
     if length <= new_length:
         return None
     return Plan(

@@ -45,6 +45,8 @@ class ModelShape:
     head_dim: int
     rope: Rope
     fingerprint: str | None
+    layers: tuple[int, ...] = ()
+    rotates: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,7 @@ class QueryStats:
     fingerprint: str | None
     token_count: int | None
     source: str
+    layers: tuple[int, ...] = ()
 
 
 def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
@@ -154,7 +157,7 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
             _same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
     if shape.fingerprint is not None:
         _same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
-    return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
+    return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served, layers=shape.layers)
 
 
 def _same(stats: QueryStats, name: str, stored, served) -> None:

@@ -95,3 +95,22 @@ def test_mistakes_get_one_sentence(change, words):
     assert words in message
     assert "\n" not in message
     assert message.endswith(".")
+
+
+def test_windows_raise_what_follows_from_the_budget():
+    """Prevents a round that drops tokens that window layers still see, and settings of the user that are overruled."""
+    config = Config(budget=2048).for_windows(1024, 16)
+    assert (config.recent, config.window, config.round_to) == (1024, 1024, 16)
+    assert Config(budget=2048, recent=1500).for_windows(1024, 16).recent == 1500
+    assert Config(budget=8192).for_windows(512, 1).recent == int(0.2 * 8192)
+    with pytest.raises(TriAttentionError, match="sliding window of 4096 tokens"):
+        Config(budget=2048).for_windows(4096, 1)
+    with pytest.raises(TriAttentionError, match="--triattention-recent is 600"):
+        Config(budget=2048, recent=600).for_windows(1024, 1)
+
+
+@pytest.mark.parametrize("name", ["window", "round_to"])
+def test_facts_of_a_model_are_no_settings(name):
+    """Prevents a user from setting what only the model decides."""
+    with pytest.raises(TriAttentionError, match=f"triattention_{name} is not a setting"):
+        read_settings({"enable_triattention": True, f"triattention_{name}": 4})

@@ -101,7 +101,7 @@ class Memory:
                 value_share=self.config.value_share,
                 kernels=kernels,
             ),
-            make_mover(self.config, page_size, self.pool, kernels=kernels),
+            make_mover(self.config, page_size, self.pool, range(self.pool.layer_num), kernels=kernels),
             self.conversations,
         )
 

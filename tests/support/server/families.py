@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.rope import Rope
+from sglang_triattn.stats.file import QueryStats, save_stats
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -44,11 +48,13 @@ class Family:
         config: name of its configuration class in transformers.
         settings: what differs from COMMON.
         module: SGLang's module of the model.
+        written: fields that its file has in place of those that transformers writes; None for no such field.
     """
 
     config: str
     module: str
     settings: dict[str, Any]
+    written: dict[str, Any] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -77,6 +83,13 @@ FAMILIES = {
                 "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             },
         },
+    ),
+    "olmo3": Family(
+        "Olmo3Config",
+        "olmo2",
+        {"sliding_window": WINDOW, "layer_types": ALTERNATING},
+        # As published: SGLang does not read the other form.
+        {"rope_parameters": None, "rope_theta": 500000.0},
     ),
     "gpt-oss": Family(
         "GptOssConfig",
@@ -166,4 +179,28 @@ def build_family(folder: Path, family: str) -> TinyModel:
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(folder / family)
+    file = folder / family / "config.json"
+    fields = {**json.loads(file.read_text()), **FAMILIES[family].written}
+    file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     return TinyModel(folder / family, folder / "none", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
+
+
+def with_random_stats(model: TinyModel, rope: Rope, layers: tuple[int, ...]) -> TinyModel:
+    """The model with random statistics of `layers`, whose queries turn by `rope`."""
+    generator = torch.Generator().manual_seed(0)
+    size = (len(layers), model.num_q_heads, rope.inv_freq.numel())
+    mean = torch.randn(size, dtype=torch.complex64, generator=generator)
+    stats = QueryStats(
+        mean=mean,
+        abs_mean=mean.abs() + torch.rand(size, generator=generator),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rope=rope,
+        fingerprint=model_fingerprint(str(model.path)),
+        token_count=1,
+        source="random",
+        layers=layers,
+    )
+    path = model.path.with_suffix(".safetensors")
+    save_stats(stats, path)
+    return replace(model, stats=path)

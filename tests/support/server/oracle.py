@@ -54,6 +54,8 @@ class Oracle:
         interleaved: whether dims 2f and 2f + 1 rotate together, rather than f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether frozen tokens count towards the budget.
+        scored: the layers that the statistics are of; None for all.
+        window: tokens that a query of the other layers sees.
         value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
             of their values from the mean of the newest; None for the server's default.
     """
@@ -72,6 +74,12 @@ class Oracle:
     stored: torch.dtype = torch.float32
     total: bool = False
     value_share: float | None = None
+    scored: tuple[int, ...] | None = None
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scored is None:
+            self.scored = tuple(range(self.mean.shape[0]))
 
     @torch.no_grad()
     def logprobs(
@@ -100,7 +108,7 @@ class Oracle:
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
         cache = RoundedCache(self.stored)
         # What each layer's KV heads may see.
-        visible = torch.zeros(self.mean.shape[0], self.num_kv_heads, len(ids), dtype=torch.bool)
+        visible = torch.zeros(len(self.model.model.layers), self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
         chunk = chunk or prompt_length
         done, size = 0, cached or min(chunk, prompt_length)
@@ -112,10 +120,11 @@ class Oracle:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
             if done == len(ids):
                 return torch.cat(outputs).log_softmax(-1), rounds
-            private = int(visible[0, 0, frozen:done].sum())
+            private = int(visible[self.scored[0], 0, frozen:done].sum())
             # The first token after the prompt is computed before the server looks at the request again.
             if private >= keep + self.interval and done != prompt_length and done != cached:
-                visible[..., frozen:done] = self._kept(cache, visible[..., frozen:done], frozen, done, keep)
+                scored = list(self.scored)
+                visible[scored, :, frozen:done] = self._kept(cache, visible[scored, :, frozen:done], frozen, done, keep)
                 private, rounds = keep, rounds + 1
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
@@ -131,11 +140,14 @@ class Oracle:
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)
         query = torch.arange(start, total)[:, None]
-        causal = torch.arange(total)[None] <= query
+        key = torch.arange(total)[None]
+        causal = key <= query
+        within = causal & (key > query - self.window)
         group = self.mean.shape[1] // self.num_kv_heads
 
         def mask_of(layer: int):
-            seen = causal & visible[layer, :, None, :total].repeat_interleave(group, 0)  # [H_q, S, total]
+            reach = causal if layer in self.scored else within
+            seen = reach & visible[layer, :, None, :total].repeat_interleave(group, 0)  # [H_q, S, total]
             mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
             return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask})
 
@@ -171,7 +183,7 @@ class Oracle:
             for head in range(heads):
                 place = places[layer][head // group]
                 candidates = frozen + place[: len(place) - self.recent]
-                keys = cache.layers[layer].keys[0, head // group, candidates].double()
+                keys = cache.layers[self.scored[layer]].keys[0, head // group, candidates].double()
                 score = self._score(keys, candidates, layer, head, next_position)
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
         z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
@@ -185,7 +197,7 @@ class Oracle:
         for layer in range(layers):
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
-                values = cache.layers[layer].values[0, j, frozen + place].double()
+                values = cache.layers[self.scored[layer]].values[0, j, frozen + place].double()
                 center = values[len(values) - min(self.recent, 64) :].mean(0) if self.recent else 0.0
                 sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))

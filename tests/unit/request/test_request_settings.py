@@ -70,3 +70,13 @@ def test_mistakes_get_one_sentence(asked, words):
     assert words in message
     assert "\n" not in message
     assert message.endswith(".")
+
+
+def test_requests_keep_at_least_the_window():
+    """Prevents a request from dropping tokens that the model's window layers still see."""
+    server = Config("s", budget=2048).for_windows(512, 16)
+    asked = read_request(server, {"triattention": {"budget": 600}}).settings
+    assert (asked.recent, asked.window, asked.round_to) == (512, 512, 16)
+    for field, words in (({"budget": 500}, "budget is 500"), ({"recent": 511}, "recent is 511")):
+        with pytest.raises(TriAttentionError, match=f"{words}, but it must be a whole number of tokens from 512"):
+            read_request(server, {"triattention": field})

@@ -48,6 +48,14 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
     assert (kind.strategy, kind.cut) == ("remap", 64)
 
 
+def test_newest_tokens_of_window_layers_are_never_copied():
+    """Prevents window layers from reading K/V that a round has left behind."""
+    settings = CONFIG.for_windows(48, 16)
+    assert kind_for(settings, plan_of(16, 112, 16), 48, moves=True, page_size=16).cut == 16
+    with pytest.raises(RuntimeError, match="window layers"):
+        kind_for(settings, plan_of(16, 109, 16), 48, moves=True, page_size=16)
+
+
 @pytest.mark.parametrize(
     ("strategy", "cut", "before", "after"),
     [("fill", 16, 0, 32), ("fill", 10, 0, 32), ("fill", 64, 0, 80), ("slide", 64, 0, 0), ("slide", 64, 90, 80),

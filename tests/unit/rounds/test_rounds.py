@@ -6,6 +6,7 @@ import functools
 import pytest
 
 from sglang_triattn.config import Config
+from sglang_triattn.kernels.compact.reference import cut_column
 from sglang_triattn.rounds.plan import frozen_length, max_kv_tokens, plan_eviction, plan_round
 
 CONFIG = Config("s", budget=100, interval=30, recent=10)
@@ -78,3 +79,23 @@ def test_rounds_under_pressure_keep_less():
     assert early(length=64 + 41).kept_private == 40
     assert early(length=64 + 40) is None
     assert CONFIG.under_pressure().budget_for(64) == 100
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("scope", ["private", "total"])
+def test_rounds_of_models_with_windows_evict_whole_pages(page_size, scope):
+    """Prevents a round that would have to copy the newest tokens, on whose places window layers rely, and a bound that
+    leaves no room for the page that cannot go."""
+    config = Config("s", budget=100, interval=30, budget_scope=scope).for_windows(48, page_size)
+    for frozen in (4, 64, 90, 500):
+        due = frozen + config.trigger(frozen)
+        arguments = {"frozen": frozen, "evicted_before": 0, "page_size": page_size}
+        assert plan_round(config, length=due - 1, **arguments) is None
+        for length in (due, due + 7, due + 200):
+            found = plan_round(config, length=length, **arguments)
+            assert found.evicted_tokens % page_size == 0
+            assert found.freed_slots == found.evicted_tokens > 0
+            assert config.budget_for(frozen) <= found.kept_private < config.budget_for(frozen) + page_size
+            cut = cut_column(found.kept_private, config.recent, frozen, found.evicted_tokens, page_size)
+            assert 0 <= cut <= found.kept_private - config.recent
+        assert max_kv_tokens(config, frozen=frozen, logical_end=10_000) == due

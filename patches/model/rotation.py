@@ -1,0 +1,140 @@
+"""How each attention layer turns its queries: seen in a forward pass, not taken from the model's code.
+
+A text of one token attends to that token alone, so what enters a layer does not depend on where the token stands. The
+same token is run at two positions. What lies between the two queries of a layer is its rotation, which must be that of
+one of the model's rotary embeddings, or none (NoPE). So a layer is never scored by frequencies that it does not use:
+not where a model leaves RoPE out of some layers, norms after it, or holds an embedding that it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_triattn.model.rope import Rope, rotate
+from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
+from sglang_triattn.patches.model.inspect import read_ropes, read_shape, same_rope
+from sglang_triattn.patches.model.layers import (
+    AttentionLayer,
+    Call,
+    UnsupportedModel,
+    attention_layers,
+    scored_layers,
+    watching_queries,
+)
+
+if TYPE_CHECKING:
+    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.stats.file import ModelShape
+
+POSITION = 997
+"""Where the second token stands, or at the end of a shorter context: far enough for wrong frequencies to show."""
+
+Queries = tuple[torch.Tensor, torch.Tensor]
+"""The queries [H_q, D] of one token in one layer, at position 0 and farther on."""
+
+TOLERANCE = 0.05
+"""Largest difference between a query and the one foretold, in its length: 16-bit arithmetic stays well below."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """
+    Attributes:
+        rope: the rotation in all layers that rotate their queries.
+        rotates: whether a layer does, for each.
+    """
+
+    rope: Rope
+    rotates: tuple[bool, ...]
+
+
+def served_shape(scheduler: Scheduler) -> ModelShape:
+    """The shape of the model that `scheduler` serves; every tensor-parallel rank calls this before it serves.
+
+    Raises:
+        UnsupportedModel: `read_shape` or `match_rotation` refuses.
+    """
+    runner, ranks = scheduler.tp_worker.model_runner, scheduler.tp_group.world_size
+    layers = scored_layers(attention_layers(runner.model))
+    ropes = read_ropes(runner.model, layers[0].attention.head_dim)
+    position = min(POSITION, scheduler.model_config.context_len - 1)
+    seen = _queries_at(scheduler, layers, position)
+    return read_shape(runner, ranks, match_rotation(seen, [layer.number for layer in layers], ropes, position))
+
+
+def match_rotation(
+    seen: Sequence[Queries | None],
+    layers: Sequence[int],
+    ropes: Sequence[Rope],
+    position: int,
+) -> Rotation:
+    """Finds the rotation that lies between the queries of each layer.
+
+    Args:
+        seen: of each layer, the token's queries at position 0 and at `position`; None where a backend finishes them
+            out of sight. Such a model is believed if it has only one rotary embedding.
+        layers: numbers of the layers, for messages.
+        ropes: the model's rotary embeddings.
+
+    Raises:
+        UnsupportedModel: a layer turns its queries otherwise, or unlike another layer, or none turns them.
+    """
+    found: Rope | None = None
+    rotates = []
+    for number, pair in zip(layers, seen, strict=True):
+        if pair is None:
+            if len(ropes) != 1:
+                raise UnsupportedModel(f"its attention layer {number} turns its queries within the attention backend")
+            rope: Rope | None = ropes[0]
+        elif _fits(pair[1], pair[0]):
+            rope = None
+        else:
+            turned = (rope for rope in ropes if _fits(pair[1], rotate(pair[0][:, None], _at(position), rope)[:, 0]))
+            rope = next(turned, None)
+            if rope is None:
+                raise UnsupportedModel(f"its attention layer {number} turns its queries in an unknown way")
+        if rope is not None and found is not None and not same_rope(rope, found):
+            raise UnsupportedModel(f"layer {number} has another rotary embedding than the layers before")
+        found = found or rope
+        rotates.append(rope is not None)
+    if found is None:
+        found = _unused(ropes)
+    return Rotation(found, tuple(rotates))
+
+
+def _unused(ropes: Sequence[Rope]) -> Rope:
+    """The embedding of the layers that are not scored, where none that is scored rotates: it only pairs up dims."""
+    if not ropes:
+        raise UnsupportedModel("its attention has no rotary embedding")
+    return ropes[0]
+
+
+def _queries_at(scheduler: Scheduler, layers: Sequence[AttentionLayer], position: int) -> list[Queries | None]:
+    """`seen` of `match_rotation`, on the CPU in float64."""
+    seen: list[Queries | None] = [None] * len(layers)
+
+    def see(place: int, call: Call) -> None:
+        if call.unfinished() is None:
+            first, second = call.heads(2).double().cpu().unbind(1)
+            seen[place] = first, second
+
+    token = scheduler.model_config.vocab_size // 2
+    batch = EagerBatch(scheduler, [[token], [token]])
+    with on_forward_stream(scheduler), eager(scheduler.tp_worker.model_runner), watching_queries(layers, see):
+        try:
+            batch.prefill([0, position])
+        finally:
+            batch.close()
+    return seen
+
+
+def _fits(query: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((query - expected).norm() <= TOLERANCE * query.norm())
+
+
+def _at(position: int) -> torch.Tensor:
+    return torch.tensor([position])

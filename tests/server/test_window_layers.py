@@ -1,0 +1,93 @@
+"""Models with window layers in the same KV pool, against an account that masks each layer on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from families import FAMILIES, WINDOW, build_family, with_random_stats
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs, unused_architectures
+from oracle import TOLERANCE, Oracle
+from sglang_triattn.model.rope import Rope
+
+RECENT = WINDOW + 1
+SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
+CASES = [
+    ("gemma3", 1, "per-layer-head"),
+    ("gemma3", 16, "shared-mean"),
+    ("gemma2", 16, "per-layer-head"),
+    ("gemma2", 1, "shared-mean"),
+    ("olmo3", 1, "union"),
+    ("olmo3", 64, "per-head"),
+]
+
+
+def rope_of(model: torch.nn.Module) -> Rope:
+    """The rotation in the layers without a window."""
+    if hasattr(model.model, "rotary_embs"):
+        rotary = model.model.rotary_embs["full_attention"]
+        return Rope(rotary.inv_freq.double(), rotary.attention_scaling, 2 * rotary.inv_freq.numel(), "half")
+    rotary = model.model.rotary_emb
+    frequencies = getattr(rotary, "full_attention_inv_freq", None)
+    frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
+    return Rope(frequencies, 1.0, 2 * frequencies.numel(), "half")
+
+
+def prepared(folder, family):
+    """The model with statistics, and the account of it."""
+    plain = build_family(folder, family)
+    model = plain.load()
+    layers = tuple(i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention")
+    rope = rope_of(model)
+    tiny = with_random_stats(plain, rope, layers)
+    stats = load_file(tiny.stats)
+    account = Oracle(
+        model=model,
+        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
+        abs_mean=stats["abs_mean"],
+        inv_freq=rope.inv_freq,
+        num_kv_heads=tiny.num_kv_heads,
+        budget=BUDGET + 16,
+        interval=INTERVAL,
+        recent=RECENT,
+        scored=layers,
+        window=WINDOW,
+    )
+    return tiny, account
+
+
+def started(serve, tiny, family, *flags):
+    backend = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(FAMILIES[family].module), "TORCHDYNAMO_DISABLE": "1"}
+    return serve(*SETTINGS, *backend, *flags, env=env, model=tiny)
+
+
+@pytest.mark.parametrize(("family", "page_size", "selection"), CASES)
+def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection):
+    """Prevents window layers from seeing tokens across a gap that a round has made, or others than the newest; their
+    keys from being scored; and K/V that they still read from being moved."""
+    tiny, account = prepared(tmp_path, family)
+    account.selection = selection
+    tokens = 280
+    if page_size > 16:
+        # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
+        account.budget, account.interval = RECENT + page_size - 1, page_size
+        tokens = 450
+    client = started(serve, tiny, family, "--page-size", str(page_size), "--triattention-selection", selection)
+    stem = prompt(8, 40)
+    prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
+    client.generate(stem, 1)
+    for ids, response in zip(prompts, client.generate_all(prompts, tokens, logprobs=True), strict=True):
+        report = compression(response)
+        frozen = len(ids) - len(ids) % page_size
+        assert report["frozen_length"] == max(frozen, 4)
+        everything = ids + response["output_ids"][:-1]
+        expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
+        assert report["rounds"] == rounds >= 5
+        values, top = served_logprobs(response)
+        assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
+        dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+        assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
+    assert_pool_is_whole(client)
+    serve.stop(client)
