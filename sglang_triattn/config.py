@@ -122,17 +122,13 @@ class Config:
         Raises:
             TriAttentionError: the budget or the recent tokens are fewer than the window.
         """
-        if self.budget < window:
-            raise TriAttentionError(
-                f"{flag('budget')} is {self.budget}, but some layers of this model attend to a sliding window of "
-                f"{window} tokens, and a round must keep that many of the newest: use a budget above {window}."
-            )
         recent = max(self.recent, window) if self.recent == self._default_recent else self.recent
-        if recent < window:
-            raise TriAttentionError(
-                f"{flag('recent')} is {recent}, but some layers of this model attend to a sliding window of {window} "
-                f"tokens, and a round must keep that many of the newest: use at least {window}, or leave it out."
-            )
+        for name, value in (("budget", self.budget), ("recent", recent)):
+            if value < window:
+                raise TriAttentionError(
+                    f"{flag(name)} is {value}, but some layers of this model attend to a sliding window of {window} "
+                    f"tokens, and a round must keep that many of the newest: use at least {window}."
+                )
         return dataclasses.replace(self, recent=recent, window=window, round_to=page_size)
 
     def budget_for(self, frozen: int) -> int:

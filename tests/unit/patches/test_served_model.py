@@ -9,7 +9,9 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.model.inspect import check_pool, read_rope, read_shape
+from sglang_triattn.patches.model.inspect import check_pool, read_rope, read_ropes, read_shape
+from sglang_triattn.patches.model.layers import attention_layers, check_windows
+from sglang_triattn.patches.model.rotation import Rotation
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -47,6 +49,12 @@ def served(rotaries, **attention):
     )
 
 
+def shape_of(runner, ranks=1):
+    """The shape of a model that rotates in all layers by its first rotary embedding."""
+    (rope, *_) = read_ropes(runner.model, 32)
+    return read_shape(runner, ranks, Rotation(rope, (True,) * len(runner.model)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}], ids=str)
@@ -67,7 +75,7 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
 @pytest.mark.parametrize("neox", [True, False])
 def test_partial_rotary(neox):
     """Prevents scoring dims that carry no position as if they rotated."""
-    shape = read_shape(served([rotary(neox=neox, turning=12)]), 1)
+    shape = shape_of(served([rotary(neox=neox, turning=12)]))
     assert (shape.head_dim, shape.rope.rotary_dim, shape.rope.inv_freq.numel()) == (32, 12, 6)
     expected = 10000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)
     assert torch.allclose(shape.rope.inv_freq, expected, rtol=1e-6)
@@ -94,7 +102,7 @@ def test_a_table_that_contradicts_its_frequencies_is_refused():
 
 def test_shape_of_a_plain_model():
     """Prevents wrong head counts, which would pair queries with other heads' keys."""
-    shape = read_shape(served([rotary()] * 3), 1)
+    shape = shape_of(served([rotary()] * 3))
     assert (shape.num_layers, shape.num_q_heads, shape.num_kv_heads, shape.head_dim) == (3, 4, 2, 32)
     assert shape.fingerprint is None
 
@@ -102,19 +110,16 @@ def test_shape_of_a_plain_model():
 @pytest.mark.parametrize(
     ("runner", "words"),
     [
-        (lambda: served([rotary()], sliding_window_size=128), "sliding window of 128"),
+        (lambda: served([rotary()] * 2, sliding_window_size=128), "all of its layers attend to a sliding window"),
         (lambda: served([rotary()], is_cross_attention=True), "cross attention"),
         (lambda: served([rotary()], use_irope=True), "local to chunks"),
         (lambda: served([rotary()], pos_encoding_mode="ALIBI"), "bias by position"),
-        (lambda: served([rotary(), None]), "no rotary embedding"),
-        (lambda: served([rotary(), rotary(base=500)]), "layer 1 has another rotary embedding"),
-        (lambda: served([]), "no attention layers"),
     ],
 )
 def test_other_attention_is_refused(runner, words):
     """Prevents serving a model whose attention depends on more than the kept keys."""
     with pytest.raises(TriAttentionError, match=words) as caught:
-        read_shape(runner(), 1)
+        shape_of(runner())
     assert str(caught.value).endswith(".")
 
 
@@ -122,15 +127,34 @@ def test_heads_that_do_not_split_are_refused():
     """Prevents scoring the empty heads that SGLang adds, or another rank's."""
     runner = served([rotary()])
     with pytest.raises(TriAttentionError, match="4 query heads do not split evenly over 3 ranks"):
-        read_shape(runner, 3)
+        shape_of(runner, 3)
 
 
 def test_missing_kv_layers_are_refused():
     """Prevents a model with other attention beside the scored one from being only half scored."""
     runner = served([rotary()] * 2)
     runner.token_to_kv_pool.layer_num = 3
-    with pytest.raises(TriAttentionError, match=r"2 attention layers .* for 3 KV layers"):
-        read_shape(runner, 1)
+    with pytest.raises(TriAttentionError, match="2 attention layers were found for 3 KV layers"):
+        shape_of(runner)
+
+
+def test_layers_without_attention_leave_their_kv_empty():
+    """Prevents reading the K/V of the wrong layers in a model that says that some have no attention."""
+    runner = served([rotary()] * 3)
+    runner.model_config.hf_config.block_configs = [object()] * 4
+    runner.token_to_kv_pool.layer_num = 4
+    runner.model[2].attn.layer_id = 3
+    assert shape_of(runner).layers == (0, 1, 3)
+
+
+def test_window_layers_are_not_scored():
+    """Prevents scoring keys that no later query sees, and a window that the settings did not foresee."""
+    runner = served([rotary()] * 3)
+    runner.model[1].attn.sliding_window_size = 127
+    assert shape_of(runner).layers == (0, 2)
+    check_windows(attention_layers(runner.model), 128)
+    with pytest.raises(TriAttentionError, match="layer 1 attends to a sliding window of 128 tokens"):
+        check_windows(attention_layers(runner.model), 127)
 
 
 def test_a_cache_beside_the_rows_is_refused(monkeypatch):

@@ -4,20 +4,17 @@ from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding.factory import get_rope
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.model.workspace import Workspace
 
 
-def configurator(device: str, rotary: bool = True) -> SimpleNamespace:
+def configurator(device: str, layers: int = 3) -> SimpleNamespace:
     """The parts of a KVCacheConfigurator that are read; the meta device has sizes but no memory."""
     model = torch.nn.ModuleList()
-    for number in range(3):
+    for number in range(layers):
         layer = torch.nn.Module()
         layer.attn = RadixAttention(num_heads=8, head_dim=32, scaling=1.0, num_kv_heads=2, layer_id=number)
-        if rotary:
-            layer.rotary_emb = get_rope(32, 32, 4096, 10000)
         model.append(layer)
     return SimpleNamespace(device=device, model=model, model_config=SimpleNamespace(context_len=4096))
 
@@ -47,7 +44,7 @@ def test_what_decides_has_room():
 
 def test_nothing_where_no_kernel_runs():
     """Prevents holding memory for nothing on a CPU, and a crash instead of the refusal of an unsupported model."""
-    for other in (configurator("cpu"), configurator("meta", rotary=False)):
+    for other in (configurator("cpu"), configurator("meta", layers=0)):
         workspace = Workspace(Config("s"))
         workspace.hooks()[0].function(other, 1.0)
         assert workspace.memory is None
