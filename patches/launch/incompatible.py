@@ -112,8 +112,8 @@ SETTINGS = (
     Refusal("decode_attention_backend", _sparse, _BESIDE_ROWS),
     Refusal(
         "model_impl",
-        lambda value: value not in ("auto", "sglang"),
-        "its rotary embedding is not found there",
+        lambda value: value not in ("auto", "sglang", "transformers"),
+        "its attention layers are not known",
         "use --model-impl auto",
     ),
 )

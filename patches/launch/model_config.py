@@ -1,4 +1,4 @@
-"""Checks of a model's config.json, before SGLang reads it. SGLang parts: sglang/srt/models, its registry and loader.
+"""Checks of a model's config.json, before SGLang reads it. SGLang part: its loader.
 
 If the file is not on this machine yet, the checks run once SGLang has fetched it.
 """
@@ -6,17 +6,11 @@ If the file is not on this machine yet, the checks run once SGLang has fetched i
 from __future__ import annotations
 
 import json
-import re
-import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.support import unsupported
-
-_ENTRY = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
 
 
 def check_model_file(settings: Any) -> None:
@@ -41,11 +35,6 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     if config is None:
         return None
     reason = unsupported(config)
-    if reason is None and not _served_by_sglang(config):
-        reason = (
-            "SGLang has no implementation of its own for it, and that of transformers does not show its rotary "
-            "embedding"
-        )
     architectures = ", ".join(config.get("architectures") or ["unknown"])
     return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
 
@@ -55,21 +44,6 @@ def refused_model(name: str, reason: str) -> TriAttentionError:
         f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
         "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
     )
-
-
-@cache
-def native_architectures() -> frozenset[str]:
-    """The architectures that SGLang implements, read from its files: importing all of them takes many seconds."""
-    import sglang.srt
-
-    (root,) = sglang.srt.__path__
-    names: set[str] = set()
-    for file in (Path(root) / "models").glob("*.py"):
-        for entry in _ENTRY.findall(file.read_text(encoding="utf-8")):
-            names.update(re.findall(r"\w+", entry))
-    # SGLang's configuration of Olmo3 gives it the name of its implementation.
-    names.add("Olmo3ForCausalLM")
-    return frozenset(names)
 
 
 def _read_config(settings: Any) -> dict[str, Any] | None:
@@ -84,15 +58,3 @@ def _read_config(settings: Any) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return {**config, **overrides} if isinstance(config, dict) and isinstance(overrides, dict) else None
-
-
-def _served_by_sglang(config: dict[str, Any]) -> bool:
-    from sglang.srt.environ import envs
-
-    architectures = config.get("architectures") or []
-    if not architectures or envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
-        return True
-    # A plugin that registered models has imported the registry already; importing it here would take seconds.
-    registry = sys.modules.get("sglang.srt.models.registry")
-    registered = registry.ModelRegistry.models if registry is not None else ()
-    return any(name in native_architectures() or name in registered for name in architectures)

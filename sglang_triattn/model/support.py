@@ -6,7 +6,7 @@ from SGLang 0.5.23, sglang/srt/models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Config = Mapping[str, Any]
@@ -112,7 +112,7 @@ def _by_attention(config: Config) -> str | None:
             config.get("sparse_config") and "minicpm4" in (config.get("mixer_types") or ()),
             "its layers attend to selected blocks of tokens",
         ),
-        (config.get("block_configs"), "its layers differ from one another"),
+        (_uneven(config.get("block_configs") or ()), "its layers differ from one another"),
         (config.get("use_cla"), "its layers share KV with one another"),
         ((config.get("attn_temperature_len") or 0) > 0, "it scales its attention by length"),
         (
@@ -125,6 +125,13 @@ def _by_attention(config: Config) -> str | None:
         ),
     )
     return _first(reasons)
+
+
+def _uneven(blocks: Sequence[Config]) -> bool:
+    """Whether the layers that have attention differ in it, by the `block_configs` of a Nemotron-NAS model."""
+    attention = [block.get("attention") or {} for block in blocks]
+    groups = {found.get("n_heads_in_group") for found in attention if not found.get("no_op")}
+    return len(groups) > 1 or any(found.get("replace_with_linear") for found in attention)
 
 
 def _by_position(config: Config) -> str | None:

@@ -129,6 +129,29 @@ FAMILIES = {
             "rope_parameters": {**YARN, **BETAS, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    # SGLang serves the next three through the modules of transformers.
+    "seed-oss": Family("SeedOssConfig", "transformers", {"rope_parameters": PLAIN_ROPE}),
+    "smollm3": Family(
+        "SmolLM3Config",
+        "transformers",
+        {"rope_parameters": PLAIN_ROPE, "no_rope_layers": [1, 1, 1, 0], "use_sliding_window": False},
+    ),
+    "dots1": Family(
+        "Dots1Config",
+        "transformers",
+        {
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "sliding_window": None,
+            "rope_parameters": PLAIN_ROPE,
+        },
+    ),
     "qwen3-moe": Family(
         "Qwen3MoeConfig",
         "qwen3_moe",

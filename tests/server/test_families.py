@@ -1,4 +1,4 @@
-"""Models with window layers in the same KV pool, against an account that masks each layer on its own."""
+"""Models whose attention differs from a Llama's, against an account that masks each of their layers on its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ CASES = [
     ("gemma2", 1, "shared-mean"),
     ("olmo3", 1, "union"),
     ("olmo3", 64, "per-head"),
+    ("seed-oss", 16, "per-layer-head"),
+    ("dots1", 1, "shared-mean"),
 ]
 
 
 def rope_of(model: torch.nn.Module) -> Rope:
     """The rotation in the layers without a window."""
-    if hasattr(model.model, "rotary_embs"):
-        rotary = model.model.rotary_embs["full_attention"]
-        return Rope(rotary.inv_freq.double(), rotary.attention_scaling, 2 * rotary.inv_freq.numel(), "half")
     rotary = model.model.rotary_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
@@ -38,7 +37,8 @@ def prepared(folder, family):
     """The model with statistics, and the account of it."""
     plain = build_family(folder, family)
     model = plain.load()
-    layers = tuple(i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention")
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
+    layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
     rope = rope_of(model)
     tiny = with_random_stats(plain, rope, layers)
     stats = load_file(tiny.stats)
