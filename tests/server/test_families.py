@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from families import FAMILIES, WINDOW, build_family, with_random_stats
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs, unused_architectures
+from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
 
@@ -22,6 +23,7 @@ CASES = [
     ("olmo3", 64, "per-head"),
     ("seed-oss", 16, "per-layer-head"),
     ("dots1", 1, "shared-mean"),
+    ("nemotron-nas", 16, "per-layer-head"),
 ]
 
 
@@ -35,10 +37,12 @@ def rope_of(model: torch.nn.Module) -> Rope:
 
 def prepared(folder, family):
     """The model with statistics, and the account of it."""
-    plain = build_family(folder, family)
+    plain = build_nemotron_nas(folder) if family == "nemotron-nas" else build_family(folder, family)
     model = plain.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
+    if family == "nemotron-nas":
+        layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
     rope = rope_of(model)
     tiny = with_random_stats(plain, rope, layers)
     stats = load_file(tiny.stats)
@@ -58,9 +62,18 @@ def prepared(folder, family):
 
 
 def started(serve, tiny, family, *flags):
-    backend = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
-    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(FAMILIES[family].module), "TORCHDYNAMO_DISABLE": "1"}
-    return serve(*SETTINGS, *backend, *flags, env=env, model=tiny)
+    more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
+    if family == "nemotron-nas":
+        used = ["nemotron_nas", "llama"]
+        more += ["--trust-remote-code"]
+    else:
+        used = [FAMILIES[family].module]
+    env = {
+        "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*used),
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_MODULES_CACHE": str(tiny.path / "modules"),
+    }
+    return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
 
 
 @pytest.mark.parametrize(("family", "page_size", "selection"), CASES)
