@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
-from tiny_model import END
+from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 DENSE = {"triattention": {"enabled": False}}
 COMPACT = {"triattention": {"prompt": "compact"}}
 # SGLang's estimate of what answers will need, at its most optimistic.
 BOLD = ["--schedule-conservativeness", "0.1"]
-# A full-length answer that SGLang must expect to end at any time.
-WITHOUT_END = {"ignore_eos": False, "logit_bias": {str(END): -1000.0}}
-
-
-def retractions(responses: list[dict]) -> int:
-    return sum(response["meta_info"]["num_retractions"] for response in responses)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -95,53 +85,10 @@ def test_wrong_fields_are_refused(serve):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_storm_under_pressure(serve, page_size):
-    """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool.
-
-    Shared and private prompts, longer than the pool or not, frozen and compacted; declined compression, custom
-    budgets, aborts, priorities with preemption, chunked prefill, and SGLang's own switch that retracts.
-    """
-    client = serve(
-        *("--page-size", str(page_size), "--max-total-tokens", "1024", "--chunked-prefill-size", "96", *BOLD),
-        *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"),
-        env={
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "30",
-            "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "5",
-        },
-    )
-    rng = random.Random(page_size)
-    stems = [prompt(100 + i, 90) for i in range(3)]
-
-    def one(number: int) -> dict:
-        ids = rng.choice(stems)[: rng.randrange(90)] + prompt(200 + number, rng.choice([1, 9, 40, 150]))
-        asked = rng.choice([{}, {}, {"enabled": False}, {"budget": rng.randrange(8, BUDGET)}, {"prompt": "compact"}])
-        if number % 20 == 0:
-            ids, asked = ids + prompt(number, 1500), {"prompt": "compact"}
-        tokens = rng.choice([1, 7, 60, 150, 260])
-        rid = f"pressure-{page_size}-{number}"
-        if rng.random() < 0.2:
-            threading.Timer(rng.uniform(0.2, 6), lambda: client.post("/abort_request", rid=rid)).start()
-        response = client.post(
-            "/generate",
-            rid=rid,
-            input_ids=ids,
-            priority=rng.randrange(6),
-            sampling_params={
-                "max_new_tokens": tokens,
-                "temperature": 0.8,
-                **(WITHOUT_END if rng.random() < 0.5 else {"ignore_eos": True}),
-                "custom_params": {"triattention": asked},
-            },
-        )
-        return {"asked": tokens, **response.json()}
-
-    with ThreadPoolExecutor(24) as pool:
-        results = list(pool.map(one, range(200)))
-    ends = [result["meta_info"]["finish_reason"]["type"] for result in results]
-    assert set(ends) <= {"length", "abort"}
-    finished = [result for result, end in zip(results, ends, strict=True) if end == "length"]
+    """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool."""
+    client = serve("--page-size", str(page_size), "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
+    _, finished = storm(client, page_size, 200, (8, BUDGET), 1500)
     assert len(finished) > 120
-    assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
     assert retractions(finished) > 10
     assert client.totals()["rounds"] > 100
     assert_pool_is_whole(client)

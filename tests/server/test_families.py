@@ -11,6 +11,7 @@ from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt,
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
+from storm import FLAGS, RETRACTING, retractions, storm
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
@@ -61,7 +62,7 @@ def prepared(folder, family):
     return tiny, account
 
 
-def started(serve, tiny, family, *flags):
+def started(serve, tiny, family, *flags, env=None):
     more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
     if family == "nemotron-nas":
         used = ["nemotron_nas", "llama"]
@@ -72,6 +73,7 @@ def started(serve, tiny, family, *flags):
         "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*used),
         "TORCHDYNAMO_DISABLE": "1",
         "HF_MODULES_CACHE": str(tiny.path / "modules"),
+        **(env or {}),
     }
     return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
 
@@ -102,5 +104,17 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
         assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
         dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
         assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+def test_storm_on_a_model_with_windows(serve, tmp_path):
+    """Prevents leaks and hangs where rounds must evict whole pages, and a conversation's next turn out of order."""
+    tiny, account = prepared(tmp_path, "gemma3")
+    client = started(serve, tiny, "gemma3", "--page-size", "16", "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
+    _, finished = storm(client, 1, 80, (WINDOW, account.budget), 1500, conversations=6)
+    assert len(finished) > 40
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > 30
     assert_pool_is_whole(client)
     serve.stop(client)

@@ -1,0 +1,81 @@
+"""A random mix of everything that competes for a small pool, for servers of any model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from harness import Client, prompt
+from tiny_model import END
+
+# A full-length answer that SGLang must expect to end at any time.
+WITHOUT_END = {"ignore_eos": False, "logit_bias": {str(END): -1000.0}}
+# SGLang's estimate of what answers will need, at its most optimistic, chunks and priorities.
+FLAGS = (
+    *("--chunked-prefill-size", "96", "--schedule-conservativeness", "0.1"),
+    *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"),
+)
+# SGLang's own switch that retracts requests now and then.
+RETRACTING = {
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "30",
+    "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "5",
+}
+
+
+def storm(
+    client: Client, seed: int, requests: int, budgets: tuple[int, int], longest: int, conversations: int = 0
+) -> tuple[list[dict], list[dict]]:
+    """Sends requests from 24 threads and waits for all answers.
+
+    They have shared and private prompts, some longer than a small pool, frozen and compacted; decline compression, ask
+    for budgets of their own, are aborted, have priorities.
+
+    Args:
+        budgets: least budget that a request may ask for, and the first that is too large.
+        longest: tokens of the longest prompts.
+        conversations: how many names the requests choose from, on top of none.
+
+    Returns:
+        All answers, and those that were not aborted; `asked` is the number of tokens that a request asked for.
+    """
+    rng = random.Random(seed)
+    stems = [prompt(100 + i, 90) for i in range(3)]
+
+    def one(number: int) -> dict:
+        ids = rng.choice(stems)[: rng.randrange(90)] + prompt(200 + number, rng.choice([1, 9, 40, 150]))
+        asked = rng.choice([{}, {}, {"enabled": False}, {"budget": rng.randrange(*budgets)}, {"prompt": "compact"}])
+        if number % 20 == 0:
+            ids, asked = ids + prompt(number, longest), {"prompt": "compact"}
+        if conversations and asked.get("enabled", True) and rng.random() < 0.5:
+            asked = {**asked, "conversation": f"storm-{rng.randrange(conversations)}"}
+        tokens = rng.choice([1, 7, 60, 150, 260])
+        rid = f"storm-{seed}-{number}"
+        if rng.random() < 0.2:
+            threading.Timer(rng.uniform(0.2, 6), lambda: client.post("/abort_request", rid=rid)).start()
+        response = client.post(
+            "/generate",
+            rid=rid,
+            input_ids=ids,
+            priority=rng.randrange(6),
+            sampling_params={
+                "max_new_tokens": tokens,
+                "temperature": 0.8,
+                **(WITHOUT_END if rng.random() < 0.5 else {"ignore_eos": True}),
+                "custom_params": {"triattention": asked},
+            },
+        )
+        return {"asked": tokens, **response.json()}
+
+    with ThreadPoolExecutor(24) as pool:
+        results = list(pool.map(one, range(requests)))
+    ends = [result["meta_info"]["finish_reason"]["type"] for result in results]
+    assert set(ends) <= {"length", "abort"}
+    finished = [result for result, end in zip(results, ends, strict=True) if end == "length"]
+    assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
+    return results, finished
+
+
+def retractions(responses: list[dict]) -> int:
+    return sum(response["meta_info"]["num_retractions"] for response in responses)
