@@ -55,14 +55,15 @@ def calibrate_scheduler(
     runner = scheduler.tp_worker.model_runner
     try:
         shape = read_shape(runner, scheduler.tp_group.world_size)
-        layers = [attention for attention, _ in attention_layers(runner.model)]
+        everywhere = attention_layers(runner.model)
     except UnsupportedModel as error:
         path = runner.model_config.model_path
         raise CalibrationError(
             f"The model {path} cannot be calibrated, because {error.reason}: use another model."
         ) from error
     _check_room(scheduler, job)
-    sums = QuerySums(shape.num_layers, shape.rope)
+    layers = [attention for attention, _ in everywhere if attention.layer_id in shape.layers]
+    sums = QuerySums(shape.rope, shape.rotates)
     free = _free(scheduler)
     with on_forward_stream(scheduler), eager(runner), _capture(layers, sums):
         total = _Run(scheduler, job, sums, on_progress).run()
@@ -187,7 +188,8 @@ class _Sampler:
 
 @contextmanager
 def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None]:
-    """While open, adds the queries that reach each of `layers` to `sums`."""
+    """While open, adds the queries that reach each of `layers`, in the order of `sums`, to it."""
+    places = {layer.layer_id: index for index, layer in enumerate(layers)}
 
     def before(attention: RadixAttention, args: tuple, kwargs: dict) -> None:
         query = args[0] if args else kwargs["q"]
@@ -196,7 +198,7 @@ def _capture(layers: Sequence[RadixAttention], sums: QuerySums) -> Iterator[None
         # Padding, if any, follows the tokens.
         tokens = min(forward.positions.shape[0], query.shape[0])
         heads = query[:tokens].reshape(tokens, attention.tp_q_head_num, attention.qk_head_dim)
-        sums.add(attention.layer_id, heads.transpose(0, 1), forward.positions[:tokens])
+        sums.add(places[attention.layer_id], heads.transpose(0, 1), forward.positions[:tokens])
 
     handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     try:
@@ -270,7 +272,7 @@ def _traces_at_once(scheduler: Scheduler, job: CalibrationJob, first: int) -> in
 
 
 def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> QueryStats:
-    mean, abs_mean = total.means()
+    mean, abs_mean, unrotated = total.means()
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
@@ -280,4 +282,7 @@ def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> Qu
         fingerprint=shape.fingerprint,
         token_count=total.count,
         source=f"of {model_config.model_path}",
+        layers=shape.layers,
+        rotates=shape.rotates,
+        unrotated_mean=unrotated,
     )

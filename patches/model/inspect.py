@@ -71,7 +71,7 @@ def read_shape(model_runner: ModelRunner, ranks: int) -> ModelShape:
     if padded or first.tp_q_head_num * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
     return ModelShape(
-        num_layers=len(layers),
+        layers=tuple(ids),
         num_q_heads=q_heads,
         num_kv_heads=config.get_total_num_kv_heads(),
         head_dim=first.head_dim,

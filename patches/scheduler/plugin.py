@@ -140,7 +140,7 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     check_pool(runner)
     shape = read_shape(runner, scheduler.tp_group.world_size)
     if scheduler.tp_group.rank_in_group == 0:
-        for line in notices.at_launch(scheduler, config, shape):
+        for line in notices.at_launch(scheduler, config):
             logger.warning(line)
     stats = find_stats(scheduler, config.stats, shape)
     if scheduler.tp_group.rank_in_group == 0:
