@@ -16,7 +16,7 @@ from decode_model import DTYPE, Shape
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import remap, unchanged_start
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.score.reference import ScoreTables
+from sglang_triattn.kernels.score.tables import ScoreTables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.rounds.plan import Plan, ceil_align, plan_round
 

@@ -14,7 +14,7 @@ from decode_model import Model, Shape
 from decode_step import CudaGraphs, Eager, Run, Step
 from score_speed import copy_bandwidth
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
+from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
 
 WARM = 3
 """Untimed steps before the timed ones."""

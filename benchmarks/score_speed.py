@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common import MODELS, Model, report
-from sglang_triattn.kernels.score.reference import OFFSETS, ScoreTables, build_tables
+from sglang_triattn.kernels.score.tables import OFFSETS, ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 
 RECENT = 128

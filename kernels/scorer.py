@@ -12,7 +12,8 @@ from typing import cast
 
 import torch
 
-from sglang_triattn.kernels.score.reference import ScoreTables, check_fits, score_torch
+from sglang_triattn.kernels.score.reference import score_torch
+from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
 from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
 from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.kernels.select.reference import kept_sets, select_torch

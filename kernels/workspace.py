@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_triattn.kernels.score.reference import CHUNK, OFFSETS
+from sglang_triattn.kernels.score.reference import CHUNK
+from sglang_triattn.kernels.score.tables import OFFSETS
 from sglang_triattn.kernels.select.reference import kept_sets
 
 _ALIGNMENT = 256

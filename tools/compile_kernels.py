@@ -33,9 +33,8 @@ from env import cache_root
 ARCHITECTURES = (80, 90, 100)
 POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "phases": "*fp32",
-    "coefficients": "*fp32", "spread": "*fp32", "scores": "*fp32", "moments": "*fp32", "importance": "*fp32",
-    "kept": "*i64", "sources": "*i32", "targets": "*i32",
-    "sizes": "*fp32",
+    "coefficients": "*fp32", "spread": "*fp32", "unrotated": "*fp32", "rotates": "*fp32", "scores": "*fp32",
+    "moments": "*fp32", "importance": "*fp32", "kept": "*i64", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
 }  # fmt: skip
 FLOATS = ("min_std", "factor", "beyond")
 
@@ -50,7 +49,8 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.compact.list_moves_kernel import moves_settings
     from sglang_triattn.kernels.compact.move_kernel import ALIGNMENT, MAX_WORDS, WORD, move_settings
     from sglang_triattn.kernels.pools import KINDS
-    from sglang_triattn.kernels.score.reference import CHUNK, STYLES
+    from sglang_triattn.kernels.score.reference import CHUNK
+    from sglang_triattn.kernels.score.tables import STYLES
     from sglang_triattn.kernels.score.tuning import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
     from sglang_triattn.kernels.score.value_size_kernel import value_settings
     from sglang_triattn.kernels.select import SELECTIONS
@@ -59,9 +59,11 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
 
     # Anything beyond a program's heads or a tile's frequencies is launched like the first value beyond them.
     groups, frequencies = range(1, HEADS + 2), range(1, MAX_TILE + ALIGN + 1)
+    # Dims that RoPE does not turn: none, as many as either of two tiles holds, and more.
+    others = (0, MAX_TILE // 2, MAX_TILE, MAX_TILE + ALIGN)
     for shape in itertools.product(KINDS, frequencies, groups, STYLES, ("mean", "max")):
-        for aligned in (False, True)[: 1 + (shape[1] % ALIGN == 0)]:
-            yield "score_kernel", launch_settings(*shape, aligned, capability >= WARPGROUPS)
+        for aligned, unrotated in itertools.product((False, True)[: 1 + (shape[1] % ALIGN == 0)], others):
+            yield "score_kernel", launch_settings(*shape, aligned, capability >= WARPGROUPS, unrotated)
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
     for selection, group in itertools.product(SELECTIONS, groups):
         yield "importance_kernel", importance_settings(selection, group)

@@ -42,6 +42,13 @@ ROPE_KINDS = {
     },
     "other-theta": {"rope_type": "default", "rope_theta": 500000.0},
     "partial-interleaved": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "partial-interleaved-yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -77,6 +84,7 @@ def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABU
     pairs = turns.inv_freq.numel()
     mean = torch.randn(tiny.num_layers, tiny.num_q_heads, pairs, dtype=torch.complex64)
     spread = torch.rand(tiny.num_layers, tiny.num_q_heads, pairs)
+    others = tiny.head_dim - turns.rotary_dim
     save_stats(
         QueryStats(
             mean=mean,
@@ -87,6 +95,7 @@ def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABU
             fingerprint=model_fingerprint(str(tiny.path)),
             token_count=1,
             source="random",
+            unrotated_mean=torch.randn(tiny.num_layers, tiny.num_q_heads, others),
         ),
         tiny.stats,
     )

@@ -51,10 +51,13 @@ def decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
 
 
 @triton.jit
-def turned(p_phases, b_re, b_im, o_f, m_f, b_part, F):
-    """The columns [FT, NC] of Re v and Im v: coefficients times the unit of one position."""
-    b_cos = tl.load(p_phases + o_f, mask=m_f, other=0.0)[:, None]
-    b_sin = tl.load(p_phases + F + o_f, mask=m_f, other=0.0)[:, None]
+def turned(p_phases, b_re, b_im, o_f, turning, b_part, F):
+    """The columns [FT, NC] of Re v and Im v: coefficients times the unit of one position.
+
+    `turning` is F, or 0 in a layer without RoPE, where the unit is 1.
+    """
+    b_cos = tl.load(p_phases + o_f, mask=o_f < turning, other=1.0)[:, None]
+    b_sin = tl.load(p_phases + F + o_f, mask=o_f < turning, other=0.0)[:, None]
     return split_columns(b_re * b_cos - b_im * b_sin, b_part), split_columns(b_re * b_sin + b_im * b_cos, b_part)
 
 
@@ -67,10 +70,10 @@ def load_coefficients(p_model, o_f, m_f, i_h, m_h, F):
 
 
 @triton.jit
-def load_spread(p_spread, o_f, m_f, i_h, m_h, b_part, F):
-    """The columns [FT, NC] of b."""
-    b_size = tl.load(p_spread + i_h[None, :] * F + o_f[:, None], mask=m_f[:, None] & m_h[None, :], other=0.0)
-    return split_columns(b_size, b_part)
+def load_columns(p_x, o_d, m_d, i_h, m_h, b_part, D):
+    """The columns [tile, NC] of b, or of the mean query in unrotated dims: float32 [H_q, D] at dims o_d."""
+    b_x = tl.load(p_x + i_h[None, :] * D + o_d[:, None], mask=m_d[:, None] & m_h[None, :], other=0.0)
+    return split_columns(b_x, b_part)
 
 
 @triton.jit
@@ -86,3 +89,10 @@ def load_keys(p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond,
         b_re = tl.load(p_key + o_f[None, :], mask=m_key, other=0)
         b_im = tl.load(p_key + F + o_f[None, :], mask=m_key, other=0)
     return decode(b_re, shift, limit, factor, beyond, KIND), decode(b_im, shift, limit, factor, beyond, KIND)
+
+
+@triton.jit
+def load_dims(p_key, m_n, o_d, m_d, shift, limit, factor, beyond, KIND: tl.constexpr):
+    """K [BLOCK, tile] float32 at dims o_d."""
+    b_key = tl.load(p_key + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0)
+    return decode(b_key, shift, limit, factor, beyond, KIND)

@@ -14,17 +14,20 @@ its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one 
 
     [Re K, Im K, |K|] . [Re v, Im v, b]    with    v_f = s mu_f g_f exp(i w_f T),  b_f = s (a_f - |mu_f|)
 
-Shape symbols: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated
-dims), N keys.
+Dims u that RoPE does not turn, behind the rotated ones, meet the key alike from every position. There the mean over
+future queries of q_u . K_u is mean(q_u) . K_u exactly, which is added once, without s: RoPE scales rotated dims alone.
+In a layer without RoPE nothing depends on the position: its score is mean(q) . K over the whole head, with exp() and
+g_f put to 1, s to 1 and the spread to 0.
+
+Shape symbols: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated dims), U other
+dims, N keys.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
-OFFSETS = tuple(2**i for i in range(17))
-"""Distances, in tokens, of the future queries that a score averages over: 1, 2, 4, ..., 65536."""
+from sglang_triattn.kernels.score.tables import OFFSETS, ScoreTables, check_fits
 
 WORKSPACE_BYTES = 256 << 20
 """Most device memory that a reference uses besides its result; keys or values are processed in pieces that fit."""
@@ -35,110 +38,19 @@ CPU_WORKSPACE_BYTES = 4 << 20
 CHUNK = 1024
 """Tokens whose scores the kernel sums together; the last bits of the result depend on it."""
 
-AGGREGATIONS = ("mean", "max", "norm")
-STYLES = ("half", "interleaved")
-
-
-@dataclass(frozen=True, eq=False)
-class ScoreTables:
-    """Constants of one model on one device: everything that a score needs besides the keys and T."""
-
-    mean: torch.Tensor
-    """[L, H_q, F] complex64: s * mu."""
-    center: torch.Tensor
-    """[L, H_q, F] complex64: s * mu * g, the mean over OFFSETS folded in."""
-    spread: torch.Tensor
-    """[L, H_q, F] float32: s * (a - |mu|), never negative."""
-    inv_freq: torch.Tensor
-    """[F] float64: RoPE frequencies in radians per token."""
-    offsets: torch.Tensor
-    """[17] float64: OFFSETS, on the device so that no round copies them there."""
-    style: str
-    """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
-    rotary_dim: int
-    """2F: the leading dims of a head that RoPE rotates; the others are not scored."""
-    num_kv_heads: int
-
-    def __getitem__(self, layers: slice) -> "ScoreTables":
-        """The constants of some layers."""
-        return replace(self, mean=self.mean[layers], center=self.center[layers], spread=self.spread[layers])
-
-
-def build_tables(
-    mean: torch.Tensor,
-    abs_mean: torch.Tensor,
-    inv_freq: torch.Tensor,
-    attention_scaling: float,
-    style: str,
-    num_kv_heads: int,
-    device: torch.device | str,
-) -> ScoreTables:
-    """Prepares the constants of one model.
-
-    Args:
-        mean: [L, H_q, F] complex64, mean pre-RoPE query.
-        abs_mean: [L, H_q, F] float32, mean of its absolute value.
-        inv_freq: [F], radians per token.
-        attention_scaling: RoPE's factor on cos and sin, 1.0 except for YaRN-like types; folded in so that scores
-            equal those of keys before RoPE.
-        style: "half" or "interleaved", see `ScoreTables`.
-
-    Raises:
-        ValueError: shapes disagree, `style` is unknown, or H_q is not a multiple of `num_kv_heads`.
-    """
-    if mean.ndim != 3 or mean.shape != abs_mean.shape or inv_freq.shape != mean.shape[-1:]:
-        raise ValueError(
-            f"mean and abs_mean must be [L, H_q, F] and inv_freq [F], got {list(mean.shape)}, "
-            f"{list(abs_mean.shape)} and {list(inv_freq.shape)}"
-        )
-    if style not in STYLES:
-        raise ValueError(f"RoPE style must be one of {STYLES}, got {style!r}")
-    if mean.shape[1] % num_kv_heads:
-        raise ValueError(f"{mean.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
-    inv_freq = inv_freq.to("cpu", torch.float64)
-    mean = mean.to("cpu", torch.complex128) * attention_scaling
-    spread = (abs_mean.to("cpu", torch.float64) * attention_scaling - mean.abs()).clamp_min(0)
-    # Phases reach 65536 radians: in float32 they would be off by up to 0.004 before any key is read.
-    offsets = torch.tensor(OFFSETS, dtype=torch.float64)
-    angles = offsets[:, None] * inv_freq
-    gain = torch.polar(torch.ones_like(angles), angles).mean(0)
-    return ScoreTables(
-        mean=mean.to(torch.complex64).to(device),
-        center=(mean * gain).to(torch.complex64).to(device),
-        spread=spread.float().to(device),
-        inv_freq=inv_freq.to(device),
-        offsets=offsets.to(device),
-        style=style,
-        rotary_dim=2 * inv_freq.numel(),
-        num_kv_heads=num_kv_heads,
-    )
-
-
-def check_fits(k_buffers: Sequence[torch.Tensor], tables: ScoreTables, aggregation: str) -> None:
-    """Raises ValueError if the aggregation is unknown or `tables` do not describe the model of `k_buffers`."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"aggregation must be one of {AGGREGATIONS}, got {aggregation!r}")
-    layers = len(tables.spread)
-    if len(k_buffers) != layers:
-        raise ValueError(f"the statistics cover {layers} layers, got {len(k_buffers)} key buffers")
-    _, kv_heads, head_dim = k_buffers[0].shape
-    if kv_heads != tables.num_kv_heads:
-        raise ValueError(f"the statistics are for {tables.num_kv_heads} KV heads, the key pool has {kv_heads}")
-    if head_dim < tables.rotary_dim:
-        raise ValueError(f"RoPE turns {tables.rotary_dim} dims of a head, keys in the pool have {head_dim}")
-
 
 def phase_vectors(tables: ScoreTables, next_positions: torch.Tensor) -> torch.Tensor:
-    """The vectors that keys are multiplied by, `[Re v, Im v, b]` per request, layer and query head.
+    """The vectors that keys are multiplied by, `[Re v, Im v, b, mean(q_u)]` per request, layer and query head.
 
     Args:
         next_positions: [R] int64 on the tables' device: T, the logical position of each request's next token.
 
     Returns:
-        [R, L, H_q, 3F] float32; phases are computed in float64.
+        [R, L, H_q, 3F + U] float32; phases are computed in float64.
     """
-    turned = _turn(tables.center, tables.inv_freq, next_positions)
-    return torch.cat([turned, tables.spread.expand(turned.shape[0], -1, -1, -1)], dim=-1)
+    turned = _turn(tables.center, tables, next_positions)
+    fixed = torch.cat([tables.spread, tables.unrotated], dim=-1)
+    return torch.cat([turned, fixed.expand(turned.shape[0], -1, -1, -1)], dim=-1)
 
 
 def phase_rows(
@@ -146,7 +58,8 @@ def phase_rows(
 ) -> torch.Tensor:
     """Cos and sin of the phases at the query positions, [R, O, 2, F] float32, in `out` if given; computed in float64.
 
-    O is 1, or one per offset for "max". For "norm" all are zero, which drops the trigonometric term.
+    O is 1, or one per offset for "max". For "norm" all are zero, which drops the trigonometric term. They are those of
+    layers with RoPE.
     """
     positions = next_positions.to(torch.float64)[:, None]
     if aggregation == "max":
@@ -173,7 +86,8 @@ def score_torch(
         slots: [R, N] int64, private slots of each request in row order, right-padded with any valid slot.
             Scores of padded columns are meaningless.
         next_positions: [R] int64, see `phase_vectors`.
-        aggregation: over OFFSETS, "mean" (the paper's) or "max"; "norm" drops the trigonometric term.
+        aggregation: over OFFSETS, "mean" (the paper's) or "max"; "norm" leaves only the spread term, so it drops what
+            follows from the mean query, in rotated and other dims.
 
     Returns:
         [R, L, H_q, N] float32.
@@ -213,11 +127,14 @@ def gather_slots(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
 
 
-def _turn(coefficients: torch.Tensor, inv_freq: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`coefficients` [L, H_q, F] complex64 rotated to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im]."""
-    angles = positions.to(torch.float64)[:, None] * inv_freq  # [R, F]
+def _turn(coefficients: torch.Tensor, tables: ScoreTables, positions: torch.Tensor) -> torch.Tensor:
+    """`coefficients` [L, H_q, F] complex64 rotated to `positions` [R]: [R, L, H_q, 2F] float32, [Re, Im].
+
+    `tables` are those of the same layers; the ones without RoPE are not rotated.
+    """
+    angles = (positions.to(torch.float64)[:, None] * tables.inv_freq)[:, None] * tables.rotates[:, None]  # [R, L, F]
     unit = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-    turned = coefficients * unit[:, None, None, :]
+    turned = coefficients * unit[:, :, None, :]
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
@@ -226,7 +143,7 @@ def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, num_tokens: 
     limit = workspace_bytes(pool)
     _, q_heads, frequencies = tables.spread.shape
     # Held for every layer of a piece: the features and two results (17 offsets keep a running maximum).
-    held = requests * 4 * (tables.num_kv_heads * 3 * frequencies + 2 * q_heads)
+    held = requests * 4 * (tables.num_kv_heads * (3 * frequencies + tables.unrotated.shape[-1]) + 2 * q_heads)
     # Held for one layer at a time: the gathered keys.
     gathered = requests * tables.num_kv_heads * pool.shape[-1] * pool.element_size()
     column_step = max(1, min(num_tokens, limit // (held + gathered)))
@@ -235,19 +152,23 @@ def _pieces(pool: torch.Tensor, tables: ScoreTables, requests: int, num_tokens: 
 
 
 def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreTables) -> torch.Tensor:
-    """Key features [Re K, Im K, |K|] of a piece: [layers, R, H_kv, N, 3F] float32."""
+    """Key features [Re K, Im K, |K|, K_u] of a piece: [layers, R, H_kv, N, 3F + U] float32."""
     requests, num_tokens = slots.shape
-    half = tables.inv_freq.numel()
+    half, others = tables.inv_freq.numel(), tables.unrotated.shape[-1]
     flat = slots.reshape(-1)
-    features = slots.new_empty((len(pools), requests, tables.num_kv_heads, num_tokens, 3 * half), dtype=torch.float32)
+    shape = (len(pools), requests, tables.num_kv_heads, num_tokens, 3 * half + others)
+    features = slots.new_empty(shape, dtype=torch.float32)
     for target, pool in zip(features, pools, strict=True):
-        keys = gather_slots(pool, flat)[..., : tables.rotary_dim].unflatten(0, (requests, num_tokens)).transpose(1, 2)
+        whole = gather_slots(pool, flat).unflatten(0, (requests, num_tokens)).transpose(1, 2)
+        keys = whole[..., : tables.rotary_dim]
         if tables.style == "half":
             target[..., : 2 * half].copy_(keys)
         else:
             target[..., :half].copy_(keys[..., 0::2])
             target[..., half : 2 * half].copy_(keys[..., 1::2])
-    real, imag, size = features[..., :half], features[..., half : 2 * half], features[..., 2 * half :]
+        if others:
+            target[..., 3 * half :].copy_(whole[..., tables.rotary_dim :])
+    real, imag, size = features[..., : 3 * half].unflatten(-1, (3, half)).unbind(-2)
     torch.mul(real, real, out=size)
     size.addcmul_(imag, imag).sqrt_()
     return features
@@ -266,13 +187,14 @@ def _without_collapse(
     tables: ScoreTables, group: slice, next_positions: torch.Tensor, features: torch.Tensor, aggregation: str
 ) -> torch.Tensor:
     """Scores [R, layers, H_q, N] of a piece whose offsets do not fold into one vector."""
-    trig = 2 * tables.inv_freq.numel()
-    spread = tables.spread[group].expand(next_positions.shape[0], -1, -1, -1)
-    extra = _project(spread, features[..., trig:])
+    half, own = tables.inv_freq.numel(), tables[group]
+    fixed = [own.spread] if aggregation == "norm" else [own.spread, own.unrotated]
+    vector = torch.cat(fixed, dim=-1).expand(next_positions.shape[0], -1, -1, -1)
+    extra = _project(vector, features[..., 2 * half : 2 * half + vector.shape[-1]])
     if aggregation == "norm":
         return extra
     best = torch.full_like(extra, float("-inf"))
     for offset in OFFSETS:
-        vectors = _turn(tables.mean[group], tables.inv_freq, next_positions + offset)
-        torch.maximum(best, _project(vectors, features[..., :trig]), out=best)
+        vectors = _turn(own.mean, own, next_positions + offset)
+        torch.maximum(best, _project(vectors, features[..., : 2 * half]), out=best)
     return best.add_(extra)

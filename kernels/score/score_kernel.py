@@ -2,13 +2,16 @@
 
 One program scores one chunk of one request's candidates for all query heads of one KV head:
 
-    slots [CHUNK] -> keys [BLOCK, 2F], read once from the paged pool -> [Re K, Im K, |K|] . columns -> scores
+    slots [CHUNK] -> keys [BLOCK, 2F + U], read once from the paged pool -> [Re K, Im K, |K|, K_u] . columns -> scores
 
 A query head is one column of a matrix product, so the cost hardly depends on how many heads share the key. More than
 HEADS of them are spread over adjacent programs, which find the keys in the cache. Tensor cores multiply bfloat16
 without loss and add in float32; float32 numbers are therefore split into three bfloat16 parts whose sum is exact, and
 the result is as good as a float32 product. No key is widened in memory, gathered or repeated. Only "max" limits a
 program to four query heads: 17 offsets cost far more than reading the keys again.
+
+A model whose RoPE turns every dim (U = 0) has a kernel without the unrotated part. Layers without RoPE run the same
+kernel as the others: their phases are taken as cos 1 and sin 0.
 
 The newest tokens stay whatever their score, so their keys are not read.
 
@@ -23,8 +26,9 @@ import triton
 import triton.language as tl
 
 from sglang_triattn.kernels.pools import FLOAT8, KeyPools
-from sglang_triattn.kernels.score.parts import dot, load_coefficients, load_keys, load_spread, turned
-from sglang_triattn.kernels.score.reference import CHUNK, ScoreTables, check_fits, phase_rows
+from sglang_triattn.kernels.score.parts import dot, load_coefficients, load_columns, load_dims, load_keys, turned
+from sglang_triattn.kernels.score.reference import CHUNK, phase_rows
+from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
 from sglang_triattn.kernels.score.tuning import ALIGN, WARPGROUPS, launch_settings
 
 
@@ -73,10 +77,13 @@ def score_triton(
     slots = slots.to(torch.int32)
     pool = pools.buffers[0]
     phases = phase_rows(tables, next_positions, aggregation, phases)
-    steps = (frequencies, pool.stride(0), pool.stride(1))
+    # "norm" is without what follows from the mean query: phases of zero drop it in all layers.
+    norm = aggregation == "norm"
+    others = 0 if norm else tables.unrotated.shape[-1]
+    steps = (frequencies, others, pool.stride(0), pool.stride(1))
     aligned = not any(step % ALIGN for step in steps)
     warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
-    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups)
+    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups, others)
     split, align = triton.cdiv(group, settings["GP"]), settings["ALIGN"]
     score_kernel[(layers * tables.num_kv_heads * split, chunks, requests)](
         pools.addresses,
@@ -86,6 +93,8 @@ def score_triton(
         phases,
         torch.view_as_real(tables.mean if aggregation == "max" else tables.center),
         tables.spread,
+        tables.unrotated,
+        torch.ones_like(tables.rotates) if norm else tables.rotates,
         scores,
         moments,
         tables.num_kv_heads,
@@ -94,6 +103,7 @@ def score_triton(
         num_tokens,
         recent,
         frequencies // align,
+        others // align,
         pool.stride(0) // align,
         pool.stride(1) // align,
         slots.stride(0),
@@ -107,7 +117,7 @@ def score_triton(
 # A name bound in a constexpr branch is bound wherever it is read, and Triton turns numbers into constexpr: pyright
 # knows neither.
 # Nothing is specialised on a run-time value, so what is compiled ahead of time is what is launched.
-@triton.jit(do_not_specialize=list(range(23)))
+@triton.jit(do_not_specialize=list(range(26)))
 def score_kernel(
     addresses,  # [L] int64
     scales,  # [L]
@@ -116,6 +126,8 @@ def score_kernel(
     phases,  # [R, O, 2, F]
     coefficients,  # [L, H_q, F, 2]
     spread,  # [L, H_q, F]
+    unrotated,  # [L, H_q, U]
+    rotates,  # [L]
     scores,  # [R, L, H_q, N]
     moments,  # [R, L, H_q, C, 2]
     kv_heads,
@@ -124,6 +136,7 @@ def score_kernel(
     num_tokens,
     recent,
     frequencies,
+    others,
     stride_slot,
     stride_head,
     stride_row,
@@ -135,6 +148,8 @@ def score_kernel(
     KIND: tl.constexpr,
     FT: tl.constexpr,
     TILED: tl.constexpr,
+    UT: tl.constexpr,
+    HELD: tl.constexpr,
     GP: tl.constexpr,
     MAX: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -145,15 +160,16 @@ def score_kernel(
 ):
     """Grid (L * H_kv * split, C, R); see the module's docstring.
 
-    `split` programs share a KV head, GP query heads each. `frequencies`, `stride_slot` and `stride_head` count ALIGN
-    elements. `shift` to `beyond` decode float8.
+    `split` programs share a KV head, GP query heads each. `frequencies`, `others` (U), `stride_slot` and `stride_head`
+    count ALIGN elements. UT unrotated dims, 0 if there are none, are multiplied at once, by columns that stay
+    in registers if HELD. `shift` to `beyond` decode float8.
     """
     PARTS: tl.constexpr = 3 if KIND == "fp32" else (2 if KIND == "fp16" else 1)  # pyright: ignore[reportAssignmentType]
     NC: tl.constexpr = 4 * GP
     i_ljs, i_c, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_lj, first = i_ljs // split, (i_ljs % split) * GP
     i_l, i_j = i_lj // kv_heads, i_lj % kv_heads
-    F = frequencies * ALIGN
+    F, U = frequencies * ALIGN, others * ALIGN
     candidates = tl.load(lengths + i_r).to(tl.int32) - recent
 
     # Columns 4 g .. 4 g + 3 belong to the group's query head first + g.
@@ -162,14 +178,20 @@ def score_kernel(
     i_h = i_lj * group + first + o_c // 4
     m_h = first + o_c // 4 < group
     p_phases = phases + i_r * offsets * 2 * F
+    turning = tl.load(rotates + i_l).to(tl.int32) * F
     if not TILED:
         # One tile holds all frequencies: what does not change with the keys stays in registers.
         o_f = tl.arange(0, FT)
         m_f = o_f < F
         b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
-        b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+        b_size = load_columns(spread, o_f, m_f, i_h, m_h, b_part, F)
         if not MAX:
-            b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, m_f, b_part, F)
+            b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, turning, b_part, F)
+    if HELD:
+        # So do those of the unrotated dims.
+        o_u = tl.arange(0, UT)
+        m_u = o_u < U
+        b_mu = load_columns(unrotated, o_u, m_u, i_h, m_h, b_part, U)
 
     if KIND == "bf16":
         p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
@@ -209,20 +231,31 @@ def score_kernel(
                 b_kre, b_kim = load_keys(
                     p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
                 )
-                b_size = load_spread(spread, o_f, m_f, i_h, m_h, b_part, F)
+                b_size = load_columns(spread, o_f, m_f, i_h, m_h, b_part, F)
                 b_acc = dot(tl.sqrt(b_kre * b_kre + b_kim * b_kim), b_size, b_acc, 3, WIDEN)  # pyright: ignore[reportArgumentType]
                 if not MAX:
                     b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
-                    b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, m_f, b_part, F)
+                    b_vre, b_vim = turned(p_phases, b_re, b_im, o_f, turning, b_part, F)
                     b_acc = dot(b_kre, b_vre, b_acc, PARTS, WIDEN)
                     b_acc = dot(b_kim, b_vim, b_acc, PARTS, WIDEN)
+        # Added once, before any maximum over offsets.
+        if HELD:
+            b_key = load_dims(p_key + 2 * F, m_n, o_u, m_u, shift, limit, factor, beyond, KIND)  # pyright: ignore[reportPossiblyUnboundVariable]
+            b_acc = dot(b_key, b_mu, b_acc, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
+        elif UT:
+            for tile in range(tl.cdiv(U, UT)):
+                o_u = tile * UT + tl.arange(0, UT)
+                m_u = o_u < U
+                b_mu = load_columns(unrotated, o_u, m_u, i_h, m_h, b_part, U)
+                b_key = load_dims(p_key + 2 * F, m_n, o_u, m_u, shift, limit, factor, beyond, KIND)
+                b_acc = dot(b_key, b_mu, b_acc, PARTS, WIDEN)
         if MAX:
             b_score = tl.full([BLOCK, GP], float("-inf"), tl.float32)
             for i_o in range(offsets):
                 p_unit = p_phases + i_o * 2 * F
                 b_trig = b_acc
                 if not TILED:
-                    b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)  # pyright: ignore[reportPossiblyUnboundVariable]
+                    b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, turning, b_part, F)  # pyright: ignore[reportPossiblyUnboundVariable]
                     b_trig = dot(b_kre, b_vre, b_trig, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
                     b_trig = dot(b_kim, b_vim, b_trig, PARTS, WIDEN)  # pyright: ignore[reportPossiblyUnboundVariable]
                 else:
@@ -231,7 +264,7 @@ def score_kernel(
                         o_f = tile * FT + tl.arange(0, FT)
                         m_f = o_f < F
                         b_re, b_im = load_coefficients(coefficients, o_f, m_f, i_h, m_h, F)
-                        b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, m_f, b_part, F)
+                        b_vre, b_vim = turned(p_unit, b_re, b_im, o_f, turning, b_part, F)
                         b_kre, b_kim = load_keys(
                             p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
                         )

@@ -26,17 +26,26 @@ ALIGN = 8
 
 
 def launch_settings(
-    dtype: torch.dtype, frequencies: int, group: int, style: str, aggregation: str, aligned: bool, warpgroups: bool
+    dtype: torch.dtype,
+    frequencies: int,
+    group: int,
+    style: str,
+    aggregation: str,
+    aligned: bool,
+    warpgroups: bool,
+    others: int = 0,
 ) -> dict:
     """Compile-time arguments and launch settings of `score_kernel` for one model and key dtype.
 
     Args:
-        aligned: whether the frequencies and the pool's strides are multiples of ALIGN.
+        aligned: whether the frequencies, `others` and the pool's strides are multiples of ALIGN.
         warpgroups: whether four warps multiply together on the GPU: from compute capability WARPGROUPS on.
+        others: dims of a head that RoPE does not turn and that are scored.
     """
     offsets = aggregation == "max"
-    # Odd shapes are served by the general kernel: tiles, sixteen columns, narrow loads.
-    tiled = frequencies > MAX_TILE or not aligned
+    # Odd shapes are served by the general kernel: tiles, sixteen columns, narrow loads. So are those in which unrotated
+    # dims join a wide rotated part.
+    tiled = frequencies > (MAX_TILE // 2 if others else MAX_TILE) or not aligned
     heads = 4 if offsets else (HEADS if not aligned else min(HEADS, max(4, triton.next_power_of_2(group))))
     tile = 32 if frequencies <= 32 else MAX_TILE
     # With 64 rows these would spill registers. Fewer rows also keep Triton 3.8 off Blackwell's tensor memory, where it
@@ -51,12 +60,17 @@ def launch_settings(
     if tiled:
         narrow = dtype.itemsize > 1 if offsets else (dtype != torch.bfloat16 and heads == HEADS)
         rows, tile = 16, 16 if narrow else 32
+    # With unrotated dims, a head's rotated part is a single tile of 32 frequencies or comes in tiles.
+    held = 0 < others <= MAX_TILE and not tiled and not offsets
+    width = (32 if others <= 32 else MAX_TILE) if held else min(tile, 32)
     # More warps where so many columns or offsets would fill the registers of four.
     crowded = heads == HEADS and (tiled or dtype.itemsize == 4 or dtype == torch.float16 or copies)
     return {
         "KIND": KINDS[dtype],
         "FT": tile,
         "TILED": tiled,
+        "UT": width if others else 0,
+        "HELD": held,
         "GP": heads,
         "MAX": offsets,
         "INTERLEAVED": style == "interleaved",

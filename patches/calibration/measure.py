@@ -64,7 +64,7 @@ def calibrate_scheduler(
             f"The model {path} cannot be calibrated, because {error.reason}: use another model."
         ) from error
     _check_room(scheduler, job)
-    sums = QuerySums(shape.num_layers, shape.rope)
+    sums = QuerySums(shape.rope, shape.rotates)
     free = _free(scheduler)
     with on_forward_stream(scheduler), eager(runner), _capture(layers, sums):
         total = _Run(scheduler, job, sums, on_progress).run()
@@ -257,7 +257,7 @@ def _traces_at_once(scheduler: Scheduler, job: CalibrationJob, first: int) -> in
 
 
 def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> QueryStats:
-    mean, abs_mean = total.means()
+    mean, abs_mean, unrotated = total.means()
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
@@ -267,4 +267,7 @@ def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> Qu
         fingerprint=shape.fingerprint,
         token_count=total.count,
         source=f"of {model_config.model_path}",
+        layers=shape.layers,
+        rotates=shape.rotates,
+        unrotated_mean=unrotated,
     )

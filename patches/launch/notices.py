@@ -14,7 +14,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.rounds.plan import Totals, ceil_align
 from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
-from sglang_triattn.stats.file import ModelShape, QueryStats
+from sglang_triattn.stats.file import QueryStats
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_parts import Scheduler
@@ -22,14 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def at_launch(scheduler: Scheduler, config: Config, shape: ModelShape) -> Iterator[str]:
+def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
     """Yields the lines for a built scheduler that compresses."""
-    dims = shape.rope.rotary_dim
-    if dims < shape.head_dim:
-        yield (
-            f"TriAttention scores only {dims} of the {shape.head_dim} dims of a head: this model does not rotate the "
-            "others, and they count for nothing"
-        )
     allocator = scheduler.token_to_kv_pool_allocator
     fitting = allocator.size // ceil_align(config.trigger(0), allocator.page_size)
     requests = min(fitting, scheduler.max_running_requests)
@@ -43,8 +37,16 @@ def at_launch(scheduler: Scheduler, config: Config, shape: ModelShape) -> Iterat
 
 
 def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
-    """Yields the line for statistics with which scores may predict little; none if nothing is scored."""
-    if config.value_share < 1 and concentration(stats).mean() < SPREAD:
+    """Yields the lines for statistics with which scores may predict little; none if nothing is scored."""
+    if config.value_share == 1:
+        return
+    if stats.scored_dims < stats.head_dim:
+        yield (
+            f"TriAttention scores only {stats.scored_dims} of the {stats.head_dim} dims of a head: this model does not "
+            f"rotate the others, and {stats.source} holds no means of them; measure the model again with "
+            "`sglang-triattn calibrate`, and all dims are scored"
+        )
+    if concentration(stats).mean() < SPREAD:
         yield f"TriAttention: {outlook(stats)}"
 
 

@@ -55,7 +55,6 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     if padded or first.heads[0] * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
     return ModelShape(
-        num_layers=len(scored),
         num_q_heads=q_heads,
         num_kv_heads=config.get_total_num_kv_heads(),
         head_dim=first.attention.head_dim,

@@ -143,7 +143,7 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     check_windows(attention_layers(runner.model), config.window)
     shape = served_shape(scheduler)
     if scheduler.tp_group.rank_in_group == 0:
-        for line in notices.at_launch(scheduler, config, shape):
+        for line in notices.at_launch(scheduler, config):
             logger.warning(line)
     stats = find_stats(scheduler, config.stats, shape)
     if scheduler.tp_group.rank_in_group == 0:

@@ -20,10 +20,12 @@ class Sums:
     Attributes:
         total: [L, H_q, F] complex128, of the complex components.
         abs_total: [L, H_q, F] float64, of their absolute values.
+        unrotated: [L, H_q, head_dim - 2F] float64, of the dims that RoPE does not turn.
     """
 
     total: torch.Tensor
     abs_total: torch.Tensor
+    unrotated: torch.Tensor
     count: int
     head_dim: int
 
@@ -31,19 +33,24 @@ class Sums:
         """The sums over the tokens of both; None stands for no tokens."""
         if other is None:
             return self
-        count = self.count + other.count
-        return Sums(self.total + other.total, self.abs_total + other.abs_total, count, self.head_dim)
+        return Sums(
+            self.total + other.total,
+            self.abs_total + other.abs_total,
+            self.unrotated + other.unrotated,
+            self.count + other.count,
+            self.head_dim,
+        )
 
-    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means of the components, [L, H_q, F] complex64, and of their absolute values, float32.
+    def means(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`mean`, `abs_mean` and `unrotated_mean` of a `QueryStats`.
 
         Raises:
             CalibrationError: they are not finite.
         """
-        mean, abs_mean = self.total / self.count, self.abs_total / self.count
-        if not torch.isfinite(abs_mean).all():
+        mean, abs_mean, unrotated = (part / self.count for part in (self.total, self.abs_total, self.unrotated))
+        if not (torch.isfinite(abs_mean).all() and torch.isfinite(unrotated).all()):
             raise CalibrationError("The model computes NaN or infinite queries: choose another --dtype.")
-        return mean.to(torch.complex64), abs_mean.float()
+        return mean.to(torch.complex64), abs_mean.float(), unrotated.float()
 
 
 def join_runs(now: Sums | None, before: Sums | None) -> Sums:
@@ -60,45 +67,55 @@ def join_heads(parts: Sequence[Sums]) -> Sums:
     return Sums(
         torch.cat([part.total for part in parts], dim=1),
         torch.cat([part.abs_total for part in parts], dim=1),
+        torch.cat([part.unrotated for part in parts], dim=1),
         parts[0].count,
         parts[0].head_dim,
     )
 
 
 class QuerySums:
-    """Running sums of one process, kept on the model's device."""
+    """Running sums of one process, kept on the model's device.
 
-    def __init__(self, num_layers: int, rope: Rope) -> None:
-        self._rope = rope
-        self._total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] complex128
-        self._abs_total: list[torch.Tensor | None] = [None] * num_layers  # each [H_q, F] float64
-        self._seen: list[tuple[int, int]] = []  # (layer, tokens) since the last end_pass
+    Args:
+        rope: how the layers that have RoPE turn their queries.
+        rotates: for each scored layer, whether it has RoPE.
+    """
+
+    def __init__(self, rope: Rope, rotates: Sequence[bool]) -> None:
+        self._rope, self._rotates = rope, tuple(rotates)
+        # Of each scored layer: [H_q, F] complex128, [H_q, F] float64 and [H_q, head_dim - 2F] float64, as in `Sums`.
+        self._parts: list[tuple[torch.Tensor, ...] | None] = [None] * len(self._rotates)
+        self._seen: list[tuple[int, int]] = []  # (index, tokens) since the last end_pass
         self._count = 0
         self._head_dim = 0
 
-    def add(self, layer: int, query: torch.Tensor, positions: torch.Tensor) -> None:
+    def add(self, index: int, query: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds the queries of one layer in one forward pass.
 
         Args:
-            query: [H_q, S, head_dim], any float dtype, post-RoPE.
-            positions: [S], the positions that they were rotated to.
+            index: the layer's place among the scored ones.
+            query: [H_q, S, head_dim], any float dtype, as it meets the cached keys.
+            positions: [S], the positions of its tokens.
         """
-        z = to_complex(unrotate(query.float(), positions, self._rope), self._rope)  # [H_q, S, F]
-        total = z.sum(1, dtype=torch.complex128)
-        abs_total = z.abs().sum(1, dtype=torch.float64)
-        before, abs_before = self._total[layer], self._abs_total[layer]
-        self._total[layer] = total if before is None else total + before
-        self._abs_total[layer] = abs_total if abs_before is None else abs_total + abs_before
-        self._seen.append((layer, query.shape[1]))
+        query = query.float()
+        if self._rotates[index]:
+            query = unrotate(query, positions, self._rope)
+        z = to_complex(query, self._rope)  # [H_q, S, F]
+        unrotated = query[..., self._rope.rotary_dim :].sum(1, dtype=torch.float64)
+        parts = (z.sum(1, dtype=torch.complex128), z.abs().sum(1, dtype=torch.float64), unrotated)
+        before = self._parts[index]
+        self._parts[index] = parts if before is None else tuple(map(torch.add, before, parts))
+        self._seen.append((index, query.shape[1]))
         self._head_dim = query.shape[-1]
 
     def end_pass(self, tokens: int) -> None:
         """Ends a forward pass.
 
         Raises:
-            CalibrationError: unless each layer was added exactly once, with `tokens` tokens, since the last call.
+            CalibrationError: unless each scored layer was added exactly once, with `tokens` tokens, since the last
+                call.
         """
-        layers = len(self._total)
+        layers = len(self._parts)
         if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
             raise CalibrationError(
                 f"Only {len({layer for layer, _ in self._seen})} of {layers} layers could be observed "
@@ -112,5 +129,6 @@ class QuerySums:
         if self._count == 0:
             return None
         # A pass has ended, so every layer has sums.
-        total, abs_total = (cast("list[torch.Tensor]", parts) for parts in (self._total, self._abs_total))
-        return Sums(torch.stack(total).cpu(), torch.stack(abs_total).cpu(), self._count, self._head_dim)
+        layers = cast("list[tuple[torch.Tensor, ...]]", self._parts)
+        total, abs_total, unrotated = (torch.stack(parts).cpu() for parts in zip(*layers, strict=True))
+        return Sums(total, abs_total, unrotated, self._count, self._head_dim)

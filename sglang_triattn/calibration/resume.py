@@ -43,6 +43,7 @@ def load_progress(job: CalibrationJob) -> Progress:
             sums = Sums(
                 torch.view_as_complex(file.get_tensor("total")),
                 file.get_tensor("abs_total"),
+                file.get_tensor("unrotated"),
                 int(fields["count"]),
                 int(fields["head_dim"]),
             )
@@ -62,7 +63,11 @@ def save_progress(job: CalibrationJob, progress: Progress) -> None:
     sums = progress.sums
     fields = {"format": FORMAT, "key": job.key, "done": progress.done, "count": sums.count, "head_dim": sums.head_dim}
     # safetensors has no complex numbers of this width.
-    tensors = {"total": torch.view_as_real(sums.total).contiguous(), "abs_total": sums.abs_total.contiguous()}
+    tensors = {
+        "total": torch.view_as_real(sums.total).contiguous(),
+        "abs_total": sums.abs_total.contiguous(),
+        "unrotated": sums.unrotated.contiguous(),
+    }
     try:
         write_safetensors(Path(job.partial), tensors, {name: str(value) for name, value in fields.items()})
     except (OSError, SafetensorError) as error:

@@ -21,6 +21,7 @@ from sglang_triattn.calibration.job import (
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import ATTENTION, watching_queries
@@ -89,7 +90,9 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         rope = rope_of_transformers(body, config)
     except RopeError as error:
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
-    sums = QuerySums(config.num_hidden_layers, rope)
+    layers, rotates = scored_layers(config)
+    places = {layer: index for index, layer in enumerate(layers)}
+    sums = QuerySums(rope, rotates)
     start = load_progress(job)
     saved = 0
     done = sum(map(job.tokens_of, range(start.done)))
@@ -97,7 +100,8 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
 
     def add(layer: int, query: torch.Tensor) -> None:
         # One window at a time, at positions 0 to S - 1.
-        sums.add(layer, query[0], torch.arange(query.shape[2], device=query.device))
+        if layer in places:
+            sums.add(places[layer], query[0], torch.arange(query.shape[2], device=query.device))
 
     with torch.inference_mode(), bar, watching_queries(add):
         for index in range(start.done, len(job.windows)):
@@ -110,7 +114,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
                 save_progress(job, Progress(index + 1, join_runs(sums.read(), start.sums)))
                 saved = 0
     total = join_runs(sums.read(), start.sums)
-    mean, abs_mean = total.means()
+    mean, abs_mean, unrotated = total.means()
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
@@ -120,24 +124,21 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         fingerprint=model_fingerprint(model_path),
         token_count=total.count,
         source=f"of {model_path}",
+        layers=layers,
+        rotates=rotates,
+        unrotated_mean=unrotated,
     )
 
 
 def _check_config(config) -> None:
-    """Raises CalibrationError unless all layers attend alike, to keys rotated by RoPE."""
+    """Raises CalibrationError unless some layers cache keys per head and attend to all of them."""
     if getattr(config, "kv_lora_rank", None):
         raise CalibrationError(
             f"Models of type {config.model_type} use latent attention (MLA), which caches no keys per head, "
             "but TriAttention needs them: use a model with grouped-query attention and RoPE."
         )
-    if len(set(getattr(config, "layer_types", None) or [])) > 1:
+    if not scored_layers(config)[0]:
         raise CalibrationError(
-            f"Models of type {config.model_type} mix layers of types {sorted(set(config.layer_types))}, but "
-            "TriAttention needs all alike: use a model with full attention in every layer."
-        )
-    uses_rope = getattr(config, "no_rope_layers", None) or []  # despite its name, 1 where a layer has RoPE
-    if not all(uses_rope):
-        raise CalibrationError(
-            f"Models of type {config.model_type} leave RoPE out of some layers, but TriAttention needs it in "
-            "all: use a model that has."
+            f"Models of type {config.model_type} have layers of types {sorted(set(config.layer_types))}, but "
+            "TriAttention needs some with full attention: use a model that has them."
         )

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
+from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.stats.file import INV_FREQ_RTOL, QueryStats, load_stats
 
@@ -134,8 +134,8 @@ def _tables(fields: dict[str, np.ndarray], stats: QueryStats, path: Path, device
     stored_layers, stored_heads, frequencies = stats.mean.shape
     q_heads, kv_heads, keep = (int(fields[name]) for name in ("num_q_heads", "num_kv_heads", "keep"))
     require(layers.ndim == 1 and layers.size > 0 and layers.dtype.kind in "iu", "layers must be whole numbers [L]")
-    known = layers.min() >= 0 and layers.max() < stored_layers
-    require(bool(known), f"layers must lie within the {stored_layers} of the statistics")
+    known = set(layers.tolist()) <= set(stats.layers)
+    require(known, f"layers must lie within the {stored_layers} of the statistics")
     require(keys.ndim == 4 and keys.dtype.kind == "f", "keys_cached must be numbers [L, H_kv, N, head_dim]")
     require(keys.shape[0] == layers.size, f"keys_cached has {keys.shape[0]} layers and layers {layers.size}")
     require(keys.shape[1] == kv_heads, f"keys_cached has {keys.shape[1]} KV heads and num_kv_heads is {kv_heads}")
@@ -151,7 +151,8 @@ def _tables(fields: dict[str, np.ndarray], stats: QueryStats, path: Path, device
     inv_freq = torch.as_tensor(inv_freq).double()
     same = rope is None or torch.allclose(inv_freq, rope.inv_freq.double(), rtol=INV_FREQ_RTOL, atol=0)
     require(same, "inv_freq differs from the statistics'")
-    index = torch.as_tensor(layers.astype(np.int64))
+    places = [stats.layers.index(layer) for layer in layers.tolist()]
+    index = torch.tensor(places)
     return build_tables(
         stats.mean[index],
         stats.abs_mean[index],
@@ -160,4 +161,6 @@ def _tables(fields: dict[str, np.ndarray], stats: QueryStats, path: Path, device
         rope.style if rope else "half",
         kv_heads,
         device,
+        unrotated=None if stats.unrotated_mean is None else stats.unrotated_mean[index],
+        rotates=[stats.rotates[place] for place in places],
     )

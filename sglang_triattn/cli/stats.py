@@ -29,7 +29,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     stats = load_stats(file)
     per_head = concentration(stats)
-    shown = [f"file            {file} ({file.stat().st_size:,} bytes)", *_facts(stats), *_summary(per_head)]
+    shown = [
+        f"file            {file} ({file.stat().st_size:,} bytes)",
+        *_facts(stats),
+        *_summary(stats.layers, per_head),
+    ]
     print("\n".join([*shown, *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
     if picture is not None:
         _draw(per_head, f"Query concentration of {file.name}", picture)
@@ -39,13 +43,18 @@ def run(arguments: argparse.Namespace) -> None:
 def _facts(stats) -> list[str]:
     layers, heads, frequencies = stats.mean.shape
     unknown = "not in the file"
+    others = f"{stats.head_dim - 2 * frequencies} dims" if stats.unrotated_mean is not None else unknown
+    still = [str(layer) for layer, turns in zip(stats.layers, stats.rotates, strict=True) if not turns]
+    gaps = stats.layers != tuple(range(layers))
     return [
-        f"layers          {layers}",
+        f"layers          {layers}{': ' + ', '.join(map(str, stats.layers)) if gaps else ''}",
+        f"without RoPE    {'layers ' + ', '.join(still) if still else 'none'}",
         f"query heads     {heads}",
         f"KV heads        {stats.num_kv_heads or unknown}",
         f"head_dim        {stats.head_dim}",
         f"RoPE            {_rope_words(stats.rope) if stats.rope else unknown}",
         f"frequencies     {frequencies}",
+        f"unrotated       {others}",
         f"fingerprint     {stats.fingerprint or unknown}",
         f"tokens          {f'{stats.token_count:,}' if stats.token_count else unknown}",
     ]
@@ -69,15 +78,15 @@ def _theta(rope) -> float | None:
     return theta if fits else None
 
 
-def _summary(per_head) -> list[str]:
-    """Summarises the concentration `per_head`, [L, H_q] float64."""
+def _summary(layers, per_head) -> list[str]:
+    """Summarises the concentration `per_head`, [L, H_q] float64, of the layers with these numbers."""
     flat = per_head.flatten()
     order = flat.argsort()
     low, high = (flat.quantile(part).item() for part in (0.1, 0.9))
 
     def named(indices) -> str:
         heads = per_head.shape[1]
-        return ", ".join(f"layer {i // heads} head {i % heads} ({flat[i]:.3f})" for i in indices.tolist())
+        return ", ".join(f"layer {layers[i // heads]} head {i % heads} ({flat[i]:.3f})" for i in indices.tolist())
 
     return [
         f"concentration   mean {flat.mean():.3f}, 10th percentile {low:.3f}, 90th percentile {high:.3f}",

@@ -17,6 +17,7 @@ STATIC_TYPES = ("default", "linear", "llama3", "yarn")
 STYLES = ("half", "interleaved")
 """How dims pair up, see `Rope`."""
 
+_FULL = "full_attention"
 _PROBE_POSITIONS = (1, 7, 100)
 _UNKNOWN = "Models of {} turn their queries in a way that is not supported: use a model with standard RoPE."
 
@@ -79,7 +80,8 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     """Reads the RoPE of a transformers model, or of a rotary module alone.
 
     Frequencies and scaling are those that the module itself uses. The pairing of dims is found by rotating a probe
-    vector with the model's own function; a lone rotary module without such a function is taken as "half".
+    vector with the model's own function; a lone rotary module without such a function is taken as "half". Of a module
+    that turns layers of different kinds differently (Gemma 3), those of the layers with full attention are read.
 
     Args:
         config: the model's configuration, for messages.
@@ -89,20 +91,24 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
             that turns vectors in an unknown way.
     """
     rotary = _rotary_module(model)
+    by_kind = not hasattr(rotary, "inv_freq")
     rope_type = getattr(rotary, "rope_type", "default")
+    if by_kind:
+        rope_type = rope_type[_FULL]
     if rope_type not in STATIC_TYPES:
         raise RopeError(
             f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
             f"ones: use a model with one of {', '.join(STATIC_TYPES)}."
         )
-    inv_freq = _frequencies(rotary).detach()
+    inv_freq = cast(torch.Tensor, _frequencies(rotary)).detach()
     if inv_freq.dtype not in (torch.float32, torch.float64):
         raise RopeError(
             f"The model's RoPE frequencies were rounded to {inv_freq.dtype}: load the model with dtype=... "
             "instead of converting it afterwards."
         )
     inv_freq = inv_freq.to("cpu", torch.float64)
-    rope = Rope(inv_freq, float(getattr(rotary, "attention_scaling", 1.0)), 2 * inv_freq.numel(), "half")
+    scaling = getattr(rotary, f"{_FULL}_attention_scaling" if by_kind else "attention_scaling", 1.0)
+    rope = Rope(inv_freq, float(scaling), 2 * inv_freq.numel(), "half")
     apply = getattr(sys.modules.get(type(rotary).__module__), "apply_rotary_pos_emb", None)
     if apply is None:
         if rotary is model:
@@ -140,31 +146,34 @@ def same_rope(one: Rope, other: Rope) -> bool:
 
 
 def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that holds `inv_freq`; modules with equal frequencies count as one."""
-    found = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
+    """The module that holds the frequencies; modules with equal ones count as one."""
+    found = [module for module in model.modules() if _frequencies(module) is not None]
     if not found:
         raise RopeError(
             f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
             "TriAttention needs one: use a model that has."
         )
-    first, *others = map(_frequencies, found)
+    first, *others = (cast(torch.Tensor, _frequencies(module)) for module in found)
     if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
         raise RopeError(f"{type(model).__name__} has several different rotary embeddings; only one is supported")
     return found[0]
 
 
-def _frequencies(rotary: torch.nn.Module) -> torch.Tensor:
-    return cast(torch.Tensor, rotary.inv_freq)
+def _frequencies(module: torch.nn.Module) -> torch.Tensor | None:
+    """Those of all layers, else those of the layers with full attention; None if the module has no such tensor."""
+    found = (getattr(module, name, None) for name in ("inv_freq", f"{_FULL}_inv_freq"))
+    return next((each for each in found if isinstance(each, torch.Tensor)), None)
 
 
 def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
     """`rope` with the pairing style in which `apply`, the model's own function, turns a probe vector."""
-    device = _frequencies(rotary).device
+    device = cast(torch.Tensor, _frequencies(rotary)).device
+    kind = () if hasattr(rotary, "inv_freq") else (_FULL,)
     positions = torch.tensor(_PROBE_POSITIONS, device=device)
     probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))
     probe = probe.to(device)
     try:
-        turned = apply(probe, probe, *rotary(probe, positions[None]))[0].double()
+        turned = apply(probe, probe, *rotary(probe, positions[None], *kind))[0].double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RopeError(f"cannot tell how a model of {name} turns its queries; it is not supported") from error
     for style in STYLES:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.score.reference import ScoreTables, build_tables
+from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.rounds.plan import scored_tokens
@@ -20,8 +20,17 @@ def score_tables(
 ) -> ScoreTables:
     """The constants of a model's scores, for some or all of its query heads; arguments as for `build_scorer`."""
     rope = cast(Rope, stats.rope)
-    means = stats.mean[:, heads], stats.abs_mean[:, heads]
-    return build_tables(*means, rope.inv_freq, rope.attention_scaling, rope.style, num_kv_heads, device)
+    return build_tables(
+        stats.mean[:, heads],
+        stats.abs_mean[:, heads],
+        rope.inv_freq,
+        rope.attention_scaling,
+        rope.style,
+        num_kv_heads,
+        device,
+        unrotated=None if stats.unrotated_mean is None else stats.unrotated_mean[:, heads],
+        rotates=stats.rotates,
+    )
 
 
 def build_scorer(
@@ -40,7 +49,7 @@ def build_scorer(
 
     Args:
         stats: statistics of the whole model, checked against it by `check_stats`.
-        k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys.
+        k_buffers: per scored layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys.
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values; read unless `config.value_share` is 0.
         context: most tokens of a request.
         heads: the query heads whose keys the pool holds; all of them except under tensor parallelism.

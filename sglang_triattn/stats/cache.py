@@ -26,7 +26,8 @@ def cached_path(fingerprint: str) -> Path:
 def load_cached(shape: ModelShape) -> QueryStats | None:
     """Cached statistics of a served model, checked against it; None if there are none that fit.
 
-    A file that is damaged or belongs to another model is logged and ignored, because the model can be measured again.
+    A file that is damaged, belongs to another model or leaves dims unscored is logged and ignored, because the model
+    can be measured again.
     """
     if shape.fingerprint is None:
         return None
@@ -34,7 +35,10 @@ def load_cached(shape: ModelShape) -> QueryStats | None:
     try:
         if not path.is_file():
             return None
-        return check_stats(load_stats(path), shape)
+        stats = check_stats(load_stats(path), shape)
+        if stats.scored_dims == shape.head_dim:
+            return stats
+        logger.info("TriAttention passes over %s, which is without the dims that this model does not rotate", path)
     except OSError as error:
         logger.warning("TriAttention cannot look into %s (%s)", path.parent, error.strerror)
     except StatsError as error:

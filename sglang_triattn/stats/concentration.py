@@ -46,7 +46,7 @@ def layer_lines(stats: QueryStats) -> list[str]:
     """The mean of each layer, ten per line."""
     means = [f"{value:.2f}" for value in concentration(stats).mean(1).tolist()]
     return [
-        f"  {f'layers {first}-{first + len(some) - 1}':<13} {' '.join(some)}"
+        f"  {f'layers {stats.layers[first]}-{stats.layers[first + len(some) - 1]}':<13} {' '.join(some)}"
         for first in range(0, len(means), 10)
         for some in [means[first : first + 10]]
     ]

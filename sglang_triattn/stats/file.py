@@ -1,74 +1,31 @@
-"""Query statistics: what calibration measures, one file per model, checked against the served model.
+"""Statistics files: one per model, checked against the served model.
 
 A file is a `.safetensors` with everything needed to notice that it belongs to another model. The `.pt` files published
 with the paper (docs/method.md) can be read too; they store neither frequencies nor KV heads, so less of them can be
 checked.
 """
 
+import json
 import math
 import os
 import pickle
-import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang_triattn.errors import TriAttentionError, first_line
+from sglang_triattn.errors import first_line
 from sglang_triattn.files import write_safetensors
 from sglang_triattn.model.rope import Rope
+from sglang_triattn.stats.published import read_pt
+from sglang_triattn.stats.query_stats import RECALIBRATE, ModelShape, QueryStats, StatsError
 
 FORMAT = "sglang-triattn-stats"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = ("1", "2")
+"""Version 1 knows neither scored layers, nor layers without RoPE, nor means of unrotated dims."""
 INV_FREQ_RTOL = 1e-5
-_PT_KEY = re.compile(r"layer(\d{2,})_head(\d{2,})")
-_RECALIBRATE = "make one with `sglang-triattn calibrate`."
-
-
-class StatsError(TriAttentionError):
-    """A statistics file cannot be used; the message is one sentence for the user."""
-
-
-@dataclass(frozen=True, eq=False)
-class ModelShape:
-    """Shape of a served or calibrated model, in the terms of a statistics file.
-
-    Attributes:
-        fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
-    """
-
-    num_layers: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: Rope
-    fingerprint: str | None
-    layers: tuple[int, ...] = ()
-    rotates: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class QueryStats:
-    """Statistics of pre-RoPE queries per layer and query head; None marks what a file does not store.
-
-    Attributes:
-        mean: [L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm.
-        abs_mean: [L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|.
-        token_count: tokens that the means were taken over.
-        source: where the statistics come from, for messages; not stored.
-    """
-
-    mean: torch.Tensor
-    abs_mean: torch.Tensor
-    num_kv_heads: int | None
-    head_dim: int
-    rope: Rope | None
-    fingerprint: str | None
-    token_count: int | None
-    source: str
-    layers: tuple[int, ...] = ()
 
 
 def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
@@ -85,6 +42,8 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
         "mean_im": stats.mean.imag.float().contiguous().cpu(),
         "abs_mean": stats.abs_mean.float().contiguous().cpu(),
     }
+    if stats.unrotated_mean is not None:
+        tensors["unrotated_mean"] = stats.unrotated_mean.float().contiguous().cpu()
     fields = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -92,6 +51,8 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
         "num_kv_heads": stats.num_kv_heads,
         "fingerprint": stats.fingerprint,
         "token_count": stats.token_count,
+        "layers": json.dumps(stats.layers),
+        "rotates": json.dumps(stats.rotates),
     }
     if stats.rope is not None:
         tensors["inv_freq"] = stats.rope.inv_freq.to("cpu", torch.float64).contiguous()
@@ -117,16 +78,16 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
     """
     path = Path(path)
     if not path.is_file():
-        raise StatsError(f"Statistics file {path} does not exist: {_RECALIBRATE}")
+        raise StatsError(f"Statistics file {path} does not exist: {RECALIBRATE}")
     try:
         if path.suffix == ".safetensors":
             stats = _read_safetensors(path)
         elif path.suffix in (".pt", ".pth"):
-            stats = _read_pt(path)
+            stats = read_pt(path)
         else:
             raise StatsError(f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt.")
     except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise StatsError(f"Statistics file {path} cannot be read ({first_line(error)}): {_RECALIBRATE}") from error
+        raise StatsError(f"Statistics file {path} cannot be read ({first_line(error)}): {RECALIBRATE}") from error
     _check_numbers(stats)
     return stats
 
@@ -139,6 +100,14 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     """
     layers, q_heads, frequencies = stats.mean.shape
     _same(stats, "layers", layers, shape.num_layers)
+    _same(stats, "the list of scored layers", stats.layers, shape.layers)
+    plain = _without_rope(shape)
+    if plain and stats.unrotated_mean is None:
+        raise StatsError(
+            f"Statistics {stats.source} do not say which layers have RoPE, but layers {plain} of the served model have "
+            "none: measure the served model with `sglang-triattn calibrate`."
+        )
+    _same(stats, "the list of layers without RoPE", _without_rope(stats), plain)
     _same(stats, "query heads", q_heads, shape.num_q_heads)
     _same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
     _same(stats, "head_dim", stats.head_dim, shape.head_dim)
@@ -157,7 +126,12 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
             _same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
     if shape.fingerprint is not None:
         _same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
-    return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served, layers=shape.layers)
+    return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
+
+
+def _without_rope(model: ModelShape | QueryStats) -> list[int]:
+    """Numbers of the scored layers that RoPE leaves alone."""
+    return [layer for layer, turns in zip(model.layers, model.rotates, strict=True) if not turns]
 
 
 def _same(stats: QueryStats, name: str, stored, served) -> None:
@@ -172,12 +146,12 @@ def _read_safetensors(path: Path) -> QueryStats:
     with safe_open(path, framework="pt") as file:
         fields = file.metadata() or {}
         if fields.get("format") != FORMAT:
-            raise StatsError(f"{path} is not a TriAttention statistics file: {_RECALIBRATE}")
-        if fields.get("format_version") != str(FORMAT_VERSION):
-            version = fields.get("format_version")
+            raise StatsError(f"{path} is not a TriAttention statistics file: {RECALIBRATE}")
+        version = fields.get("format_version")
+        if version not in READABLE:
             raise StatsError(
-                f"Statistics file {path} has format version {version}, but this sglang-triattn reads version "
-                f"{FORMAT_VERSION}: {_RECALIBRATE}"
+                f"Statistics file {path} has format version {version}, but this sglang-triattn reads versions "
+                f"{' and '.join(READABLE)}: {RECALIBRATE}"
             )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     try:
@@ -198,63 +172,33 @@ def _read_safetensors(path: Path) -> QueryStats:
             fingerprint=fields.get("fingerprint"),
             token_count=_optional_int(fields.get("token_count")),
             source=str(path),
+            layers=_numbers(fields, "layers"),
+            rotates=tuple(map(bool, _numbers(fields, "rotates"))),
+            unrotated_mean=tensors.get("unrotated_mean"),
         )
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {_RECALIBRATE}") from error
-
-
-def _read_pt(path: Path) -> QueryStats:
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    try:
-        metadata, entries = content["metadata"], content["stats"]
-        style = metadata.get("rope_style", "half")
-        # A key of another form has no match, which raises one of the errors below.
-        matches = {key: cast(re.Match, _PT_KEY.fullmatch(key)) for key in entries}
-        where = {tuple(map(int, matches[key].groups())): entry for key, entry in entries.items()}
-        layers, heads = (1 + max(column) for column in zip(*where, strict=True))
-        if len(where) != layers * heads:
-            raise StatsError(
-                f"Statistics file {path} has {len(where)} of {layers * heads} query heads, but needs all: "
-                f"{_RECALIBRATE}"
-            )
-
-        def stacked(name: str) -> torch.Tensor:
-            rows = [where[layer, head][name].float() for layer in range(layers) for head in range(heads)]
-            return torch.stack(rows).view(layers, heads, -1)
-
-        stats = QueryStats(
-            mean=torch.complex(stacked("q_mean_real"), stacked("q_mean_imag")),
-            abs_mean=stacked("q_abs_mean"),
-            num_kv_heads=None,
-            head_dim=int(metadata["head_dim"]),
-            rope=None,
-            fingerprint=None,
-            token_count=None,
-            source=str(path),
-        )
-    except StatsError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise StatsError(f"{path} is not a TriAttention statistics file: {_RECALIBRATE}") from error
-    if style != "half":
-        raise StatsError(
-            f"Statistics file {path} has RoPE style {style!r}, but .pt files must be 'half': {_RECALIBRATE}"
-        )
-    return stats
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {RECALIBRATE}") from error
 
 
 def _check_numbers(stats: QueryStats) -> None:
     """Raises StatsError unless the numbers can be statistics of some model."""
-    mean, abs_mean, rope = stats.mean, stats.abs_mean, stats.rope
+    mean, abs_mean, rope, unrotated = stats.mean, stats.abs_mean, stats.rope, stats.unrotated_mean
 
     def require(fits: bool, what: str) -> None:
         if not fits:
-            raise StatsError(f"Statistics file {stats.source} is damaged, {what}: {_RECALIBRATE}")
+            raise StatsError(f"Statistics file {stats.source} is damaged, {what}: {RECALIBRATE}")
 
     require(mean.ndim == 3 and mean.numel() > 0 and mean.shape == abs_mean.shape, "shapes disagree")
     require(0 < 2 * mean.shape[-1] <= stats.head_dim, "it has more frequencies than a head has pairs of dims")
-    finite = bool(torch.isfinite(torch.view_as_real(mean)).all() and torch.isfinite(abs_mean).all())
-    require(finite, "it holds NaN or infinite values")
+    layers = stats.layers
+    require(len(layers) == len(stats.rotates) == len(mean), "its lists of layers do not fit its means")
+    require(layers[0] >= 0 and list(layers) == sorted(set(layers)), "its layers are out of order")
+    parts = [torch.view_as_real(mean), abs_mean]
+    if unrotated is not None:
+        others = (*mean.shape[:2], stats.head_dim - 2 * mean.shape[-1])
+        require(unrotated.shape == others, "shapes of its unrotated dims disagree")
+        parts.append(unrotated)
+    require(all(bool(torch.isfinite(part).all()) for part in parts), "it holds NaN or infinite values")
     # The mean of absolute values bounds the absolute value of the mean, up to float32 rounding.
     bounded = bool((mean.abs() <= abs_mean * (1 + 1e-4) + 1e-6).all())
     require(bounded, "a mean absolute value is below the absolute mean")
@@ -267,3 +211,8 @@ def _check_numbers(stats: QueryStats) -> None:
 
 def _optional_int(text: str | None) -> int | None:
     return None if text is None else int(text)
+
+
+def _numbers(fields: dict[str, str], name: str) -> tuple[int, ...]:
+    """A list of numbers; empty, which stands for the usual ones, in files of version 1."""
+    return tuple(map(int, json.loads(fields.get(name, "[]"))))

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sglang_triattn.config import Config
 from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import rope_of_transformers
 from sglang_triattn.model.support import unsupported
 from sglang_triattn.rounds.scoring import build_scorer
@@ -211,12 +212,19 @@ def shape_of(model: Any) -> ModelShape:
             f"The model computes attention by {config._attn_implementation!r}, which takes no mask for each row: load "
             f"it with attn_implementation={_ATTENTION[0]!r} or {_ATTENTION[1]!r}."
         )
+    layers, rotates = scored_layers(config)
+    if len(layers) < config.num_hidden_layers:
+        raise CacheError(
+            f"The model cannot be compacted, because only {len(layers)} of its {config.num_hidden_layers} layers have "
+            "full attention: use one that has it in all."
+        )
     heads = config.num_attention_heads
     return ModelShape(
-        num_layers=config.num_hidden_layers,
+        layers=layers,
         num_q_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rope=rope_of_transformers(model.base_model, config),
         fingerprint=model_fingerprint(config._name_or_path) if config._name_or_path else None,
+        rotates=rotates,
     )

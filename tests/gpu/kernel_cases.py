@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sglang_triattn.kernels.score.reference import OFFSETS, build_tables
+from sglang_triattn.kernels.score.tables import OFFSETS, build_tables
 from sglang_triattn.kernels.score.value_size import NEWEST
 
 POISON_SLOT = (1 << 31) - 1
@@ -50,7 +50,8 @@ class KernelCase:
     """
 
     def __init__(self, *, lengths, device="cpu", layers=2, kv_heads=2, group=3, head_dim=64, rotary_dim=None,
-                 value_dim=None, style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0):  # fmt: skip
+                 value_dim=None, style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0,
+                 unrotated=True, rotates=None):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
@@ -61,8 +62,14 @@ class KernelCase:
         inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         self.mean = torch.complex(randn(layers, heads, half), randn(layers, heads, half)) * scaling
         abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
-        self.tables = build_tables(self.mean, abs_mean, inv_freq, 1.0, style, kv_heads, device)
+        # Without means, the dims behind the rotated ones are not scored.
+        self.unrotated = randn(layers, heads, head_dim - 2 * half if unrotated else 0) * scaling
+        self.rotates = rotates or [True] * layers
+        self.tables = build_tables(
+            self.mean, abs_mean, inv_freq, 1.0, style, kv_heads, device, unrotated=self.unrotated, rotates=rotates
+        )
         self.spread, self.inv_freq = abs_mean.double() - self.mean.abs().double(), inv_freq
+        self.spread[~torch.tensor(self.rotates)] = 0
         order = torch.randperm(count + 9, generator=generator)
         slots = torch.full((len(lengths), max(lengths)), POISON_SLOT)
         pool = torch.full((layers, count + 9, kv_heads, head_dim), float("nan"))
@@ -95,18 +102,22 @@ class KernelCase:
         keys = torch.stack([pool.cpu().float()[slots] for pool in self.pools]).double()  # [L, n, H_kv, d]
         if self.scales is not None:
             keys = keys * self.scales.double()[:, None, None, None]
+        group = self.mean.shape[1] // keys.shape[2]
+        others = keys[..., 2 * self.frequencies :][..., : self.unrotated.shape[-1]].repeat_interleave(group, dim=2)
+        fixed = torch.einsum("lnhu,lhu->lhn", others, self.unrotated.double())
         keys = keys[..., : 2 * self.frequencies]
         if self.style == "half":
             z = torch.complex(*keys.chunk(2, -1))
         else:
             z = torch.view_as_complex(keys.unflatten(-1, (-1, 2)).contiguous())
-        z = z.repeat_interleave(self.mean.shape[1] // z.shape[2], dim=2)  # [L, n, H_q, F]
+        z = z.repeat_interleave(group, dim=2)  # [L, n, H_q, F]
         extra = torch.einsum("lnhf,lhf->lhn", z.abs(), self.spread)
         if aggregation == "norm":
             return extra
         best = []
         for offset in OFFSETS:
             turn = torch.exp(1j * self.inv_freq * (int(self.next_positions[request]) + offset))
+            turn = torch.stack([turn if rotates else torch.ones_like(turn) for rotates in self.rotates])[:, None]
             best.append(torch.einsum("lnhf,lhf->lhn", z.conj(), self.mean.to(torch.complex128) * turn).real)
         stacked = torch.stack(best)
-        return (stacked.mean(0) if aggregation == "mean" else stacked.amax(0)) + extra
+        return (stacked.mean(0) if aggregation == "mean" else stacked.amax(0)) + extra + fixed

@@ -6,8 +6,9 @@ import torch
 
 from kernel_cases import GOLDEN_SCORES, KernelCase, may_race, published_means
 from sglang_triattn.kernels.pools import key_pools
-from sglang_triattn.kernels.score.reference import CHUNK, build_tables
+from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.score_kernel import score_triton
+from sglang_triattn.kernels.score.tables import build_tables
 
 SENTINEL = -12345.0
 
@@ -43,6 +44,32 @@ SHAPES = {
         "dtype": torch.bfloat16,
     },
     "yarn-scaling": {"lengths": [30], "scaling": 1.3466},
+    "glm-4.5": {
+        "lengths": [35, 7],
+        "layers": 1,
+        "kv_heads": 2,
+        "group": 12,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "dtype": torch.bfloat16,
+    },
+    "unscored-dims": {"lengths": [40], "head_dim": 64, "rotary_dim": 32, "unrotated": False},
+    "odd-unrotated": {"lengths": [20, 3], "head_dim": 56, "rotary_dim": 32, "dtype": torch.float16},
+    "few-unrotated": {"lengths": [20], "head_dim": 40, "rotary_dim": 36},
+    "more-unrotated-than-a-tile": {"lengths": [20], "layers": 1, "head_dim": 192, "rotary_dim": 64},
+    "unrotated-fp8": {"lengths": [30], "head_dim": 80, "rotary_dim": 32, "dtype": torch.float8_e4m3fn, "scales": True},
+    "wide-rotary": {"lengths": [20], "layers": 1, "head_dim": 128, "rotary_dim": 96, "dtype": torch.bfloat16},
+    "layers-without-rope": {"lengths": [40, 7], "layers": 3, "rotates": [True, False, True]},
+    "no-layer-with-rope": {"lengths": [20], "rotates": [False, False], "dtype": torch.bfloat16},
+    "tiles-without-rope": {"lengths": [20], "kv_heads": 1, "head_dim": 192, "rotates": [False, True]},
+    "partial-without-rope": {
+        "lengths": [20],
+        "style": "interleaved",
+        "head_dim": 80,
+        "rotary_dim": 32,
+        "rotates": [False, True],
+        "dtype": torch.bfloat16,
+    },
     "six-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 320, "group": 2, "dtype": torch.bfloat16},
     "odd-tiles": {"lengths": [20], "layers": 1, "kv_heads": 1, "head_dim": 300, "group": 2},
     "interleaved-fp8": {"lengths": [30], "style": "interleaved", "dtype": torch.float8_e4m3fn, "scales": True},
@@ -93,6 +120,26 @@ def test_every_dtype_and_shape(device, cross):
     check(case, "mean", recent=7)
 
 
+@pytest.mark.parametrize("others", [8, 24, 48, 64, 72])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_with_unrotated_dims(device, dtype, others):
+    """Prevents dims behind the rotated ones from being decoded, padded or masked wrongly, or left out."""
+    case = KernelCase(lengths=[37, 10], device=device, dtype=dtype, head_dim=32 + others, rotary_dim=32, group=5,
+                      scales=dtype.itemsize == 1, seed=others)  # fmt: skip
+    check(case, "mean", recent=3)
+
+
+@pytest.mark.parametrize("where", [3, 40, 79])
+def test_a_key_with_nan_has_a_score_of_nan(device, where):
+    """Prevents a NaN in any dim of a key, rotated or not, from hiding behind a number."""
+    case = KernelCase(lengths=[9], device=device, head_dim=80, rotary_dim=32)
+    for pool in case.pools:
+        pool[case.slots[0, 4], :, where] = float("nan")
+    scores, _ = launch(case, "mean")
+    assert scores[0, ..., 4].isnan().all()
+    assert scores[0].isnan().sum() == scores[0, ..., 4].numel()
+
+
 @pytest.mark.parametrize(
     ("group", "aggregation"),
     # Smaller groups are in CROSS. Seventeen offsets take the interpreter a long time.
@@ -138,9 +185,10 @@ def test_slots_of_either_integer_type(device):
     assert torch.equal(wide, narrow)
 
 
-def test_pools_with_gaps(device):
+@pytest.mark.parametrize("rotary_dim", [None, 32, 40])
+def test_pools_with_gaps(device, rotary_dim):
     """Prevents the assumption that tokens or heads follow one another without a gap, or that rows are dense."""
-    case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16)
+    case = KernelCase(lengths=[40, 30], device=device, dtype=torch.bfloat16, rotary_dim=rotary_dim)
     expected, _ = launch(case, "mean")
     wide = [torch.full((len(p), 4, 128), float("nan"), dtype=p.dtype, device=device) for p in case.pools]
     for target, pool in zip(wide, case.pools, strict=True):

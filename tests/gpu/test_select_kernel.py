@@ -6,8 +6,9 @@ import torch
 
 from kernel_cases import KernelCase, importance_reference, may_race, published_means
 from sglang_triattn.kernels.pools import key_pools
-from sglang_triattn.kernels.score.reference import CHUNK, build_tables
+from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.score_kernel import score_triton
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import importance_triton
 from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_triton

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_serving
 
 from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.score.reference import build_tables
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.scheduler.compressor import Compressor, make_mover
 from sglang_triattn.patches.scheduler.conversations import Conversations

@@ -51,6 +51,8 @@ class Oracle:
         budget, interval, recent: the server's settings, in tokens.
         selection: "shared-mean", "union", "per-head" or "per-layer-head".
         aggregation: "mean" or "max".
+        unrotated: [L, H_q, U], the mean query in the dims of a head behind those; empty leaves them unscored.
+        scaling: RoPE's factor on the keys, and on the queries, in the dims that it turns.
         interleaved: whether dims 2f and 2f + 1 rotate together, rather than f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether frozen tokens count towards the budget.
@@ -70,6 +72,8 @@ class Oracle:
     recent: int
     selection: str = "per-layer-head"
     aggregation: str = "mean"
+    unrotated: torch.Tensor | None = None
+    scaling: float = 1.0
     interleaved: bool = False
     stored: torch.dtype = torch.float32
     total: bool = False
@@ -223,7 +227,11 @@ class Oracle:
         distance = next_position - positions[:, None]
         terms = [(size * torch.cos(self.inv_freq * (distance + offset) + phase)).sum(-1) for offset in OFFSETS]
         future = torch.stack(terms)
-        return (future.mean(0) if self.aggregation == "mean" else future.amax(0)) + spread
+        turned = self.scaling * ((future.mean(0) if self.aggregation == "mean" else future.amax(0)) + spread)
+        if self.unrotated is None:
+            return turned
+        # The mean of the logit's other part, whatever the positions of query and key.
+        return turned + (keys[:, 2 * pairs :] * self.unrotated[layer, head].double()).sum(-1)
 
 
 def oracle_of(tiny: TinyModel) -> Oracle:
@@ -238,5 +246,7 @@ def oracle_of(tiny: TinyModel) -> Oracle:
         budget=BUDGET,
         interval=INTERVAL,
         recent=RECENT,
+        unrotated=stats["unrotated_mean"],
+        scaling=model.model.rotary_emb.attention_scaling,
         interleaved=tiny.interleaved,
     )

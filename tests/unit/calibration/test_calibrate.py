@@ -13,6 +13,10 @@ from tiny_models import COMMON, make_model, make_text, make_tokenizer
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 
 # config, where its queries are before RoPE, how many dims rotate, how they pair
+NARROW = COMMON | {"head_dim": 16, "partial_rotary_factor": 0.5}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+WINDOW = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+
 MODELS = {
     "llama": (transformers.LlamaConfig(**COMMON), "q_proj", 8, "half"),
     "llama-bias": (transformers.LlamaConfig(**COMMON, attention_bias=True), "q_proj", 8, "half"),
@@ -21,23 +25,42 @@ MODELS = {
     "qwen2": (transformers.Qwen2Config(**COMMON), "q_proj", 8, "half"),
     "qwen3-q_norm": (transformers.Qwen3Config(**COMMON, head_dim=16), "q_norm", 16, "half"),
     "phi3-fused": (transformers.Phi3Config(**COMMON), "qkv_proj", 8, "half"),
-    "glm-interleaved": (
-        transformers.GlmConfig(**COMMON, head_dim=16, partial_rotary_factor=0.5), "q_proj", 8, "interleaved",
-    ),
+    "glm-interleaved": (transformers.GlmConfig(**NARROW), "q_proj", 8, "interleaved"),
+    "glm4_moe": (transformers.Glm4MoeConfig(**NARROW, **EXPERTS, use_qk_norm=True), "q_norm", 8, "half"),
+    "smollm3": (transformers.SmolLM3Config(**COMMON, no_rope_layers=[1, 0]), "q_proj", 8, "half"),
+    "gemma3": (transformers.Gemma3TextConfig(**COMMON, **WINDOW, head_dim=16), "q_norm", 16, "half"),
+    "exaone4": (transformers.Exaone4Config(**COMMON, **WINDOW), "q_norm", 8, "half"),
+    "olmo3": (transformers.Olmo3Config(**COMMON, **WINDOW), "q_norm", 8, "half"),
+    "cohere2": (transformers.Cohere2Config(**COMMON, **WINDOW), "q_proj", 8, "interleaved"),
 }  # fmt: skip
 
+# Which layers are scored, and which of them have RoPE, where this is not all.
+LAYERS = {
+    "smollm3": ((0, 1), (True, False)),
+    "gemma3": ((1,), (True,)),
+    "exaone4": ((1,), (False,)),
+    "olmo3": ((1,), (True,)),
+    "cohere2": ((1,), (False,)),
+}
 
-def direct(folder, windows, where, rotary_dim, style):
-    """Means of the output of each layer's `where`, one forward pass per window, in complex128."""
+
+def direct(folder, windows, where, rotary_dim, style, layers=(0, 1)):
+    """Means of the output of each layer's `where`, one forward pass per window: of the components, of their absolute
+    values and of the dims behind `rotary_dim`, in double precision."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     heads = model.config.num_attention_heads
-    seen = [[] for _ in model.model.layers]
+    seen = [([], []) for _ in layers]
 
-    def watch(kept):
+    def watch(kept, rest):
         def hook(module, inputs, output):
-            x = output[0].double()  # q_norm: [S, H, d], projections: [S, H * d], fused ones with K and V behind
+            # q_norm: [S, H, d], or [H, S, d] in Gemma 3 and EXAONE 4; projections: [S, H * d], fused ones with K and V
+            # behind.
+            x = output[0].double()
+            if x.ndim == 3 and x.shape[1] != heads:
+                x = x.transpose(0, 1)
             if x.ndim == 2:
                 x = x[:, : heads * model.model.layers[0].self_attn.head_dim].unflatten(-1, (heads, -1))
+            rest.append(x[..., rotary_dim:])
             x = x[..., :rotary_dim]
             half = rotary_dim // 2
             parts = (x[..., :half], x[..., half:]) if style == "half" else (x[..., 0::2], x[..., 1::2])
@@ -45,13 +68,13 @@ def direct(folder, windows, where, rotary_dim, style):
 
         return hook
 
-    for kept, layer in zip(seen, model.model.layers, strict=True):
-        getattr(layer.self_attn, where).register_forward_hook(watch(kept))
+    for kept, layer in zip(seen, layers, strict=True):
+        getattr(model.model.layers[layer].self_attn, where).register_forward_hook(watch(*kept))
     with torch.no_grad():
         for ids in windows:
             model(torch.tensor([ids]))
-    queries = torch.stack([torch.cat(kept) for kept in seen])  # [L, S, H, F]
-    return queries.mean(1), queries.abs().mean(1)
+    queries, others = (torch.stack([torch.cat(one) for one in kept]) for kept in zip(*seen, strict=True))
+    return queries.mean(1), queries.abs().mean(1), others.mean(1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -64,9 +87,13 @@ def test_statistics_are_the_means_of_pre_rope_queries(tmp_path, monkeypatch, nam
     folder = str(make_model(tmp_path / "model", config))
     ids = make_text(tmp_path / "text", 300)
     stats = calibrate(folder, str(tmp_path / "text"), window=128, device="cpu", progress=False)
-    mean, abs_mean = direct(folder, [ids[:128], ids[128:256], ids[256:]], where, rotary_dim, style)
+    layers, rotates = LAYERS.get(name, ((0, 1), (True, True)))
+    windows = [ids[:128], ids[128:256], ids[256:]]
+    mean, abs_mean, unrotated = direct(folder, windows, where, rotary_dim, style, layers)
+    assert (stats.layers, stats.rotates) == (layers, rotates)
     torch.testing.assert_close(stats.mean.to(torch.complex128), mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(stats.abs_mean.double(), abs_mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stats.unrotated_mean.double(), unrotated, rtol=1e-4, atol=1e-5)
     assert (stats.mean.dtype, stats.abs_mean.dtype) == (torch.complex64, torch.float32)
     assert (stats.num_kv_heads, stats.token_count) == (2, 300)
     assert (stats.rope.rotary_dim, stats.rope.style) == (rotary_dim, style)
@@ -74,7 +101,7 @@ def test_statistics_are_the_means_of_pre_rope_queries(tmp_path, monkeypatch, nam
     assert stats.fingerprint == model_fingerprint(folder)
     # What is saved is accepted again, and fits the model that it was made on.
     save_stats(stats, tmp_path / "s.safetensors")
-    shape = ModelShape(2, 6, 2, stats.head_dim, stats.rope, model_fingerprint(folder))
+    shape = ModelShape(layers, 6, 2, stats.head_dim, stats.rope, model_fingerprint(folder), rotates)
     check_stats(load_stats(tmp_path / "s.safetensors"), shape)
 
 
@@ -84,7 +111,7 @@ def test_every_window_starts_with_bos(tmp_path):
     ids = make_text(tmp_path / "text", 300)
     stats = calibrate(folder, str(tmp_path / "text"), window=101, device="cpu", progress=False)
     windows = [[1, *ids[first : first + 100]] for first in (0, 100, 200)]
-    mean, _ = direct(folder, windows, "q_proj", 8, "half")
+    mean, *_ = direct(folder, windows, "q_proj", 8, "half")
     torch.testing.assert_close(stats.mean.to(torch.complex128), mean, rtol=1e-4, atol=1e-5)
     assert stats.token_count == 303
 
@@ -96,7 +123,7 @@ def test_limits_are_kept(tmp_path):
     ids = make_text(tmp_path / "text", 500)
     stats = calibrate(folder, str(tmp_path / "text"), max_tokens=260, device="cpu", progress=False)
     windows = [ids[first : min(first + 64, 260)] for first in range(0, 260, 64)]
-    mean, _ = direct(folder, windows, "q_proj", 8, "half")
+    mean, *_ = direct(folder, windows, "q_proj", 8, "half")
     assert stats.token_count == 260
     torch.testing.assert_close(stats.mean.to(torch.complex128), mean, rtol=1e-4, atol=1e-5)
 
@@ -137,14 +164,10 @@ def gpt2():
     return transformers.GPT2Config(n_embd=48, n_head=6, n_layer=2, vocab_size=102, bos_token_id=1)
 
 
-def mixed():
-    return transformers.Qwen3Config(
-        **COMMON, head_dim=8, layer_types=["sliding_attention", "full_attention"], use_sliding_window=True
+def no_full():
+    return transformers.Llama4TextConfig(
+        **COMMON, head_dim=8, layer_types=["sliding_attention", "chunked_attention"], num_local_experts=2
     )
-
-
-def no_rope():
-    return transformers.SmolLM3Config(**COMMON, no_rope_layers=[1, 0])
 
 
 def dynamic():
@@ -157,8 +180,7 @@ def dynamic():
     [
         (mla, r"latent attention \(MLA\)"),
         (gpt2, "no rotary position embedding"),
-        (mixed, "mix layers of types"),
-        (no_rope, "leave RoPE out of some layers"),
+        (no_full, "needs some with full attention"),
         (dynamic, "'dynamic' changes its frequencies"),
     ],
 )

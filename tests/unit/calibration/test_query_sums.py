@@ -13,7 +13,7 @@ ROPE = Rope(10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4), 1.25, 8, "ha
 
 def measured(queries: torch.Tensor, passes: int = 1) -> Sums:
     """Sums of pre-RoPE queries [L, H, S, d] that arrive rotated, in several passes."""
-    sums = QuerySums(len(queries), ROPE)
+    sums = QuerySums(ROPE, [True] * len(queries))
     positions = torch.arange(100, 100 + queries.shape[2])
     for part, where in zip(queries.chunk(passes, dim=2), positions.chunk(passes), strict=True):
         for layer, query in enumerate(part):
@@ -27,19 +27,44 @@ def test_sums_are_those_of_unrotated_queries():
     queries = torch.randn(3, 2, 60, 8)
     z = to_complex(queries.double(), ROPE)
     for passes in (1, 4):
-        mean, abs_mean = measured(queries, passes).means()
+        mean, abs_mean, unrotated = measured(queries, passes).means()
+        assert unrotated.shape == (3, 2, 0)
         torch.testing.assert_close(mean.to(torch.complex128), z.mean(2), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(abs_mean.double(), z.abs().mean(2), rtol=1e-5, atol=1e-5)
 
 
+def test_sums_of_dims_and_layers_without_rope():
+    """Prevents dims or layers that RoPE leaves alone from being turned back all the same, and their means from being
+    lost where ranks and runs are joined."""
+    queries, rotates = torch.randn(2, 4, 60, 14), (True, False)
+    positions = torch.arange(60)
+
+    def part(heads: slice, tokens: slice) -> Sums:
+        sums = QuerySums(ROPE, rotates)
+        for index, query in enumerate(queries[:, heads, tokens]):
+            where = positions[tokens]
+            sums.add(index, rotate(query, where, ROPE) if rotates[index] else query, where)
+        sums.end_pass(len(positions[tokens]))
+        return sums.read()
+
+    heads, runs = (slice(0, 2), slice(2, 4)), (slice(0, 25), slice(25, 60))
+    first, second = (join_heads([part(own, tokens) for own in heads]) for tokens in runs)
+    mean, abs_mean, unrotated = second.plus(first).means()
+    z = to_complex(queries.double(), ROPE)
+    torch.testing.assert_close(mean.to(torch.complex128), z.mean(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(abs_mean.double(), z.abs().mean(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unrotated.double(), queries[..., 8:].double().mean(2), rtol=1e-5, atol=1e-5)
+
+
 def test_memory_does_not_grow_with_the_text():
     """Prevents buffering the queries of all tokens."""
-    sums = QuerySums(1, ROPE)
+    sums = QuerySums(ROPE, [True])
     for _ in range(3):
-        sums.add(0, torch.randn(2, 50, 8), torch.arange(50))
+        sums.add(0, torch.randn(2, 50, 11), torch.arange(50))
         sums.end_pass(50)
-    kept = [value for value in vars(sums).values() if isinstance(value, list)]
-    assert sum(tensor.numel() for part in kept for tensor in part if isinstance(tensor, torch.Tensor)) == 2 * 2 * 4
+    (kept,) = sums._parts
+    assert sum(tensor.numel() for tensor in kept) == 2 * (4 + 4 + 3)
+    assert not sums._seen
 
 
 def test_ranks_and_runs_are_joined():
@@ -58,7 +83,7 @@ def test_ranks_and_runs_are_joined():
 @pytest.mark.parametrize("layers", [[0], [0, 0, 1], [0, 1, 1]])
 def test_every_layer_counts_once(layers):
     """Prevents statistics of a model with layers that were not seen, or were seen twice."""
-    sums = QuerySums(2, ROPE)
+    sums = QuerySums(ROPE, [True, True])
     for layer in layers:
         sums.add(layer, torch.randn(2, 5, 8), torch.arange(5))
     with pytest.raises(CalibrationError, match="of 2 layers could be observed"):
@@ -82,12 +107,13 @@ def job(tmp_path, **changes) -> CalibrationJob:
 
 def test_place_is_kept(tmp_path):
     """Prevents sums from being lost at an interruption, or coming back rounded."""
-    sums = measured(torch.randn(2, 2, 9, 8))
+    sums = measured(torch.randn(2, 2, 9, 13))
     save_progress(job(tmp_path), Progress(1, sums))
     found = load_progress(job(tmp_path))
-    assert (found.done, found.sums.count, found.sums.head_dim) == (1, 9, 8)
+    assert (found.done, found.sums.count, found.sums.head_dim) == (1, 9, 13)
     assert torch.equal(found.sums.total, sums.total)
     assert torch.equal(found.sums.abs_total, sums.abs_total)
+    assert torch.equal(found.sums.unrotated, sums.unrotated)
     assert [path.name for path in tmp_path.iterdir()] == ["s.partial.safetensors"]
     remove_progress(job(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from checkout import ROOT
 from kernel_cases import GOLDEN_SCORES
+from sample_stats import HEAD_DIM, HEADS, KV_HEADS, PARTIAL, partial_stats
 from sglang_triattn.cli.main import main
 from sglang_triattn.cli.score_case import score_case
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.stats.file import save_stats
 
 GOLDEN = ROOT / "tests" / "golden"
 STATS = str(GOLDEN / "qwen3_8b.pt")
@@ -77,6 +80,30 @@ def test_key_dtypes(dtype, tmp_path):
     low, high = {"float16": (0, 1e-3), "bfloat16": (1e-5, 1e-2), "float8_e4m3fn": (1e-3, 0.1),
                  "float8_e5m2": (1e-3, 0.2)}[dtype]  # fmt: skip
     assert low <= error < high
+
+
+def test_layers_by_number_and_the_whole_head(tmp_path):
+    """Prevents a layer from being scored with the means of another, and a file's dims or layers without RoPE from being
+    scored as if they were turned."""
+    stats = partial_stats()
+    save_stats(stats, tmp_path / "s.safetensors")
+    layers, count = np.array([5, 2]), 30
+    keys = np.random.default_rng(0).standard_normal((2, KV_HEADS, count, HEAD_DIM)).astype(np.float32)
+    case = {"layers": layers, "num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "keys_cached": keys, "keep": 9}
+    np.savez(tmp_path / "case.npz", **case, next_position=100, inv_freq=stats.rope.inv_freq.numpy())
+    found = score_case(tmp_path / "case.npz", tmp_path / "s.safetensors", device="cpu")
+    by_head = keys.repeat(HEADS // KV_HEADS, axis=1)
+    # Layer 2 has no RoPE: the mean logit over the whole head.
+    parts = (stats.mean[1].real, stats.mean[1].imag, stats.unrotated_mean[1])
+    expected = np.einsum("hnd,hd->hn", by_head[1], torch.cat(parts, dim=-1).numpy())
+    np.testing.assert_allclose(found["score_mean"][1], expected, rtol=0, atol=1e-4)
+    # Layer 5 has it: what is behind the rotated dims adds the same to the mean and to the maximum.
+    save_stats(replace(stats, unrotated_mean=0 * stats.unrotated_mean), tmp_path / "without.safetensors")
+    without = score_case(tmp_path / "case.npz", tmp_path / "without.safetensors", device="cpu")
+    added = np.einsum("hnd,hd->hn", by_head[0][..., 2 * PARTIAL :], stats.unrotated_mean[2].numpy())
+    for name in ("score_mean", "score_max"):
+        np.testing.assert_allclose(found[name][0] - without[name][0], added, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(found["score_norm_only"], without["score_norm_only"])
 
 
 @pytest.mark.parametrize(

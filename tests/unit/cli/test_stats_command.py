@@ -9,13 +9,14 @@ from sglang_triattn.stats.concentration import concentration, outlook
 from sglang_triattn.stats.file import QueryStats, save_stats
 
 
-def make(rope: Rope | None = None) -> QueryStats:
+def make(rope: Rope | None = None, **more) -> QueryStats:
     """Two layers of three heads; concentration is 0.5 except for layer 1, head 2, whose queries are all alike."""
     abs_mean = torch.ones(2, 3, 4)
     mean = torch.full((2, 3, 4), 0.5, dtype=torch.complex64)
     mean[1, 2] = 1j
     inv_freq = 5000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    return QueryStats(mean, abs_mean, 1, 10, rope or Rope(inv_freq, 1.0, 8, "interleaved"), "abc", 1234, "here")
+    rope = rope or Rope(inv_freq, 1.0, 8, "interleaved")
+    return QueryStats(mean, abs_mean, 1, 10, rope, "abc", 1234, "here", **more)
 
 
 @pytest.fixture
@@ -39,6 +40,8 @@ def test_report_and_picture(file, capsys):
     out = capsys.readouterr().out
     for line in (
         "layers          2\n",
+        "without RoPE    none\n",
+        "unrotated       not in the file\n",
         "query heads     3\n",
         "KV heads        1\n",
         "head_dim        10\n",
@@ -53,6 +56,22 @@ def test_report_and_picture(file, capsys):
     ):
         assert line in out
     assert (file.parent / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_some_layers(file, capsys):
+    """Prevents layers from being named by their place among the scored ones, and layers without RoPE from hiding."""
+    more = {"layers": (3, 7), "rotates": (True, False), "unrotated_mean": torch.zeros(2, 3, 2)}
+    save_stats(make(**more), "some.safetensors")
+    assert cli.main(["stats", "some.safetensors", "--no-plot"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "layers          2: 3, 7\n",
+        "without RoPE    layers 7\n",
+        "unrotated       2 dims\n",
+        "highest       layer 7 head 2 (1.000)",
+        "  layers 3-7    0.50 0.67\n",
+    ):
+        assert line in out
 
 
 @pytest.mark.parametrize(("mean", "part"), [(0.61, 0.63), (0.75, 0.73), (0.85, 0.86), (0.99, 0.87)])

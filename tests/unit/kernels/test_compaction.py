@@ -12,7 +12,7 @@ from sglang_triattn.kernels import device_round
 from sglang_triattn.kernels.compact.reference import unchanged_start
 from sglang_triattn.kernels.device_round import SLICE_BYTES, compact_rows, request_bytes
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.score.reference import build_tables
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.select import SELECTIONS, SHARED
 from sglang_triattn.kernels.select.reference import kept_sets

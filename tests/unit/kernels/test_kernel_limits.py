@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.score.reference import build_tables
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kernel_cases import importance_reference
-from sglang_triattn.kernels.score.reference import build_tables, score_torch
+from sglang_triattn.kernels.score.reference import score_torch
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.stats.file import load_stats

@@ -104,9 +104,20 @@ def gpt2():
     return transformers.GPT2Config(n_embd=48, n_head=6, n_layer=1, vocab_size=50)
 
 
-def gemma3():
-    layer_types = ["sliding_attention", "full_attention"]
-    return transformers.Gemma3TextConfig(**COMMON, head_dim=8, layer_types=layer_types)
+def gemma3(**full):
+    kinds = ["sliding_attention", "full_attention"]
+    rope = {kinds[0]: {"rope_type": "default", "rope_theta": 500.0}, kinds[1]: {"rope_theta": 1e4, **full}}
+    return transformers.Gemma3TextConfig(
+        **COMMON | {"num_hidden_layers": 2}, head_dim=8, layer_types=kinds, rope_parameters=rope
+    )
+
+
+def test_layers_of_several_kinds():
+    """Prevents the frequencies of window layers from being taken for those of the layers that are scored."""
+    config = gemma3(rope_type="linear", factor=8.0)
+    rope = rope_of_transformers(model_of(config), config)
+    torch.testing.assert_close(rope.inv_freq, plain(8, 1e4) / 8, rtol=1e-6, atol=0)
+    assert rope.style == "half"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def gemma3():
         (dynamic, "'dynamic' changes its frequencies"),
         (longrope, "'longrope' changes its frequencies"),
         (gpt2, "GPT2Model has no rotary"),
-        (gemma3, "Gemma3TextModel has no rotary position embedding .* common to its layers"),
+        (lambda: gemma3(rope_type="dynamic", factor=2.0), "'dynamic' changes its frequencies"),
     ],
 )
 def test_unsupported_embeddings_are_refused(config, message):

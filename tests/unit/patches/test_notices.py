@@ -7,15 +7,9 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.model.rope import Rope
 from sglang_triattn.patches.launch.notices import WeightUpdates, at_launch, of_stats
 from sglang_triattn.rounds.plan import Totals
-from sglang_triattn.stats.file import ModelShape, QueryStats
-
-
-def shape(rotary_dim: int = 128) -> ModelShape:
-    rope = Rope(torch.ones(rotary_dim // 2, dtype=torch.float64), 1.0, rotary_dim, "half")
-    return ModelShape(num_layers=2, num_q_heads=8, num_kv_heads=2, head_dim=128, rope=rope, fingerprint=None)
+from sglang_triattn.stats.file import QueryStats
 
 
 def scheduler(graphs=(), slots: int = 100_000, most: int = 4096, page_size: int = 1) -> SimpleNamespace:
@@ -30,11 +24,21 @@ CONFIG = Config("s", budget=192, interval=64, recent=64)
 """A request without a prompt holds 256 slots at most."""
 
 
-def test_partial_rotation_is_said():
-    """Prevents a model with half of its dims unscored from looking like any other."""
-    (line,) = at_launch(scheduler(), CONFIG, shape(64))
-    assert "only 64 of the 128 dims" in line
-    assert list(at_launch(scheduler(), CONFIG, shape(128))) == []
+def spread_stats(mean: float, *, dims: int = 8, unrotated: bool = False) -> QueryStats:
+    """Statistics of two layers and eight heads with 8 turned dims of `dims`."""
+    others = torch.zeros(2, 8, dims - 8) if unrotated else None
+    means = torch.full((2, 8, 4), mean, dtype=torch.complex64), torch.ones(2, 8, 4)
+    return QueryStats(*means, 2, dims, None, None, 1, "old.safetensors", unrotated_mean=others)
+
+
+def test_unscored_dims_are_said():
+    """Prevents a model with half of its dims unscored from looking like any other, and a warning once they are."""
+    (line,) = of_stats(CONFIG, spread_stats(0.9, dims=16))
+    assert "only 8 of the 16 dims" in line
+    assert "old.safetensors holds no means of them; measure the model again" in line
+    assert list(of_stats(CONFIG, spread_stats(0.9, dims=16, unrotated=True))) == []
+    assert list(of_stats(CONFIG, spread_stats(0.9))) == []
+    assert list(of_stats(Config("s", value_share=1.0), spread_stats(0.9, dims=16))) == []
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_partial_rotation_is_said():
 )
 def test_batches_beyond_the_graphs_are_said(server, expected):
     """Prevents concurrency that compression makes possible from decoding without graphs unnoticed."""
-    lines = list(at_launch(server, CONFIG, shape()))
+    lines = list(at_launch(server, CONFIG))
     assert len(lines) == (expected is not None)
     for line in lines:
         assert f"up to {expected} requests" in line
@@ -62,8 +66,7 @@ def test_batches_beyond_the_graphs_are_said(server, expected):
 )
 def test_spread_queries_are_said(mean, value_share, said):
     """Prevents a model whose queries foretell little from looking like any other, and a meaningless warning."""
-    stats = QueryStats(torch.full((2, 8, 4), mean, dtype=torch.complex64), torch.ones(2, 8, 4), 2, 8, None, None, 1, "")
-    lines = list(of_stats(Config("s", value_share=value_share), stats))
+    lines = list(of_stats(Config("s", value_share=value_share), spread_stats(mean)))
     assert len(lines) == said
     for line in lines:
         assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line

@@ -9,7 +9,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.score.reference import build_tables
+from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model import warm_up
 from sglang_triattn.patches.scheduler import plugin as scheduler_patch

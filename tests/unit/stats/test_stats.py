@@ -4,32 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from sample_stats import FREQUENCIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, rope, shape, stats
-from sglang_triattn.errors import TriAttentionError
+from sample_stats import FREQUENCIES, HEADS, KV_HEADS, LAYERS, rope, shape, stats
 from sglang_triattn.stats.file import StatsError, check_stats, load_stats, save_stats
-
-
-def published(path: Path, *, style="half", drop=(), entry=None, head_dim=HEAD_DIM) -> Path:
-    """A file in the schema of the published ones (docs/method.md)."""
-    entries = {}
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            real, imag = torch.full((FREQUENCIES,), float(layer)), torch.full((FREQUENCIES,), float(head))
-            values = {"q_mean_real": real, "q_mean_imag": imag, "q_abs_mean": torch.full((FREQUENCIES,), 9.0)}
-            entries[f"layer{layer:02d}_head{head:02d}"] = values | (entry or {})
-    for key in drop:
-        del entries[key]
-    torch.save({"metadata": {"rope_style": style, "head_dim": head_dim}, "stats": entries}, path)
-    return path
-
-
-def assert_one_sentence(error: BaseException) -> None:
-    text = str(error)
-    assert "\n" not in text
-    assert text.endswith(".")
-    assert isinstance(error, TriAttentionError)
+from stats_files import assert_one_sentence, damage, published
 
 
 def test_round_trip(tmp_path):
@@ -164,21 +142,6 @@ def test_missing_and_unknown_files_are_refused(tmp_path):
         load_stats(tmp_path / "s.json")
 
 
-def damage(path: Path, tensors=None, metadata=None, drop=()) -> Path:
-    """Rewrites a good file with some tensors or metadata fields replaced or dropped."""
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        fields = file.metadata()
-    content = load_file(path) | (tensors or {})
-    fields |= metadata or {}
-    for name in drop:
-        content.pop(name, None)
-        fields.pop(name, None)
-    save_file(content, path, fields)
-    return path
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -192,6 +155,12 @@ def damage(path: Path, tensors=None, metadata=None, drop=()) -> Path:
         ({"drop": ["abs_mean"]}, "incomplete"),
         ({"tensors": {"abs_mean": torch.ones(2, 2, 2)}}, "shapes disagree"),
         ({"tensors": {"mean_im": torch.full((LAYERS, HEADS, FREQUENCIES), float("inf"))}}, "NaN or infinite"),
+        ({"metadata": {"layers": "[0, 1]"}}, "lists of layers do not fit"),
+        ({"metadata": {"layers": "[0, 2, 1]"}}, "layers are out of order"),
+        ({"metadata": {"rotates": "[true]"}}, "lists of layers do not fit"),
+        ({"metadata": {"layers": "all"}}, "incomplete"),
+        ({"metadata": {"layers": "3"}}, "incomplete"),
+        ({"tensors": {"unrotated_mean": torch.zeros(LAYERS, HEADS, 3)}}, "unrotated dims disagree"),
         ({"tensors": {"inv_freq": -torch.ones(FREQUENCIES, dtype=torch.float64)}}, "not positive and finite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -223,7 +192,8 @@ def test_published_statistics_take_rope_from_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("served", "message"),
     [
-        ({"num_layers": 4}, "layers is 3 there and 4 in the model"),
+        ({"layers": (0, 1, 2, 3), "rotates": ()}, "layers is 3 there and 4 in the model"),
+        ({"layers": (0, 1, 3)}, r"scored layers is \(0, 1, 2\) there and \(0, 1, 3\)"),
         ({"num_q_heads": 8}, "query heads is 6 there and 8"),
         ({"num_kv_heads": 3}, "KV heads is 2 there and 3"),
         ({"head_dim": 32}, "head_dim is 16 there and 32"),

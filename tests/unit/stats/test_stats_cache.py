@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from sample_stats import shape, stats
+from sample_stats import partial_shape, partial_stats, shape, stats
 from sglang_triattn.stats.cache import cached_path, keep_stats, load_cached, measuring_alone
 from sglang_triattn.stats.file import save_stats
 
@@ -41,6 +41,17 @@ def test_files_that_do_not_fit_are_passed_over(caplog):
         assert str(path) in caplog.text
         assert keep_stats(stats()) == path
         assert load_cached(shape()) is not None
+
+
+def test_files_that_leave_dims_unscored_are_passed_over(caplog):
+    """Prevents a file of an old version from keeping half of a model's dims unscored for good."""
+    usual = {"layers": (0, 1, 2), "rotates": ()}
+    path = keep_stats(partial_stats(**usual, unrotated_mean=None))
+    with caplog.at_level(logging.INFO):
+        assert load_cached(partial_shape(**usual)) is None
+    assert str(path) in caplog.text
+    keep_stats(partial_stats(**usual))
+    assert load_cached(partial_shape(**usual)) is not None
 
 
 def test_models_without_a_fingerprint_are_not_kept(caplog):

@@ -1,0 +1,86 @@
+"""Query statistics and the shape of the model that they belong to: what calibration measures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.rope import Rope
+
+RECALIBRATE = "make one with `sglang-triattn calibrate`."
+
+
+class StatsError(TriAttentionError):
+    """A statistics file cannot be used; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """Shape of a served or calibrated model, in the terms of a statistics file.
+
+    Attributes:
+        layers: the model's numbers of the layers that are scored, ascending.
+        fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
+        rotates: for each scored layer, whether RoPE turns its queries and keys; empty stands for all.
+    """
+
+    layers: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    fingerprint: str | None
+    rotates: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        _fill(self, "rotates", (True,) * len(self.layers))
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers are scored."""
+        return len(self.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryStats:
+    """Statistics of pre-RoPE queries per layer and query head; None marks what a file does not store.
+
+    Attributes:
+        mean: [L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm. In layers
+            without RoPE, components of the query itself, paired up in the same way.
+        abs_mean: [L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|. Of no use in
+            layers without RoPE.
+        token_count: tokens that the means were taken over.
+        source: where the statistics come from, for messages; not stored.
+        layers, rotates: as in `ModelShape`; empty `layers` stand for 0 to L - 1.
+        unrotated_mean: [L, H_q, head_dim - 2F] float32: mean query in the dims behind those that RoPE turns, which
+            may be none; None in files of version 1 and published ones.
+    """
+
+    mean: torch.Tensor
+    abs_mean: torch.Tensor
+    num_kv_heads: int | None
+    head_dim: int
+    rope: Rope | None
+    fingerprint: str | None
+    token_count: int | None
+    source: str
+    layers: tuple[int, ...] = ()
+    rotates: tuple[bool, ...] = ()
+    unrotated_mean: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        _fill(self, "layers", tuple(range(len(self.mean))))
+        _fill(self, "rotates", (True,) * len(self.layers))
+
+    @property
+    def scored_dims(self) -> int:
+        """Dims of a head that scores take into account: all, or those that RoPE turns."""
+        return 2 * self.mean.shape[-1] if self.unrotated_mean is None else self.head_dim
+
+
+def _fill(frozen: Any, name: str, usual: tuple) -> None:
+    """Sets an empty field of a frozen dataclass."""
+    if not getattr(frozen, name):
+        object.__setattr__(frozen, name, usual)
