@@ -25,7 +25,12 @@ _WINDOW_NOT_SERVED = (
 )
 
 # SGLang keeps the KV of their window layers beside that of the others, slot by slot.
-_WINDOWS_BESIDE_OTHERS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
+_WINDOWS_BESIDE_OTHERS = (
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM", "Exaone4ForCausalLM"),
+    "Cohere2ForCausalLM",
+)
+# There a query sees one token more than the model's own code lets it see.
+_ONE_MORE = ("Cohere2ForCausalLM",)
 
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
@@ -73,7 +78,8 @@ def served_window(config: Config) -> int:
     kinds = config.get("layer_types") or ()
     if _architecture(config) not in _WINDOWS_BESIDE_OTHERS or "sliding_attention" not in kinds:
         return 0
-    return int(config.get("sliding_window") or 0)
+    window = config.get("sliding_window")
+    return window + (_architecture(config) in _ONE_MORE) if window else 0
 
 
 def _architecture(config: Config) -> str:
@@ -136,9 +142,6 @@ def _uneven(blocks: Sequence[Config]) -> bool:
 
 def _by_position(config: Config) -> str | None:
     embedding = config.get("position_embedding_type")
-    # A 1 stands for a layer with RoPE.
-    rotating = config.get("no_rope_layers")
-    without = 0 in rotating if rotating else config.get("no_rope_layer_interval")
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # Where layers rotate by their kind, the loaded model shows whether those that are scored rotate alike.
@@ -148,7 +151,6 @@ def _by_position(config: Config) -> str | None:
     reasons = (
         (config.get("alibi") or config.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
         (embedding in ("absolute", "learned_absolute", "nope", "none"), _NO_ROPE),
-        (without, "some of its layers have no rotary embedding"),
         (config.get("attn_use_rope") is False, _NO_ROPE),
         (unlike, "its layers rotate in different ways"),
         ("mrope_section" in rope or kind == "mrope", "its rotary embedding has several position axes"),

@@ -15,6 +15,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
+WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
 CASES = [
     ("gemma3", 1, "per-layer-head"),
     ("gemma3", 16, "shared-mean"),
@@ -22,18 +23,22 @@ CASES = [
     ("gemma2", 1, "shared-mean"),
     ("olmo3", 1, "union"),
     ("olmo3", 64, "per-head"),
+    ("exaone4", 16, "per-layer-head"),
+    ("cohere2", 1, "shared-mean"),
+    ("smollm3", 16, "per-layer-head"),
+    ("glm-4.5", 16, "per-layer-head"),
     ("seed-oss", 16, "per-layer-head"),
     ("dots1", 1, "shared-mean"),
     ("nemotron-nas", 16, "per-layer-head"),
 ]
 
 
-def rope_of(model: torch.nn.Module) -> Rope:
+def rope_of(model: torch.nn.Module, family: str) -> Rope:
     """The rotation in the layers without a window."""
     rotary = model.model.rotary_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
-    return Rope(frequencies, 1.0, 2 * frequencies.numel(), "half")
+    return Rope(frequencies, 1.0, 2 * frequencies.numel(), "interleaved" if family == "cohere2" else "half")
 
 
 def prepared(folder, family):
@@ -44,8 +49,9 @@ def prepared(folder, family):
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
     if family == "nemotron-nas":
         layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
-    rope = rope_of(model)
-    tiny = with_random_stats(plain, rope, layers)
+    rope = rope_of(model, family)
+    rotates = tuple(number not in WITHOUT_ROPE.get(family, ()) for number in layers)
+    tiny = with_random_stats(plain, rope, layers, rotates)
     stats = load_file(tiny.stats)
     account = Oracle(
         model=model,
@@ -56,8 +62,12 @@ def prepared(folder, family):
         budget=BUDGET + 16,
         interval=INTERVAL,
         recent=RECENT,
+        unrotated=stats["unrotated_mean"],
+        interleaved=rope.style == "interleaved",
         scored=layers,
-        window=WINDOW,
+        rotates=rotates,
+        # SGLang lets Command-A see one token more than transformers does.
+        window=WINDOW + (family == "cohere2"),
     )
     return tiny, account
 

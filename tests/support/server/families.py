@@ -129,6 +129,27 @@ FAMILIES = {
             "rope_parameters": {**YARN, **BETAS, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "exaone4": Family(
+        "Exaone4Config",
+        "exaone4",
+        {
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": "LG",
+            "layer_types": ALTERNATING,
+            "rope_parameters": PLAIN_ROPE,
+        },
+    ),
+    "cohere2": Family(
+        "Cohere2Config",
+        "commandr",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "rope_parameters": PLAIN_ROPE,
+            "logit_scale": 1.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     # SGLang serves the next three through the modules of transformers.
     "seed-oss": Family("SeedOssConfig", "transformers", {"rope_parameters": PLAIN_ROPE}),
     "smollm3": Family(
@@ -208,8 +229,8 @@ def build_family(folder: Path, family: str) -> TinyModel:
     return TinyModel(folder / family, folder / "none", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
 
 
-def with_random_stats(model: TinyModel, rope: Rope, layers: tuple[int, ...]) -> TinyModel:
-    """The model with random statistics of `layers`, whose queries turn by `rope`."""
+def with_random_stats(model: TinyModel, rope: Rope, layers: tuple[int, ...], rotates: tuple[bool, ...]) -> TinyModel:
+    """The model with random statistics of `layers`, whose queries turn by `rope` if they do."""
     generator = torch.Generator().manual_seed(0)
     size = (len(layers), model.num_q_heads, rope.inv_freq.numel())
     mean = torch.randn(size, dtype=torch.complex64, generator=generator)
@@ -223,6 +244,8 @@ def with_random_stats(model: TinyModel, rope: Rope, layers: tuple[int, ...]) -> 
         token_count=1,
         source="random",
         layers=layers,
+        rotates=rotates,
+        unrotated_mean=torch.randn(*size[:2], model.head_dim - rope.rotary_dim, generator=generator),
     )
     path = model.path.with_suffix(".safetensors")
     save_stats(stats, path)

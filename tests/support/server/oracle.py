@@ -57,6 +57,7 @@ class Oracle:
         stored: dtype that K and V are rounded to before anything reads them.
         total: whether frozen tokens count towards the budget.
         scored: the layers that the statistics are of; None for all.
+        rotates: whether each of them has RoPE; None for all.
         window: tokens that a query of the other layers sees.
         value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
             of their values from the mean of the newest; None for the server's default.
@@ -79,6 +80,7 @@ class Oracle:
     total: bool = False
     value_share: float | None = None
     scored: tuple[int, ...] | None = None
+    rotates: tuple[bool, ...] | None = None
     window: int = 0
 
     def __post_init__(self) -> None:
@@ -216,6 +218,8 @@ class Oracle:
         self, keys: torch.Tensor, positions: torch.Tensor, layer: int, head: int, next_position: int
     ) -> torch.Tensor:
         pairs = len(self.inv_freq)
+        if self.rotates is not None and not self.rotates[layer]:
+            return (keys * self._mean_query(layer, head)).sum(-1)
         turning = keys[:, : 2 * pairs]
         parts = (turning[:, 0::2], turning[:, 1::2]) if self.interleaved else turning.chunk(2, dim=1)
         turned = torch.complex(*parts)
@@ -232,6 +236,13 @@ class Oracle:
             return turned
         # The mean of the logit's other part, whatever the positions of query and key.
         return turned + (keys[:, 2 * pairs :] * self.unrotated[layer, head].double()).sum(-1)
+
+    def _mean_query(self, layer: int, head: int) -> torch.Tensor:
+        """[D] float64: the mean query of a layer without RoPE."""
+        mean = self.mean[layer, head].to(torch.complex128)
+        parts = (mean.real, mean.imag)
+        paired = torch.stack(parts, dim=-1).flatten() if self.interleaved else torch.cat(parts)
+        return torch.cat([paired, self.unrotated[layer, head].double()])
 
 
 def oracle_of(tiny: TinyModel) -> Oracle:
