@@ -26,6 +26,8 @@ NAME = "torch_reference"
 # What SGLang would choose on a CPU, and replaces by torch_native where its CPU build is missing. Models that
 # torch_native cannot serve accept it.
 _STAND_IN = "intel_amx"
+# Models that accept none of a CPU's; their windows, the reference backend knows.
+_GPU_ONLY = ("Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
 
 
 def offer() -> None:
@@ -84,12 +86,17 @@ def is_needed(model: ModelConfig, speculative: bool) -> bool:
 
 def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
     """Around the step in which some models refuse every attention backend that they do not list."""
-    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     settings = resolving_view(server_args)
+    gpu_only = model_config_of(server_args).hf_config.architectures[0] in _GPU_ONLY
     if _asked(server_args) in (None, NAME):
-        declare_resolution(server_args, NAME, attention_backend=_STAND_IN)
-    previous(server_args)
+        declare_resolution(server_args, NAME, attention_backend="triton" if gpu_only else _STAND_IN)
+        previous(server_args)
+        if gpu_only:
+            declare_resolution(server_args, NAME, attention_backend=NAME)
+    else:
+        previous(server_args)
     # SGLang's choice for gpt-oss wherever the package is installed; it needs a GPU.
     if server_args.moe_runner_backend == "auto" and settings.moe_runner_backend == "triton_kernel":
         declare_resolution(server_args, NAME, moe_runner_backend="triton")

@@ -136,7 +136,8 @@ FAMILIES = {
             "sliding_window": WINDOW,
             "sliding_window_pattern": "LG",
             "layer_types": ALTERNATING,
-            "rope_parameters": PLAIN_ROPE,
+            # SGLang's default, whatever the newer form of the file says.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     "cohere2": Family(
