@@ -24,7 +24,7 @@ from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
 from sglang_triattn.stats.file import QueryStats
-from sglang_triattn.transformers_cache.queries import ATTENTION, watching_queries
+from sglang_triattn.transformers_cache.queries import attention_for, watching_queries
 
 
 def calibrate(
@@ -84,7 +84,8 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
-    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=ATTENTION).eval()
+    attention = attention_for(config)
+    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=attention).eval()
     body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
     try:
         rope = rope_of_transformers(body, config)

@@ -6,14 +6,28 @@ construction, the one that meets the keys.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ATTENTION = "sdpa"
-"""The `attn_implementation` that a model must be loaded with for `watching_queries`."""
+"""The `attn_implementation` that most models are loaded with for `watching_queries`."""
+
+
+def attention_for(config: Any) -> str:
+    """The `attn_implementation` that a model must be loaded with for `watching_queries`.
+
+    That of most models leaves out bounds of the scores and attention sinks.
+
+    Args:
+        config: a transformers configuration of a text model.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None)
+    return "eager" if capped or config.model_type == "gpt_oss" else ATTENTION
 
 
 @contextmanager
@@ -29,9 +43,14 @@ def watching_queries(see: Callable[[int, torch.Tensor], None]) -> Iterator[None]
         see(module.layer_idx, query)
         return attend(module, query, *args, **kwargs)
 
-    # The mapping's own override level: deleting the entry restores the original function.
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = watched
+    def watched_eager(module, query, *args, **kwargs):
+        see(module.layer_idx, query)
+        # Each model has its own.
+        return sys.modules[type(module).__module__].eager_attention_forward(module, query, *args, **kwargs)
+
+    # The mapping's own override level: deleting the entries restores the original functions.
+    ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_ATTENTION_FUNCTIONS["eager"] = watched, watched_eager
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        del ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_ATTENTION_FUNCTIONS["eager"]

@@ -26,7 +26,6 @@ CASES = [
     ("exaone4", 16, "per-layer-head"),
     ("cohere2", 1, "shared-mean"),
     ("smollm3", 16, "per-layer-head"),
-    ("glm-4.5", 16, "per-layer-head"),
     ("seed-oss", 16, "per-layer-head"),
     ("dots1", 1, "shared-mean"),
     ("nemotron-nas", 16, "per-layer-head"),

@@ -136,6 +136,8 @@ FAMILIES = {
             "sliding_window": WINDOW,
             "sliding_window_pattern": "LG",
             "layer_types": ALTERNATING,
+            # What SGLang's norms of queries and keys always have.
+            "rms_norm_eps": 1e-6,
             # SGLang's default, whatever the newer form of the file says.
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
