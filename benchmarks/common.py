@@ -25,13 +25,14 @@ checkout.make_importable()
 
 @dataclass(frozen=True)
 class Model:
-    """Attention shape of a model: layers, query heads, KV heads, head_dim."""
+    """Attention shape of a model: layers, query heads, KV heads, head_dim; rotary_dim None if RoPE turns all dims."""
 
     name: str
     layers: int
     q_heads: int
     kv_heads: int
     head_dim: int
+    rotary_dim: int | None = None
 
 
 MODELS = (
@@ -39,6 +40,8 @@ MODELS = (
     Model("Llama-3-8B", 32, 32, 8, 128),
     Model("SmolLM2-135M", 30, 9, 3, 64),
 )
+PARTIAL = Model("GLM-4.5", 92, 96, 8, 128, 64)
+"""RoPE turns half of each head."""
 
 
 def machine() -> dict[str, str | int]:

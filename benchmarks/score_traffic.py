@@ -20,7 +20,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
-from common import MODELS, Model, report
+from common import MODELS, PARTIAL, Model, report
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import moves_of
 from sglang_triattn.kernels.score.reference import CHUNK
@@ -36,7 +36,8 @@ BUDGET = 2048
 def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, selection: str) -> dict[str, int]:
     """Bytes of each part of one round for `requests` rows of `tokens` private tokens, "mean" aggregation."""
     rows = requests * model.layers * model.q_heads
-    chunks, frequencies = -(-tokens // CHUNK), model.head_dim // 2
+    turned = model.rotary_dim or model.head_dim
+    chunks, frequencies, others = -(-tokens // CHUNK), turned // 2, model.head_dim - turned
     group = model.q_heads // model.kv_heads
     programs = requests * model.layers * model.kv_heads * chunks
     sets = requests * kept_sets(selection, model.layers, model.kv_heads)
@@ -49,7 +50,7 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
         "scores written": rows * tokens * 4,
         "scores read": rows * tokens * 4,
         "slots": keys * 4,
-        "query columns": programs * group * 3 * frequencies * 4,
+        "query columns": programs * group * (3 * frequencies + others) * 4,
         "phases": programs * 2 * frequencies * 4,
         "sums written": rows * chunks * 8,
         "sums read": rows * chunks * 8 + -(-rows // SCALE_ROWS) * 8,
@@ -87,7 +88,7 @@ SCORER = ("keys", "scores written", "slots", "query columns", "phases", "sums wr
 
 def rows_of(requests: int, lengths: tuple[int, ...], selections: Sequence[str]) -> list[dict]:
     rows = []
-    for model, tokens, (name, key_bytes) in itertools.product(MODELS, lengths, KEY_BYTES.items()):
+    for model, tokens, (name, key_bytes) in itertools.product((*MODELS, PARTIAL), lengths, KEY_BYTES.items()):
         shape = f"{model.name} {requests}x{tokens} {name}"
         parts = round_bytes(model, requests, tokens, key_bytes, "union")
         keys = parts["keys"]

@@ -4,6 +4,7 @@ RoPE turns complex component f of a vector at position p: `x_f -> s * x_f * exp(
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -91,9 +92,8 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
             that turns vectors in an unknown way.
     """
     rotary = _rotary_module(model)
-    by_kind = not hasattr(rotary, "inv_freq")
     rope_type = getattr(rotary, "rope_type", "default")
-    if by_kind:
+    if isinstance(rope_type, Mapping):
         rope_type = rope_type[_FULL]
     if rope_type not in STATIC_TYPES:
         raise RopeError(
@@ -107,7 +107,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
             "instead of converting it afterwards."
         )
     inv_freq = inv_freq.to("cpu", torch.float64)
-    scaling = getattr(rotary, f"{_FULL}_attention_scaling" if by_kind else "attention_scaling", 1.0)
+    scaling = getattr(rotary, f"{_FULL}_attention_scaling" if _by_kind(rotary) else "attention_scaling", 1.0)
     rope = Rope(inv_freq, float(scaling), 2 * inv_freq.numel(), "half")
     apply = getattr(sys.modules.get(type(rotary).__module__), "apply_rotary_pos_emb", None)
     if apply is None:
@@ -159,6 +159,11 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     return found[0]
 
 
+def _by_kind(rotary: torch.nn.Module) -> bool:
+    """Whether it has frequencies for each kind of layers, by name."""
+    return not hasattr(rotary, "inv_freq")
+
+
 def _frequencies(module: torch.nn.Module) -> torch.Tensor | None:
     """Those of all layers, else those of the layers with full attention; None if the module has no such tensor."""
     found = (getattr(module, name, None) for name in ("inv_freq", f"{_FULL}_inv_freq"))
@@ -168,7 +173,7 @@ def _frequencies(module: torch.nn.Module) -> torch.Tensor | None:
 def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
     """`rope` with the pairing style in which `apply`, the model's own function, turns a probe vector."""
     device = cast(torch.Tensor, _frequencies(rotary)).device
-    kind = () if hasattr(rotary, "inv_freq") else (_FULL,)
+    kind = (_FULL,) if _by_kind(rotary) else ()
     positions = torch.tensor(_PROBE_POSITIONS, device=device)
     probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))
     probe = probe.to(device)

@@ -29,7 +29,7 @@ def test_traffic_is_near_the_minimum(tmp_path):
     """Prevents a launch that reads keys, slots or columns more often than it must."""
     rows = run("score_traffic.py", tmp_path / "traffic.json")["rows"]
     shapes = {row["shape"] for row in rows}
-    for model in ("Qwen3-8B", "Llama-3-8B", "SmolLM2-135M"):
+    for model in ("Qwen3-8B", "Llama-3-8B", "SmolLM2-135M", "GLM-4.5"):
         for tokens in (2176, 16384):
             assert f"{model} 8x{tokens} bf16" in shapes
     assert {row["selection"] for row in rows} == {"scores only", "union", "shared-mean", "per-head", "default"}
