@@ -22,6 +22,7 @@ from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
+from sglang_triattn.model.vision import is_covered
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import ATTENTION, watching_queries
 
@@ -83,8 +84,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
-    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=ATTENTION).eval()
-    body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
+    body = _load_body(model_path, dtype).to(device)
     try:
         rope = rope_of_transformers(body, config)
     except RopeError as error:
@@ -121,6 +121,15 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         token_count=total.count,
         source=f"of {model_path}",
     )
+
+
+def _load_body(model_path: str, dtype: str) -> torch.nn.Module:
+    """The decoder layers, without the vocabulary projection, whose logits would dwarf the rest, and without a vision
+    encoder."""
+    images = is_covered(loaded(transformers.AutoConfig, model_path).architectures)
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    base = loaded(kind, model_path, dtype=dtype, attn_implementation=ATTENTION).eval().base_model
+    return base.language_model if images else base
 
 
 def _check_config(config) -> None:
