@@ -32,6 +32,7 @@ GLM_WORDS = (
 )
 PIXTRAL_WORDS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 ENCODER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128}
+ENCODER["initializer_range"] = 0.12
 TEXT = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}
 
 
@@ -146,7 +147,7 @@ VISION_FAMILIES = {
         "Glm4vMoe",
         "glm4v_moe",
         text={
-            **{name: value for name, value in FAMILIES["glm-4.5"].settings.items() if name != "num_mtp_layers"},
+            **{name: value for name, value in FAMILIES["glm-4.5"].settings.items() if name not in ("num_mtp_layers", "use_qk_norm")},
             "rope_parameters": _axes(2, 3, 3, partial_rotary_factor=0.5),
         },
         modules=("glm4v", "glm4_moe"),
@@ -161,6 +162,8 @@ VISION_FAMILIES = {
         vision={
             **{"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "head_dim": 32, "image_size": 336, "patch_size": 14},
+            # SGLang computes this one, which published models name, whatever the file says.
+            **{"hidden_act": "silu", "initializer_range": 0.12},
         },
         whole=_ids(PIXTRAL_WORDS, image_token_index="[IMG]"),
         processor="PixtralProcessor",
