@@ -8,8 +8,8 @@ the batch also carries `orig_seq_lens`, which nothing reads and which only ever 
 prefill the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer
 after this point, so captured graphs need no change.
 
-A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang takes from the same places:
-behind a prompt with images by adding the request's constant difference. They are computed from logical lengths instead.
+A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang takes from the same
+places, behind a prompt with images by adding a number of the request's own. Here they follow from logical lengths.
 
 With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
 decode, and the row's length after a prefill.
@@ -105,8 +105,7 @@ def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> N
     """
     if forward.mm_inputs is not None:
         forward.mm_inputs = [
-            None if evicted_of(request) else media
-            for request, media in zip(batch.reqs, forward.mm_inputs, strict=True)
+            None if evicted_of(request) else media for request, media in zip(batch.reqs, forward.mm_inputs, strict=True)
         ]
 
 

@@ -73,9 +73,7 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
     pressure = config.pressure_budget
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
-    settings = replace(
-        config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure
-    )
+    settings = replace(config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure)
     return CompressionOptions(settings, conversation, release)
 
 

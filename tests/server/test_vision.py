@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,16 +11,8 @@ import requests
 
 from harness import Client, compression, greedy, prompt, served_logprobs, unused_architectures
 from oracle import TOLERANCE
-from vision import (
-    VISION_FAMILIES,
-    Accounts,
-    ScoredByTokenCounts,
-    VisionModel,
-    VisionOracle,
-    build_vision_model,
-    by_token_counts,
-    encoded,
-)
+from vision import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
+from vision_families import VISION_FAMILIES, VisionModel, build_vision_model
 
 ANSWER = 280
 
@@ -117,4 +108,110 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
         if image is not None and len(oracle.positions) > 1:
             others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
         assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
+    empty(client)
+
+
+CHUNKED = ("--page-size", "16", "--chunked-prefill-size", "32")
+COMPACT = {"triattention": {"prompt": "compact"}}
+
+
+def test_only_text_prompts_are_compacted(serve_vision):
+    """Prevents wrong positions in a prompt that is prefilled onto a row that rounds shortened, an image that is split
+    over chunks or evicted, and an image's K/V served for another image's."""
+    model, client = serve_vision("qwen2.5-vl", *CHUNKED)
+    empty(client)
+    accounts = Accounts.of(model)
+    long = words(prompt(41, 300))
+    ids, oracle = accounts.of_prompt(long)
+    (response,) = ask(client, [long], [None], 120, custom_params=COMPACT)
+    assert compression(response)["frozen_length"] == 4
+    error, rounds = error_of(oracle, ids, 4, response, chunk=32)
+    assert compression(response)["rounds"] == rounds >= 9
+    assert error < TOLERANCE
+
+    text = model.with_image(STEM, TAIL)
+    whole = (24 + 26 + 30) // 16 * 16
+    # Again after another image, whose prompt differs from the image's first token on.
+    for seed, cached in ((3, 0), (4, 16), (3, whole - 16)):
+        image = model.picture(seed)
+        ids, oracle = accounts.of_prompt(text, image)
+        assert len(ids) == whole
+        (response,) = ask(client, [text], [image], 150, custom_params=COMPACT)
+        assert response["meta_info"]["cached_tokens"] == cached
+        assert compression(response)["frozen_length"] == whole
+        error, rounds = error_of(oracle, ids, whole, response)
+        assert compression(response)["rounds"] == rounds >= 2
+        assert error < TOLERANCE
+    empty(client)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "fields", "said"),
+    [
+        ({"conversation": "c"}, {}, "conversation does not work with images"),
+        ({}, {"video_data": "none.mp4"}, "The prompt has video"),
+    ],
+)
+def test_what_is_refused_beside_images(serve_vision, stream, asked, fields, said):
+    """Prevents a resumed row without its images, and rounds on media that no test covers."""
+    model, client = serve_vision("qwen2.5-vl", *CHUNKED)
+    response = client.post(
+        "/generate",
+        text=model.with_image(STEM, TAIL),
+        image_data=encoded(model.picture(1)),
+        sampling_params=greedy(8, custom_params={"triattention": asked}),
+        stream=stream,
+        **fields,
+    )
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+def test_aborted_image_requests(serve_vision):
+    """Prevents slots or images of an aborted, compacted request from being kept."""
+    model, client = serve_vision("qwen2.5-vl", *CHUNKED)
+    before = client.totals()["rounds"]
+
+    def one(number: int) -> dict:
+        response = client.post(
+            "/generate",
+            rid=f"image-{number}",
+            text=model.with_image(STEM, words(prompt(50 + number, 20 + number))),
+            image_data=encoded(model.picture(number % 2)),
+            sampling_params=greedy(2000),
+        )
+        return response.json()["meta_info"]["finish_reason"]
+
+    with ThreadPoolExecutor(4) as pool:
+        reasons = pool.map(one, range(4))
+        while client.totals()["rounds"] < before + 8:
+            time.sleep(0.2)
+        for number in range(4):
+            client.post("/abort_request", rid=f"image-{number}")
+        assert {reason["type"] for reason in reasons} == {"abort"}
+    empty(client)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_retracted_image_requests(serve_vision, page_size):
+    """Prevents a retracted request from resuming without its image, or at positions of the row that it lost."""
+    model, client = serve_vision(
+        "qwen3-vl",
+        *("--page-size", str(page_size)),
+        env={
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "40",
+            "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "9",
+        },
+    )
+    texts = [model.with_image(STEM, words(prompt(60 + number, 25))) for number in range(4)]
+    responses = ask(client, texts, [model.picture(number % 2) for number in range(4)], 300)
+    assert sum(response["meta_info"]["num_retractions"] for response in responses) > 4
+    for response in responses:
+        report = compression(response)
+        assert response["meta_info"]["completion_tokens"] == 300
+        assert report["logical_length"] == 24 + 26 + 25 + 299
+        assert report["logical_length"] - report["physical_length"] == report["evicted_tokens"]
+        assert report["physical_length"] <= report["frozen_length"] + 64 + 32
     empty(client)
