@@ -9,10 +9,14 @@ from dataclasses import replace
 import pytest
 import requests
 
-from harness import Client, compression, greedy, prompt, served_logprobs, unused_architectures
+from harness import POOL, STRICT, Client, compression, greedy, prompt, served_logprobs, unused_architectures
 from oracle import TOLERANCE
+from sglang_triattn.calibration.transformers_engine import calibrate
+from sglang_triattn.stats.file import load_stats
 from vision import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
 from vision_families import VISION_FAMILIES, VisionModel, build_vision_model
+from warm import run_command
+from words import text
 
 ANSWER = 280
 
@@ -93,8 +97,8 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
     texts = [model.with_image(STEM, TAIL), model.with_image(STEM, TAIL), f"{STEM} {OTHER}"]
     pictures = [*images, None]
     ask(client, [STEM], [None], 1)
-    for text, image, response in zip(texts, pictures, ask(client, texts, pictures), strict=True):
-        ids, oracle = accounts.of_prompt(text, image)
+    for asked, image, response in zip(texts, pictures, ask(client, texts, pictures), strict=True):
+        ids, oracle = accounts.of_prompt(asked, image)
         report = compression(response)
         assert response["meta_info"]["prompt_tokens"] == len(ids)
         assert response["meta_info"]["cached_tokens"] == 24 - 24 % page_size
@@ -129,14 +133,14 @@ def test_only_text_prompts_are_compacted(serve_vision):
     assert compression(response)["rounds"] == rounds >= 9
     assert error < TOLERANCE
 
-    text = model.with_image(STEM, TAIL)
+    around = model.with_image(STEM, TAIL)
     whole = (24 + 26 + 30) // 16 * 16
     # Again after another image, whose prompt differs from the image's first token on.
     for seed, cached in ((3, 0), (4, 16), (3, whole - 16)):
         image = model.picture(seed)
-        ids, oracle = accounts.of_prompt(text, image)
+        ids, oracle = accounts.of_prompt(around, image)
         assert len(ids) == whole
-        (response,) = ask(client, [text], [image], 150, custom_params=COMPACT)
+        (response,) = ask(client, [around], [image], 150, custom_params=COMPACT)
         assert response["meta_info"]["cached_tokens"] == cached
         assert compression(response)["frozen_length"] == whole
         error, rounds = error_of(oracle, ids, whole, response)
@@ -215,3 +219,33 @@ def test_retracted_image_requests(serve_vision, page_size):
         assert report["logical_length"] - report["physical_length"] == report["evicted_tokens"]
         assert report["physical_length"] <= report["frozen_length"] + 64 + 32
     empty(client)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", "mistral-small-3"])
+def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_path, family):
+    """Prevents queries that are turned back by other positions or dims, and a vision encoder's among them."""
+    model = vision_model(family)
+    (tmp_path / "text.txt").write_text(text(1, 3000))
+    arguments = [
+        "calibrate",
+        "--engine",
+        "sglang",
+        "--model",
+        str(model.path),
+        "--out",
+        str(tmp_path / "s.safetensors"),
+    ]
+    arguments += ["--device", "cpu", "--data", str(tmp_path / "text.txt"), "--window", "512"]
+    env = {**STRICT, "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules)}
+    ended = run_command(forkserver, tmp_path, [*arguments, "--", "--max-total-tokens", str(POOL)], env)
+    assert ended.code == 0, ended.output[-3000:]
+    measured = load_stats(tmp_path / "s.safetensors")
+    expected = calibrate(str(model.path), str(tmp_path / "text.txt"), window=512, device="cpu", progress=False)
+    assert (measured.token_count, measured.fingerprint) == (expected.token_count, expected.fingerprint)
+    assert measured.fingerprint is not None
+    assert (measured.rope.style, measured.rope.rotary_dim) == (expected.rope.style, expected.rope.rotary_dim)
+    for name in ("mean", "abs_mean"):
+        one, other = getattr(measured, name), getattr(expected, name)
+        assert (one - other).norm() / other.norm() < 1e-2
+    rolled = expected.mean.roll(1, dims=1)
+    assert (measured.mean - rolled).norm() / rolled.norm() > 0.1, "the heads are all alike, so nothing was compared"
