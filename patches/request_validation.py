@@ -10,20 +10,25 @@ SGLang's chat and completion endpoints wait for the first chunk, so an error in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
-from sglang_triattn.request.options import KEY, read_request
+from sglang_triattn.patches.scheduler.request import kinds_of
+from sglang_triattn.request.options import KEY, read_request, with_media
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
     from fastapi import Response
     from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+# Fields of a request to /generate are named after what they hold.
+_MEDIA = ("image", "video", "audio")
 
 
 def main_hooks() -> list[Hook]:
@@ -48,25 +53,32 @@ def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerMan
     """Raises TriAttentionError, a ValueError: SGLang answers it with status 400, and `sglang.Engine` raises it."""
     config = config_of(manager.server_args)
     if config is not None:
-        _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width)
+        media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
+        _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width, media)
 
 
 async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.io_struct import has_valid_data
 
     config = config_of(http_server.get_global_state().tokenizer_manager.server_args)
     if config is not None:
+        several = isinstance(obj.sampling_params, list)
+        # Of several prompts, those with images are told apart later.
+        media = [] if several else [kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))]
         try:
-            for params in obj.sampling_params if isinstance(obj.sampling_params, list) else [obj.sampling_params]:
+            for params in obj.sampling_params if several else [obj.sampling_params]:
                 if isinstance(params, Mapping):
-                    _check(config, params.get("custom_params"), params.get("beam_width"))
+                    _check(config, params.get("custom_params"), params.get("beam_width"), media)
         except TriAttentionError as error:
             return http_server._create_error_response(error)
     return await original(obj, request)
 
 
-def _check(config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None) -> None:
-    asked = read_request(config, custom_params)
+def _check(
+    config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None, media: Collection[str]
+) -> None:
+    asked = with_media(read_request(config, custom_params), media)
     if asked.conversation is not None and (beam_width or 1) > 1:
         raise TriAttentionError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "

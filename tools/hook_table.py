@@ -49,6 +49,7 @@ WHY = {
     ("Scheduler process", "Scheduler._add_request_to_queue"): "holds to the pool a prompt that allows no rounds",
     ("Scheduler process", "Req._compute_max_prefix_len"): "leaves room beside the frozen prefix of a compacted prompt",
     ("Scheduler process", "ForwardBatch.init_new"): "gives tokens their logical positions",
+    ("Scheduler process", "ForwardBatch._compute_mrope_positions"): "the same on several axes (M-RoPE)",
     ("Scheduler process", "ModelRunner.sample"): "draws a seeded first token at its logical position",
     ("Scheduler process", "Req.init_next_round_input"): "lets a prefill continue on a row that rounds have shortened",
     ("Scheduler process", "ScheduleBatch.prepare_for_extend"): "keeps `orig_seq_lens` the logical lengths",

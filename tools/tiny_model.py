@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang_triattn.model.rope import Rope
 
 # Small, because a third of a decode step is spent on the logits of a vocabulary of 32,768. Not smaller: if a token
 # occurs twice, its values in the first layer are equal, and the last bits of sums decide which of them is larger.
@@ -56,9 +59,7 @@ def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABU
     """Writes the model and random statistics for it."""
     from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
 
-    from sglang_triattn.model.fingerprint import model_fingerprint
     from sglang_triattn.model.rope import rope_of_transformers
-    from sglang_triattn.stats.file import QueryStats, save_stats
 
     tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
     torch.manual_seed(0)
@@ -80,23 +81,33 @@ def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABU
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tiny.path)
-    turns = rope_of_transformers(model.model, config)
-    pairs = turns.inv_freq.numel()
-    mean = torch.randn(tiny.num_layers, tiny.num_q_heads, pairs, dtype=torch.complex64)
-    spread = torch.rand(tiny.num_layers, tiny.num_q_heads, pairs)
-    others = tiny.head_dim - turns.rotary_dim
+    save_random_stats(tiny, rope_of_transformers(model.model, config))
+    return tiny
+
+
+def save_random_stats(
+    tiny: TinyModel, rope: Rope, layers: tuple[int, ...] = (), rotates: tuple[bool, ...] = ()
+) -> None:
+    """Writes random statistics of a model, of all its layers and all turned by `rope` unless told otherwise."""
+    from sglang_triattn.model.fingerprint import model_fingerprint
+    from sglang_triattn.stats.file import QueryStats, save_stats
+
+    heads = len(layers) or tiny.num_layers, tiny.num_q_heads
+    mean = torch.randn(*heads, rope.inv_freq.numel(), dtype=torch.complex64)
+    spread = torch.rand(mean.shape)
     save_stats(
         QueryStats(
             mean=mean,
             abs_mean=mean.abs() + spread,
             num_kv_heads=tiny.num_kv_heads,
             head_dim=tiny.head_dim,
-            rope=turns,
+            rope=rope,
             fingerprint=model_fingerprint(str(tiny.path)),
             token_count=1,
             source="random",
-            unrotated_mean=torch.randn(tiny.num_layers, tiny.num_q_heads, others),
+            layers=layers,
+            rotates=rotates,
+            unrotated_mean=torch.randn(*heads, tiny.head_dim - rope.rotary_dim),
         ),
         tiny.stats,
     )
-    return tiny

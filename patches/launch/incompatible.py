@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.support import served_window
+from sglang_triattn.model.vision import is_covered
 from sglang_triattn.patches.launch.model_config import refused_model
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ SETTINGS = (
     Refusal("enable_return_indexer_topk", _set, _OWN_KV),
     Refusal("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
     Refusal("encoder_only", _set, "an encoder does not decode"),
+    Refusal("language_only", _set, "images that another server has encoded are not tested with rounds"),
     Refusal("use_ray", _set, _NO_PLUGIN),
     Refusal("smg_grpc_mode", _set, _NO_PLUGIN),
     Refusal("grpc_mode", _set, _NO_PLUGIN),
@@ -178,6 +180,7 @@ def unsupported(model: ModelConfig) -> str | None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch
 
+    covered = is_covered(model.hf_config.architectures)
     reasons = (
         (not model.is_generation, "it does not generate text"),
         (model.attention_arch == AttentionArch.MLA, "its attention is multi-head latent attention (MLA)"),
@@ -190,8 +193,11 @@ def unsupported(model: ModelConfig) -> str | None:
         (bool(model.attention_chunk_size), "its attention is local to chunks"),
         (model.is_local_attention_model, "its attention is local to chunks"),
         (model.is_encoder_decoder, "it is an encoder-decoder model"),
-        (model.is_multimodal, "it takes images or sound"),
-        (model.model_is_mrope, "its rotary embedding has several position axes"),
+        (
+            model.is_multimodal and not covered,
+            "it takes images or sound, and is none of the models whose images are covered",
+        ),
+        (model.model_is_mrope and not covered, "its rotary embedding has several position axes"),
         (
             model.use_ngram_embedding or model.use_engram,
             "its embeddings look up the tokens before by the length of the row, which a round changes",

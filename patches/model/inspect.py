@@ -99,13 +99,15 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
         TriAttentionError: for a kind of module for which this is not known to be right.
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
     from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
     scaling = 1.0
-    if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding):
+    # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
+    if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding, MRotaryEmbedding):
         frequencies = rotary._compute_inv_freq(rotary.base)
-    elif type(rotary) is YaRNScalingRotaryEmbedding:
+    elif type(rotary) is YaRNScalingRotaryEmbedding or type(rotary) is YaRNScalingMRotaryEmbedding:
         frequencies = rotary._compute_inv_freq(rotary.scaling_factor)
         scaling = float(rotary.mscale)
     elif type(rotary) is LinearScalingRotaryEmbedding and len(rotary.scaling_factors) == 1:

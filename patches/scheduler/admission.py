@@ -25,11 +25,12 @@ from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.request import (
     attach_options,
     frozen_of,
+    media_of,
     settings_in_use,
     settings_of,
     write_tree_rule,
 )
-from sglang_triattn.request.options import CompressionOptions, read_request
+from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Admission:
     def _attach_and_limit(self, original: Callable, scheduler: Scheduler, req: Req) -> None:
         """Reads a new request's settings, and lifts the cap that the size of the pool puts on its answer."""
         try:
-            options = read_request(self._config, req.sampling_params.custom_params)
+            options = with_media(read_request(self._config, req.sampling_params.custom_params), media_of(req))
         except TriAttentionError as error:
             req.set_finish_with_abort(str(error))
             options = CompressionOptions(None)

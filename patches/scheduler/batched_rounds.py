@@ -14,6 +14,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, needs_order
+from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Launch:
     Attributes:
         rounds: request and plan of each.
         slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
-        facts: [4, R] int64 on the rows' device: row, first private position, private length, next position.
+        facts: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
+            the next token.
     """
 
     kind: Kind
@@ -127,7 +129,7 @@ def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Ca
             [request.kv.req_pool_idx for request, _ in ordered],
             [plan.frozen for _, plan in ordered],
             [plan.private_length for _, plan in ordered],
-            [plan.next_position for _, plan in ordered],
+            [plan.next_position + rotary_shift_of(request) for request, plan in ordered],
         ],
         rows.device,
     )

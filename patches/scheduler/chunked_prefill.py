@@ -42,10 +42,16 @@ def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: 
     show_ids_behind(req)
 
 
-def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
-    """[batch] int64 on the batch's device: tokens evicted from each row; None if no row has lost any."""
+def evicted_on_host(batch: ScheduleBatch) -> list[int] | None:
+    """Tokens evicted from each row of the batch; None if no row has lost any."""
     evicted = [evicted_of(request) for request in batch.reqs]
-    if not any(evicted):
+    return evicted if any(evicted) else None
+
+
+def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
+    """`evicted_on_host` as [batch] int64 on the batch's device."""
+    evicted = evicted_on_host(batch)
+    if evicted is None:
         return None
     host = torch.tensor(evicted, dtype=torch.int64, pin_memory=batch.seq_lens.is_cuda)
     return host.to(batch.seq_lens.device, non_blocking=True)

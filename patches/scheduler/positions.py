@@ -8,6 +8,9 @@ the batch also carries `orig_seq_lens`, which nothing reads and which only ever 
 prefill the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer
 after this point, so captured graphs need no change.
 
+A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang takes from the same
+places, behind a prompt with images by adding a number of the request's own. Here they follow from logical lengths.
+
 With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
 decode, and the row's length after a prefill.
 """
@@ -21,7 +24,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.chunked_prefill import evicted_in
+from sglang_triattn.patches.scheduler.chunked_prefill import evicted_in, evicted_on_host
+from sglang_triattn.patches.scheduler.request import evicted_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -42,6 +46,12 @@ def hooks() -> list[Hook]:
     target = "sglang.srt.model_executor"
     return [
         Hook(f"{target}.forward_batch_info.ForwardBatch.init_new", "after", _use_logical_positions, PARAMETERS),
+        Hook(
+            f"{target}.forward_batch_info.ForwardBatch._compute_mrope_positions",
+            "around",
+            _use_logical_lengths,
+            "self model_runner batch",
+        ),
         Hook(f"{target}.model_runner.ModelRunner.sample", "around", _draw, "self logits_output forward_batch"),
     ]
 
@@ -60,9 +70,43 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
         evicted = evicted_in(batch)
         if evicted is not None:
             setattr(forward, _EVICTED, evicted)
+            _leave_out_computed_images(forward, batch)
             forward.positions = forward.positions + torch.repeat_interleave(
                 evicted, cast(torch.Tensor, forward.extend_seq_lens).long(), output_size=len(forward.positions)
             )
+
+
+def _use_logical_lengths(
+    original: Callable, forward: ForwardBatch, model_runner: ModelRunner, batch: ScheduleBatch
+) -> None:
+    """Computes `mrope_positions` as if no row had been shortened.
+
+    A difference added afterwards would not do: SGLang also looks up columns of a table of the request's positions,
+    which reaches past its prompt once it has been retracted.
+    """
+    evicted = evicted_on_host(batch)
+    if evicted is None:
+        original(forward, model_runner, batch)
+        return
+    shift = torch.zeros_like(cast(torch.Tensor, forward.seq_lens_cpu))
+    shift[: len(evicted)] = torch.tensor(evicted)
+    logical, places = copy.copy(forward), copy.copy(batch)
+    logical.seq_lens, logical.seq_lens_cpu = batch.orig_seq_lens, forward.seq_lens_cpu + shift
+    if forward.forward_mode.is_extend():
+        places.prefix_lens = [place + lost for place, lost in zip(batch.prefix_lens, evicted, strict=True)]
+    original(logical, model_runner, places)
+    forward.mrope_positions = logical.mrope_positions
+
+
+def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> None:
+    """Takes images away from the prefill of rows that have lost tokens, where SGLang would look for them by place.
+
+    They lie in the frozen prompt, which was complete before the first round.
+    """
+    if forward.mm_inputs is not None:
+        forward.mm_inputs = [
+            None if evicted_of(request) else media for request, media in zip(batch.reqs, forward.mm_inputs, strict=True)
+        ]
 
 
 def _draw(

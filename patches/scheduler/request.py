@@ -16,7 +16,7 @@ from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align, frozen_length
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req, ReqKvInfo
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
@@ -70,6 +70,27 @@ def end_of_chunk(request: Req) -> int:
 def evicted_of(request: Req) -> int:
     """Tokens evicted from the request's current row."""
     return owner_of(request).evicted_tokens
+
+
+def media_of(request: Req) -> set[str]:
+    """Kinds of what a request's prompt has besides text, as `sglang_triattn.request.options.with_media` names them."""
+    media = request.multimodal_inputs
+    return set() if media is None else kinds_of(media.mm_items)
+
+
+def kinds_of(items: Sequence[MultimodalDataItem]) -> set[str]:
+    """Kinds of `items`."""
+    return {item.modality.name.lower() for item in items}
+
+
+def rotary_shift_of(request: Req) -> int:
+    """How much the rotary position of a generated token exceeds the number of tokens before it.
+
+    With several position axes, an image takes fewer positions than tokens, so the shift is negative. SGLang keeps it on
+    the host, where each of its decode steps reads it too.
+    """
+    media = request.multimodal_inputs
+    return 0 if media is None or media.mrope_position_delta is None else int(media.mrope_position_delta.item())
 
 
 def tokens_tell_all(request: Req) -> bool:

@@ -23,6 +23,7 @@ from sglang_triattn.calibration.resume import Progress, load_progress, remove_pr
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
+from sglang_triattn.model.vision import is_covered
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import attention_for, watching_queries
 
@@ -84,9 +85,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     """
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     _check_config(config)
-    attention = attention_for(config)
-    model = loaded(transformers.AutoModelForCausalLM, model_path, dtype=dtype, attn_implementation=attention).eval()
-    body = model.base_model.to(device)  # without the vocabulary projection, whose logits would dwarf the rest
+    body = _load_body(model_path, dtype, attention_for(config)).to(device)
     try:
         rope = rope_of_transformers(body, config)
     except RopeError as error:
@@ -129,6 +128,15 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         rotates=rotates,
         unrotated_mean=unrotated,
     )
+
+
+def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
+    """The decoder layers, without the vocabulary projection, whose logits would dwarf the rest, and without a vision
+    encoder."""
+    images = is_covered(loaded(transformers.AutoConfig, model_path).architectures)
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    base = loaded(kind, model_path, dtype=dtype, attn_implementation=attention).eval().base_model
+    return base.language_model if images else base
 
 
 def _check_config(config) -> None:

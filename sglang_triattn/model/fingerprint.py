@@ -23,6 +23,7 @@ ARCHITECTURE_FIELDS = (
 )
 DIGITS = 32
 _FINAL_NORM = re.compile(r"(?:[a-z_]+\.)*(?:norm|final_norm|final_layernorm|ln_f)\.weight")
+_ENCODER = re.compile(r"(?:model\.)?(?:visual|vision_[a-z]+|multi_modal_[a-z]+)\.")
 _QUERY_VECTOR = re.compile(
     r"(?:[a-z_]+\.)*(?:layers|h|blocks)\.0\.(?:self_attn|attn|attention|self_attention)\."
     r"(?:[qk]_norm\.weight|[qk]_layernorm\.weight|[qk]_proj\.bias)"
@@ -62,7 +63,9 @@ def canonical_config(config: dict) -> str:
     Args:
         config: content of config.json.
     """
-    config = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
+    # Older files of vision-language models have no text_config, whose model_type is one of its own.
+    whole = {name: config.get(name) for name in ("architectures", "model_type")}
+    config = {**config, **(config.get("text_config") or {}), **whole}
     fields = {name: config.get(name) for name in ARCHITECTURE_FIELDS}
     heads = fields["num_attention_heads"]
     if fields["num_key_value_heads"] is None:
@@ -81,6 +84,9 @@ def _canonical_rope(config: dict) -> dict:
         "partial_rotary_factor": config.get("partial_rotary_factor") or 1.0,
     }
     rope = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    if rope["rope_type"] == "mrope":
+        # An older name of the default with a mrope_section.
+        rope["rope_type"] = "default"
     # 10000 and 10000.0 are the same base.
     return {name: float(value) if type(value) is int else value for name, value in rope.items()}
 
@@ -112,11 +118,13 @@ def _vectors(folder: Path) -> dict[str, bytes]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    if not (_FINAL_NORM.fullmatch(name) or _QUERY_VECTOR.fullmatch(name)):
+                    # Vision-language models hold their language model under several names.
+                    plain = name.replace("language_model.", "")
+                    if _ENCODER.match(name) or not (_FINAL_NORM.fullmatch(plain) or _QUERY_VECTOR.fullmatch(plain)):
                         continue
                     tensor = file.get_tensor(name)
                     if tensor.ndim == 1 and tensor.is_floating_point() and tensor.any():
-                        vectors[name] = tensor.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+                        vectors[plain] = tensor.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
         except (OSError, SafetensorError):
             continue
     return vectors

@@ -182,7 +182,7 @@ def _parameters(
 ) -> tuple[int | None, int | None]:
     """`matrices` and `others` of ModelSizes."""
     model_type = config.get("model_type")
-    if model_type not in _LLAMA_LIKE:
+    if model_type not in _LLAMA_LIKE or config.get("vision_config"):
         return None, None
     inner, vocabulary = _count(config, name, "intermediate_size"), _count(config, name, "vocab_size")
     projected = (q_heads + 2 * kv_heads) * head_dim

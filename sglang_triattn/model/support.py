@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sglang_triattn.model.vision import is_covered, takes_other_media
+
 Config = Mapping[str, Any]
 
 _STATE_SPACE = (
@@ -106,7 +108,7 @@ def _by_attention(config: Config) -> str | None:
     state_space |= "lightning-attn" in (config.get("mixer_types") or ())
     reasons = (
         (config.get("is_encoder_decoder"), "it is an encoder-decoder model"),
-        (any(config.get(f"{kind}_config") for kind in ("vision", "audio")), "it takes images or sound"),
+        (takes_other_media(config), "it takes images or sound, and is none of the models whose images are covered"),
         (config.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
         (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
         ("sliding_attention" in kinds, "some of its layers attend to a sliding window"),
@@ -148,14 +150,15 @@ def _by_position(config: Config) -> str | None:
     by_kind = _architecture(config) in _WINDOWS_BESIDE_OTHERS
     unlike = not by_kind and any(isinstance(value, Mapping) for value in rope.values())
     unlike |= len(set(config.get("layer_rope_theta") or ())) > 1
+    axes = ("mrope_section" in rope or kind == "mrope") and not is_covered(config.get("architectures"))
     reasons = (
         (config.get("alibi") or config.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
         (embedding in ("absolute", "learned_absolute", "nope", "none"), _NO_ROPE),
         (config.get("attn_use_rope") is False, _NO_ROPE),
         (unlike, "its layers rotate in different ways"),
-        ("mrope_section" in rope or kind == "mrope", "its rotary embedding has several position axes"),
+        (axes, "its rotary embedding has several position axes"),
         (
-            kind not in ("default", "linear", "llama3", "yarn") or rope.get("use_fope"),
+            kind not in ("default", "linear", "llama3", "yarn", "mrope") or rope.get("use_fope"),
             f"its rotary embedding is of the kind {'fope' if rope.get('use_fope') else kind}, which cannot be scored "
             "yet",
         ),

@@ -5,9 +5,8 @@ The server's flags are the defaults and, for lengths, the upper limits: the oper
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_triattn.config import PROMPTS, Config
@@ -75,10 +74,33 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
     pressure = config.pressure_budget
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
-    settings = dataclasses.replace(
-        config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure
-    )
+    settings = replace(config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure)
     return CompressionOptions(settings, conversation, release)
+
+
+def with_media(options: CompressionOptions, kinds: Collection[str]) -> CompressionOptions:
+    """The options of a request that has images or the like: its prompt is frozen, whatever they say.
+
+    Args:
+        kinds: what it has, in lower case: image, video, audio.
+
+    Raises:
+        TriAttentionError: compression does not cover them, or not together with a conversation.
+    """
+    if not kinds or options.settings is None:
+        return options
+    others = sorted(set(kinds) - {"image"})
+    if others:
+        raise TriAttentionError(
+            f"The prompt has {others[0]}, but of what is not text compression covers images alone: leave it out, or "
+            f"set custom_params.{KEY}.enabled to false."
+        )
+    if options.conversation is not None:
+        raise TriAttentionError(
+            f"custom_params.{KEY}.conversation does not work with images, which are found by their places in a whole "
+            "prompt, and a resumed row is not one: leave one of the two out."
+        )
+    return replace(options, settings=replace(options.settings, prompt="frozen"))
 
 
 def _switch(asked: Mapping[str, Any], name: str, default: bool) -> bool:

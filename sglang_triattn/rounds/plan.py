@@ -26,7 +26,8 @@ class Plan:
         frozen: first private position of the row, a multiple of the page size.
         old_length: physical length before the round.
         new_length: physical length after it.
-        next_position: logical length, i.e. the RoPE position of the request's next token.
+        next_position: logical length, i.e. how many tokens stand before the request's next one. It is that token's RoPE
+            position, except behind images with several position axes.
         freed_slots: slots returned to the allocator, whole pages at page sizes above 1.
     """
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from families import FAMILIES, WINDOW, build_family, with_random_stats
+from families import FAMILIES, WINDOW, build_family
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs, unused_architectures
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
 from storm import FLAGS, RETRACTING, retractions, storm
+from tiny_model import save_random_stats
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
@@ -42,15 +43,15 @@ def rope_of(model: torch.nn.Module, family: str) -> Rope:
 
 def prepared(folder, family):
     """The model with statistics, and the account of it."""
-    plain = build_nemotron_nas(folder) if family == "nemotron-nas" else build_family(folder, family)
-    model = plain.load()
+    tiny = build_nemotron_nas(folder) if family == "nemotron-nas" else build_family(folder, family)
+    model = tiny.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
     if family == "nemotron-nas":
         layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
     rope = rope_of(model, family)
     rotates = tuple(number not in WITHOUT_ROPE.get(family, ()) for number in layers)
-    tiny = with_random_stats(plain, rope, layers, rotates)
+    save_random_stats(tiny, rope, layers, rotates)
     stats = load_file(tiny.stats)
     account = Oracle(
         model=model,

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from sglang_triattn.model.fingerprint import model_fingerprint
-from sglang_triattn.model.rope import Rope
-from sglang_triattn.stats.file import QueryStats, save_stats
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -211,7 +208,7 @@ def config_of(family: str) -> transformers.PreTrainedConfig:
 
 
 def build_family(folder: Path, family: str) -> TinyModel:
-    """Writes the model. It has no statistics."""
+    """Writes the model. Nothing has written its statistics yet."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
     with torch.no_grad():
@@ -229,27 +226,4 @@ def build_family(folder: Path, family: str) -> TinyModel:
     file = folder / family / "config.json"
     fields = {**json.loads(file.read_text()), **FAMILIES[family].written}
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-    return TinyModel(folder / family, folder / "none", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
-
-
-def with_random_stats(model: TinyModel, rope: Rope, layers: tuple[int, ...], rotates: tuple[bool, ...]) -> TinyModel:
-    """The model with random statistics of `layers`, whose queries turn by `rope` if they do."""
-    generator = torch.Generator().manual_seed(0)
-    size = (len(layers), model.num_q_heads, rope.inv_freq.numel())
-    mean = torch.randn(size, dtype=torch.complex64, generator=generator)
-    stats = QueryStats(
-        mean=mean,
-        abs_mean=mean.abs() + torch.rand(size, generator=generator),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        rope=rope,
-        fingerprint=model_fingerprint(str(model.path)),
-        token_count=1,
-        source="random",
-        layers=layers,
-        rotates=rotates,
-        unrotated_mean=torch.randn(*size[:2], model.head_dim - rope.rotary_dim, generator=generator),
-    )
-    path = model.path.with_suffix(".safetensors")
-    save_stats(stats, path)
-    return replace(model, stats=path)
+    return TinyModel(folder / family, folder / f"{family}.safetensors", LAYERS, HEADS, KV_HEADS, HEAD_DIM)

@@ -42,7 +42,7 @@ class NemotronNas(TinyModel):
 
 
 def build_nemotron_nas(folder: Path) -> NemotronNas:
-    """Writes the model. It has no statistics, and needs --trust-remote-code."""
+    """Writes the model, which needs --trust-remote-code. Nothing has written its statistics yet."""
     torch.manual_seed(0)
     config = LlamaConfig(**COMMON, rope_parameters=PLAIN_ROPE)
     model = LlamaForCausalLM(config)
@@ -72,4 +72,4 @@ def build_nemotron_nas(folder: Path) -> NemotronNas:
     }
     (path / "config.json").write_text(json.dumps(fields))
     (path / "configuration_decilm.py").write_text(CODE)
-    return NemotronNas(path, folder / "none", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
+    return NemotronNas(path, folder / "nemotron-nas.safetensors", LAYERS, HEADS, KV_HEADS, HEAD_DIM)

@@ -8,7 +8,7 @@ from the one that serves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -159,19 +159,27 @@ class Oracle:
 
         hooks = [
             layer.self_attn.register_forward_pre_hook(mask_of(number), with_kwargs=True)
-            for number, layer in enumerate(self.model.model.layers)
+            for number, layer in enumerate(self._layers())
         ]
         try:
             output = self.model(
-                input_ids=torch.tensor([ids]),
-                position_ids=torch.arange(start, total)[None],
-                past_key_values=cache,
-                use_cache=True,
+                input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, **self._places(start, total)
             )
         finally:
             for hook in hooks:
                 hook.remove()
         return output.logits[0].float()
+
+    def _layers(self) -> Iterable[torch.nn.Module]:
+        return self.model.model.layers
+
+    def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
+        """What the model is told of the tokens from `start` to `total` besides their ids."""
+        return {"position_ids": torch.arange(start, total)[None]}
+
+    def _turn(self, place):
+        """By how much a token of the private part is turned, given how many stand before it."""
+        return place
 
     def _kept(
         self, cache: DynamicCache, visible: torch.Tensor, frozen: int, next_position: int, keep: int
@@ -190,7 +198,7 @@ class Oracle:
                 place = places[layer][head // group]
                 candidates = frozen + place[: len(place) - self.recent]
                 keys = cache.layers[self.scored[layer]].keys[0, head // group, candidates].double()
-                score = self._score(keys, candidates, layer, head, next_position)
+                score = self._score(keys, self._turn(candidates), layer, head, self._turn(next_position))
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
         z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
         importance = {

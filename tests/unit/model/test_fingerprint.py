@@ -158,6 +158,23 @@ def test_old_and_new_spellings_agree(old, new):
     assert canonical_config(base | old) == canonical_config(base | new)
 
 
+def test_vision_language_models_in_old_and_new_files(model):
+    """Prevents a copy in another layout from being refused, and a vision encoder's norms from counting."""
+    rope = {"mrope_section": [2, 1, 1]}
+    flat = CONFIG | {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {
+        "model_type": "qwen2_5_vl_text"
+    }
+    nested = {name: flat[name] for name in ("architectures", "model_type")}
+    nested["text_config"] = text | {"rope_scaling": rope | {"rope_type": "default"}}
+    old = model("old", config=flat | {"rope_scaling": rope | {"type": "mrope"}})
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in weights().items()}
+    new = model("new", config=nested, tensors=renamed | {"model.visual.merger.norm.weight": torch.ones(64)})
+    assert model_fingerprint(new) == model_fingerprint(old)
+    renamed["model.language_model.norm.weight"][3] *= 1.02
+    assert model_fingerprint(model("tuned", config=nested, tensors=renamed)) != model_fingerprint(old)
+
+
 def test_without_weights_the_configuration_counts(model, tmp_path):
     """Prevents a crash if weights are damaged or in another format."""
     bare = tmp_path / "bare"

@@ -51,7 +51,10 @@ REFUSED = [
     ("MiniCPMSALAForCausalLM", {"mixer_types": ["minicpm4", "lightning-attn"]}, "linear-attention"),
     ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"], "sparse_config": {"topk": 64}}, "selected blocks"),
     ("LongcatFlashForCausalLM", {"ngram_vocab_size_ratio": 4}, "the length of the row"),
-    ("Qwen2_5_VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("Gemma3ForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("InternVLChatModel", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("Llama4ForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("Qwen3OmniMoeForConditionalGeneration", {"thinker_config": {"audio_config": {"x": 1}}}, "images or sound"),
     ("GPT2LMHeadModel", {}, "no rotary embedding"),
     ("GraniteMoeForCausalLM", {"position_embedding_type": "nope"}, "no rotary embedding"),
     ("BaichuanForCausalLM", {"hidden_size": 5120}, "ALiBi"),
@@ -87,6 +90,18 @@ ACCEPTED_FIELDS = [
     ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
     ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}),
     ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 1], "no_rope_layer_interval": 4}),
+    (
+        "Qwen2_5_VLForConditionalGeneration",
+        {"vision_config": {"depth": 2}, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+    ),
+    (
+        "Qwen3VLForConditionalGeneration",
+        {
+            "vision_config": {"depth": 2},
+            "text_config": {"rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
+        },
+    ),
+    ("Mistral3ForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"sliding_window": None}}),
 ]
 
 

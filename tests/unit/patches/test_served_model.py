@@ -72,6 +72,18 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
         assert rope.attention_scaling > 1.1
 
 
+@pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN], ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_several_position_axes(scaling, interleaved):
+    """Prevents refusing M-RoPE, or scoring text tokens as if the axes changed how they turn."""
+    axes = rotary({**scaling, "mrope_section": [4, 6, 6], "mrope_interleaved": interleaved})
+    plain = rotary(None if scaling["rope_type"] == "default" else scaling)
+    assert type(axes) is not type(plain)
+    found, expected = read_rope(axes), read_rope(plain)
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert (found.attention_scaling, found.style) == (expected.attention_scaling, expected.style)
+
+
 @pytest.mark.parametrize("neox", [True, False])
 def test_partial_rotary(neox):
     """Prevents scoring dims that carry no position as if they rotated."""

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.request.options import CompressionOptions, read_request
+from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 
 CONFIG = Config("s", budget=256, interval=64, recent=32)
 
@@ -80,3 +80,27 @@ def test_requests_keep_at_least_the_window():
     for field, words in (({"budget": 500}, "budget is 500"), ({"recent": 511}, "recent is 511")):
         with pytest.raises(TriAttentionError, match=f"{words}, but it must be a whole number of tokens from 512"):
             read_request(server, {"triattention": field})
+
+
+def test_images_freeze_a_prompt():
+    """Prevents image tokens from being evicted because a flag or a client has prompts compacted."""
+    compacting = read_request(CONFIG, {"triattention": {"prompt": "compact"}})
+    assert with_media(compacting, ["image"]) == CompressionOptions(CONFIG)
+    assert with_media(compacting, []) is compacting
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds", "words"),
+    [
+        ({}, ["image", "video"], "The prompt has video"),
+        ({}, ["audio"], "The prompt has audio"),
+        ({"conversation": "c"}, ["image"], "conversation does not work with images"),
+    ],
+)
+def test_media_that_are_not_covered(asked, kinds, words):
+    """Prevents rounds on rows whose frozen part is not known, but not uncompressed requests with the same media."""
+    with pytest.raises(TriAttentionError, match=words) as caught:
+        with_media(read_request(CONFIG, {"triattention": asked}), kinds)
+    assert str(caught.value).endswith(".")
+    declined = read_request(CONFIG, {"triattention": {"enabled": False}})
+    assert with_media(declined, kinds) is declined

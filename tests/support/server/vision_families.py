@@ -1,0 +1,233 @@
+"""Random models that take images, each with its processor."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+
+from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE
+from tiny_model import VOCABULARY, TinyModel, save_random_stats
+from words import word_tokenizer
+
+QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+GLM_WORDS = (
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
+)
+PIXTRAL_WORDS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+ENCODER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128}
+ENCODER["initializer_range"] = 0.12
+TEXT = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """
+    Attributes:
+        name: that of its classes in transformers, without their endings.
+        module: SGLang's module of the model.
+        words: what its tokenizer has besides words, from id VOCABULARY on.
+        around: what stands for an image in a text.
+        text, vision: what differs in its text and vision configurations.
+        whole: further fields.
+        processor: name of its processor's class.
+        image_processor: the same of its image processor.
+        video_processor: the same of its video processor, if it has one.
+        image_settings, processor_settings: what differs in their configurations.
+        pixels: width and height of the tests' images.
+        modules: further modules of SGLang that it needs.
+        interleaved: whether neighbouring dims of a head turn together.
+    """
+
+    name: str
+    module: str
+    words: tuple[str, ...]
+    around: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    whole: dict[str, Any]
+    processor: str
+    image_processor: str
+    video_processor: str | None = None
+    image_settings: dict[str, Any] = field(default_factory=dict)
+    processor_settings: dict[str, Any] = field(default_factory=dict)
+    pixels: tuple[int, int] = (168, 112)
+    modules: tuple[str, ...] = ()
+    interleaved: bool = False
+
+
+def _ids(words: tuple[str, ...], **named: str) -> dict[str, int]:
+    return {name: VOCABULARY + words.index(word) for name, word in named.items()}
+
+
+def _axes(*section: int, **more: Any) -> dict[str, Any]:
+    return {**PLAIN_ROPE, "mrope_section": list(section), **more}
+
+
+QWEN_IDS = _ids(
+    QWEN_WORDS,
+    vision_start_token_id="<|vision_start|>",
+    vision_end_token_id="<|vision_end|>",
+    image_token_id="<|image_pad|>",
+    video_token_id="<|video_pad|>",
+)
+GLM_IDS = _ids(
+    GLM_WORDS,
+    image_start_token_id="<|begin_of_image|>",
+    image_end_token_id="<|end_of_image|>",
+    image_token_id="<|image|>",
+    video_token_id="<|video|>",
+    video_start_token_id="<|begin_of_video|>",
+    video_end_token_id="<|end_of_video|>",
+)
+QWEN = {
+    "words": QWEN_WORDS,
+    "around": "<|vision_start|><|image_pad|><|vision_end|>",
+    "whole": QWEN_IDS,
+    "image_processor": "Qwen2VLImageProcessor",
+}
+GLM = {
+    "words": GLM_WORDS,
+    "around": "<|begin_of_image|><|image|><|end_of_image|>",
+    "vision": {**ENCODER, "patch_size": 14, "image_size": 112},
+    "whole": GLM_IDS,
+    "processor": "Glm4vProcessor",
+    "image_processor": "Glm4vImageProcessor",
+    "video_processor": "Glm4vVideoProcessor",
+    "image_settings": {"size": {"shortest_edge": 12544, "longest_edge": 1254400}},
+}
+VISION_FAMILIES = {
+    "qwen2.5-vl": VisionFamily(
+        "Qwen2_5_VL",
+        "qwen2_5_vl",
+        text={"rope_parameters": _axes(4, 6, 6)},
+        vision={**ENCODER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+        processor="Qwen2_5_VLProcessor",
+        video_processor="Qwen2VLVideoProcessor",
+        modules=("qwen2",),
+        **QWEN,
+    ),
+    "qwen3-vl": VisionFamily(
+        "Qwen3VL",
+        "qwen3_vl",
+        text={"rope_parameters": _axes(6, 5, 5, mrope_interleaved=True)},
+        vision={**ENCODER, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        processor="Qwen3VLProcessor",
+        video_processor="Qwen3VLVideoProcessor",
+        image_settings={"patch_size": 16},
+        pixels=(192, 128),
+        modules=("qwen3",),
+        **QWEN,
+    ),
+    "glm-4.1v": VisionFamily(
+        "Glm4v",
+        "glm4v",
+        text={"rope_parameters": _axes(2, 3, 3, partial_rotary_factor=0.5)},
+        modules=("glm4",),
+        interleaved=True,
+        **GLM,
+    ),
+    "glm-4.5v": VisionFamily(
+        "Glm4vMoe",
+        "glm4v_moe",
+        text={
+            **{
+                name: value
+                for name, value in FAMILIES["glm-4.5"].settings.items()
+                if name not in ("num_mtp_layers", "use_qk_norm")
+            },
+            "rope_parameters": _axes(2, 3, 3, partial_rotary_factor=0.5),
+        },
+        modules=("glm4v", "glm4_moe"),
+        **GLM,
+    ),
+    "mistral-small-3": VisionFamily(
+        "Mistral3",
+        "mistral",
+        words=PIXTRAL_WORDS,
+        around="[IMG]",
+        text={"model_type": "mistral", "rope_parameters": PLAIN_ROPE, "sliding_window": None},
+        vision={
+            **{"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "head_dim": 32, "image_size": 336, "patch_size": 14},
+            # SGLang computes this one, which published models name, whatever the file says.
+            **{"hidden_act": "silu", "initializer_range": 0.12},
+        },
+        whole=_ids(PIXTRAL_WORDS, image_token_index="[IMG]"),
+        processor="PixtralProcessor",
+        image_processor="PixtralImageProcessor",
+        image_settings={"patch_size": 14, "size": {"longest_edge": 336}},
+        processor_settings={"patch_size": 14, "spatial_merge_size": 2},
+        modules=("llava", "llama", "pixtral"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class VisionModel(TinyModel):
+    """A tiny model that takes images; `family` names it in VISION_FAMILIES."""
+
+    family: str = ""
+
+    def load(self) -> Any:
+        kind = transformers.AutoModelForImageTextToText
+        return kind.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def processor(self) -> Any:
+        return transformers.AutoProcessor.from_pretrained(self.path)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """SGLang's modules that serve it."""
+        found = VISION_FAMILIES[self.family]
+        return found.module, *found.modules
+
+    def with_image(self, before: str, after: str) -> str:
+        """A text with one image in it."""
+        return f"{before} {VISION_FAMILIES[self.family].around} {after}"
+
+    def picture(self, seed: int) -> Image.Image:
+        """A random image."""
+        width, height = VISION_FAMILIES[self.family].pixels
+        generator = torch.Generator().manual_seed(seed)
+        pixels = torch.randint(256, (height, width, 3), generator=generator, dtype=torch.uint8)
+        return Image.fromarray(pixels.numpy())
+
+
+def build_vision_model(folder: Path, family: str) -> VisionModel:
+    """Writes the model, its processor, and random statistics for it."""
+    from sglang_triattn.model.rope import rope_of_transformers
+
+    found = VISION_FAMILIES[family]
+    path = folder / family
+    stats = folder / f"{family}.safetensors"
+    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, HEAD_DIM, found.interleaved, family)
+    torch.manual_seed(0)
+    # Configurations complete the dicts that they are given.
+    text = copy.deepcopy({**TEXT, "vocab_size": VOCABULARY + 16, **found.text})
+    config = getattr(transformers, f"{found.name}Config")(
+        text_config=text, vision_config=copy.deepcopy(found.vision), tie_word_embeddings=False, **found.whole
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms and biases are all equal in a new model, and would hide that they are not applied.
+            if parameter.ndim == 1 or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in found.words])
+    parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}
+    if found.video_processor:
+        parts["video_processor"] = getattr(transformers, found.video_processor)()
+    processor = getattr(transformers, found.processor)
+    processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
+    save_random_stats(tiny, rope_of_transformers(model.model.language_model, config.text_config))
+    return tiny
