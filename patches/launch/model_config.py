@@ -6,17 +6,12 @@ If the file is not on this machine yet, the checks run once SGLang has fetched i
 from __future__ import annotations
 
 import json
-import re
 import sys
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
-from sglang_triattn.model.support import unsupported
-
-_ENTRY = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
+from sglang_triattn.model.native import native_architectures
+from sglang_triattn.model.support import refused_model, unsupported
 
 
 def check_model_file(settings: Any) -> None:
@@ -40,34 +35,9 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     config = _read_config(settings)
     if config is None:
         return None
-    reason = unsupported(config)
-    if reason is None and not _served_by_sglang(config):
-        reason = (
-            "SGLang has no implementation of its own for it, and that of transformers does not show its rotary "
-            "embedding"
-        )
+    reason = unsupported(config, native=_served_by_sglang(config))
     architectures = ", ".join(config.get("architectures") or ["unknown"])
     return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
-
-
-def refused_model(name: str, reason: str) -> TriAttentionError:
-    return TriAttentionError(
-        f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
-        "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
-    )
-
-
-@cache
-def native_architectures() -> frozenset[str]:
-    """The architectures that SGLang implements, read from its files: importing all of them takes many seconds."""
-    import sglang.srt
-
-    (root,) = sglang.srt.__path__
-    names: set[str] = set()
-    for file in (Path(root) / "models").glob("*.py"):
-        for entry in _ENTRY.findall(file.read_text(encoding="utf-8")):
-            names.update(re.findall(r"\w+", entry))
-    return frozenset(names)
 
 
 def _read_config(settings: Any) -> dict[str, Any] | None:

@@ -7,21 +7,33 @@ from SGLang 0.5.23, sglang/srt/models.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-Config = Mapping[str, Any]
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fields import Fields, architecture, text_fields
+from sglang_triattn.model.kinds import (
+    CHUNK,
+    FULL,
+    KINDS,
+    LINEAR,
+    NONE,
+    WINDOW,
+    WINDOW_POOLS,
+    layer_kinds,
+    rotated_layers,
+)
 
 _STATE_SPACE = (
     *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
     *("hybrid_override_pattern", "layers_block_type", "attn_type_list", "mamba2_"),
 )
-_FULL = ("full_attention", "attention")
 
-# SGLang serves these with full attention in every layer, whatever window the file names.
-_WINDOW_NOT_SERVED = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "PhiMoEForCausalLM"),
-    "Ministral3ForCausalLM",
-    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM"),
+# SGLang computes an image prompt of these causally, as one run of tokens in the request's own row.
+_IMAGES_IN_PROMPT = (
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
 )
 
 _LOOPS = "it runs its layers several times, with KV of its own each time"
@@ -30,12 +42,12 @@ _NO_ROPE = "its attention has no rotary embedding"
 _OTHER_DIMS = "it rotates other dims of a head than the leading ones"
 
 
-def _always(_: Config) -> bool:
+def _always(_: Fields) -> bool:
     return True
 
 
 # Reasons that no general field shows. Each condition takes the file's content.
-_ARCHITECTURES: dict[str, tuple[Callable[[Config], Any], str]] = {
+_ARCHITECTURES: dict[str, tuple[Callable[[Fields], Any], str]] = {
     **dict.fromkeys(
         ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
         (lambda config: config.get("use_qk_norm"), "it normalises queries and keys after their rotation"),
@@ -55,85 +67,158 @@ _ARCHITECTURES: dict[str, tuple[Callable[[Config], Any], str]] = {
 }
 
 
-def unsupported(config: Config) -> str | None:
+@dataclass(frozen=True)
+class Facts:
+    """What the reasons of NOT_YET are judged by.
+
+    Attributes:
+        kinds: the kind of each layer; empty if the file does not say how many there are.
+        rotated: for each layer, whether RoPE turns its queries and keys.
+        native: SGLang has an implementation of its own.
+    """
+
+    fields: Fields
+    kinds: list[str]
+    rotated: list[bool]
+    native: bool
+
+    @property
+    def window_pool(self) -> bool:
+        return architecture(self.fields) in WINDOW_POOLS or bool(self.fields.get("is_hybrid_swa"))
+
+
+NOT_YET: dict[str, tuple[Callable[[Facts], Any], str]] = {
+    "images": (lambda facts: _takes_media(facts.fields), "it takes images or sound"),
+    "window-pool": (
+        lambda facts: WINDOW in facts.kinds and facts.window_pool,
+        "some of its layers attend to a sliding window, and have a KV pool of their own",
+    ),
+    "windows": (
+        lambda facts: WINDOW in facts.kinds and not facts.window_pool,
+        "some of its layers attend to a sliding window",
+    ),
+    "unrotated": (
+        lambda facts: any(kind == FULL and not turns for kind, turns in zip(facts.kinds, facts.rotated, strict=True)),
+        "some of its layers have no rotary embedding",
+    ),
+    "gaps": (lambda facts: NONE in facts.kinds, "some of its layers have no attention"),
+    "fallback": (
+        lambda facts: not facts.native,
+        "SGLang has no implementation of its own for it, and that of transformers does not show its rotary embedding",
+    ),
+}
+"""What compression does not cover yet, by feature: what it applies to, and the reason. One entry for each."""
+
+
+def unsupported(config: Fields, *, native: bool = True) -> str | None:
     """Why compression does not cover a model, to complete "because ...", or None if its config.json shows no reason.
 
     Args:
         config: content of the file; fields in `text_config` take precedence over those beside it.
+        native: SGLang has an implementation of its own for the model.
+
+    Raises:
+        TriAttentionError: a field has a type that it cannot have.
     """
-    merged = {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
-    return _by_architecture(merged) or _by_attention(merged) or _by_position(merged)
+    fields = text_fields(config)
+    try:
+        kinds = layer_kinds(fields)
+    except TriAttentionError:
+        kinds = []
+    facts = Facts(fields, kinds, rotated_layers(fields, kinds), native)
+    return (
+        _by_architecture(fields)
+        or _by_attention(fields, kinds)
+        or _by_position(fields, kinds)
+        or _first(tuple((applies(facts), reason) for applies, reason in NOT_YET.values()))
+    )
 
 
-def _architecture(config: Config) -> str:
-    return (config.get("architectures") or [""])[0]
+def refused_model(name: str, reason: str) -> TriAttentionError:
+    return TriAttentionError(
+        f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
+        "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
+    )
 
 
-def _by_architecture(config: Config) -> str | None:
-    found = _ARCHITECTURES.get(_architecture(config))
-    return found[1] if found is not None and found[0](config) else None
+def scores_unrotated() -> bool:
+    """Whether dims that RoPE does not turn are scored too."""
+    return "unrotated" not in NOT_YET
 
 
-def _by_attention(config: Config) -> str | None:
-    kinds = {kind for kind in config.get("layer_types") or () if kind not in _FULL}
-    window = None
-    # Qwen configs give a window that is unused unless a switch turns it on.
-    switch = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
-    if _architecture(config) in _WINDOW_NOT_SERVED:
-        kinds.discard("sliding_attention")
-    elif switch and not config.get("layer_types"):
-        window = config.get("sliding_window")
-    state_space = any(key.startswith(_STATE_SPACE) and value for key, value in config.items())
-    state_space &= bool(kinds) or not config.get("layer_types")
-    state_space |= any(word in str(config.get("model_type")) for word in ("mamba", "rwkv"))
-    state_space |= "lightning-attn" in (config.get("mixer_types") or ())
+def _takes_media(fields: Fields) -> bool:
+    return any(fields.get(f"{kind}_config") for kind in ("vision", "audio", "sound", "thinker"))
+
+
+def _by_architecture(fields: Fields) -> str | None:
+    found = _ARCHITECTURES.get(architecture(fields))
+    return found[1] if found is not None and found[0](fields) else None
+
+
+def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
+    others = [kind for kind in kinds if kind not in KINDS]
+    state_space = any(key.startswith(_STATE_SPACE) and value for key, value in fields.items())
+    state_space &= not fields.get("layer_types") or set(kinds) > {FULL}
+    state_space |= LINEAR in kinds or any(word in str(fields.get("model_type")) for word in ("mamba", "rwkv"))
+    media = _takes_media(fields) and architecture(fields) not in _IMAGES_IN_PROMPT
+    window = fields.get("sliding_window")
+    groups = {
+        str((block.get("attention") or {}).get("n_heads_in_group"))
+        for block, kind in zip(fields.get("block_configs") or (), kinds, strict=False)
+        if kind == FULL
+    }
     reasons = (
-        (config.get("is_encoder_decoder"), "it is an encoder-decoder model"),
-        (any(config.get(f"{kind}_config") for kind in ("vision", "audio")), "it takes images or sound"),
-        (config.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
+        (fields.get("is_encoder_decoder"), "it is an encoder-decoder model"),
+        (media, "it takes images or sound"),
+        (fields.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
         (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
-        ("sliding_attention" in kinds, "some of its layers attend to a sliding window"),
-        (kinds, f"some of its layers are of the type {min(kinds, default='')}"),
-        (window, f"it attends to a sliding window of {window} tokens"),
-        (config.get("attention_chunk_size"), "its attention is local to chunks"),
-        (config.get("dual_chunk_attention_config"), "its attention is local to chunks"),
+        (others, f"some of its layers are of the type {min(others, default='')}"),
+        (WINDOW in kinds and FULL not in kinds, f"it attends to a sliding window of {window} tokens"),
+        (CHUNK in kinds or fields.get("attention_chunk_size"), "its attention is local to chunks"),
+        (fields.get("dual_chunk_attention_config"), "its attention is local to chunks"),
         (
-            config.get("sparse_config") and "minicpm4" in (config.get("mixer_types") or ()),
+            fields.get("sparse_config") and "minicpm4" in (fields.get("mixer_types") or ()),
             "its layers attend to selected blocks of tokens",
         ),
-        (config.get("block_configs"), "its layers differ from one another"),
-        (config.get("use_cla"), "its layers share KV with one another"),
-        ((config.get("attn_temperature_len") or 0) > 0, "it scales its attention by length"),
+        (len(groups) > 1, "its layers differ from one another"),
+        (fields.get("use_cla") or fields.get("num_kv_shared_layers"), "its layers share KV with one another"),
+        ((fields.get("attn_temperature_len") or 0) > 0, "it scales its attention by length"),
         (
-            config.get("use_ngram_embedding") or config.get("ngram_vocab_size_ratio"),
+            fields.get("use_ngram_embedding") or fields.get("ngram_vocab_size_ratio"),
             "its embeddings look up the tokens before by the length of the row, which a round changes",
         ),
         (
-            config.get("v_head_dim") not in (None, 0, config.get("head_dim")),
+            fields.get("v_head_dim") not in (None, 0, fields.get("head_dim")),
             "its keys and values have different widths",
         ),
     )
     return _first(reasons)
 
 
-def _by_position(config: Config) -> str | None:
-    embedding = config.get("position_embedding_type")
-    # A 1 stands for a layer with RoPE.
-    rotating = config.get("no_rope_layers")
-    without = 0 in rotating if rotating else config.get("no_rope_layer_interval")
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def _by_position(fields: Fields, kinds: list[str]) -> str | None:
+    embedding = fields.get("position_embedding_type")
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    # Only layers with full attention are scored, so only their rotation counts.
+    own = rope.get("full_attention")
+    rope = own if isinstance(own, Mapping) else rope
     kind = rope.get("rope_type") or rope.get("type") or "default"
     unlike = any(isinstance(value, Mapping) for value in rope.values())
-    unlike |= len(set(config.get("layer_rope_theta") or ())) > 1
+    for name in ("rope_theta", "layer_rope_theta", "partial_rotary_factors"):
+        values = fields.get(name)
+        if isinstance(values, list):
+            unlike |= len({value for value, kind in zip(values, kinds, strict=False) if kind == FULL}) > 1
+    axes = "mrope_section" in rope or kind == "mrope"
     reasons = (
-        (config.get("alibi") or config.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
+        (fields.get("alibi") or fields.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
         (embedding in ("absolute", "learned_absolute", "nope", "none"), _NO_ROPE),
-        (without, "some of its layers have no rotary embedding"),
-        (config.get("attn_use_rope") is False, _NO_ROPE),
+        (fields.get("attn_use_rope") is False, _NO_ROPE),
         (unlike, "its layers rotate in different ways"),
-        ("mrope_section" in rope or kind == "mrope", "its rotary embedding has several position axes"),
         (
-            kind not in ("default", "linear", "llama3", "yarn") or rope.get("use_fope"),
+            axes and architecture(fields) not in _IMAGES_IN_PROMPT,
+            "its rotary embedding has several position axes",
+        ),
+        (
+            kind not in ("default", "linear", "llama3", "yarn", "mrope") or rope.get("use_fope"),
             f"its rotary embedding is of the kind {'fope' if rope.get('use_fope') else kind}, which cannot be scored "
             "yet",
         ),

@@ -8,8 +8,9 @@ import transformers
 from sglang.srt.models.registry import ModelRegistry
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.native import native_architectures
 from sglang_triattn.model.support import unsupported
-from sglang_triattn.patches.launch.model_config import check_model_file, native_architectures
+from sglang_triattn.patches.launch.model_config import check_model_file
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,6 +23,7 @@ BASE = {
     "max_position_embeddings": 4096,
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
+GROUPS = [{"attention": {"n_heads_in_group": size}} for size in (2, 4)]
 
 # (architecture, its fields, words that the reason contains)
 REFUSED = [
@@ -44,7 +46,8 @@ REFUSED = [
     ("SmolLM3ForCausalLM", {}, "no implementation of its own"),
     ("SeedOssForCausalLM", {}, "no implementation of its own"),
     ("Dots1ForCausalLM", {}, "no implementation of its own"),
-    ("DeciLMForCausalLM", {"block_configs": [{}]}, "differ from one another"),
+    ("DeciLMForCausalLM", {"block_configs": GROUPS}, "differ from one another"),
+    ("DeciLMForCausalLM", {"block_configs": [*GROUPS[:1] * 3, {"attention": {"no_op": True}}]}, "have no attention"),
     ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "MLA"),
     ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"x": 1}}, "MLA"),
     ("Qwen3NextForCausalLM", {"linear_num_key_heads": 16}, "linear-attention"),
@@ -61,7 +64,9 @@ REFUSED = [
     ("BaichuanForCausalLM", {"hidden_size": 5120}, "ALiBi"),
     ("XllmForCausalLM", {"rope_head_dim": 16}, "other dims of a head"),
     ("GraniteForCausalLM", {"layer_rope_theta": [1e4, 1e4, 5e5, 5e5]}, "in different ways"),
-    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "in different ways"),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "sliding window"),
+    ("LlamaForCausalLM", {"rope_parameters": {"some_layers": {"rope_theta": 1e6}}}, "in different ways"),
+    ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {"rope_type": "proportional"}}}, "kind proportional"),
     ("NanbeigeForCausalLM", {}, "several times"),
     ("SDARForCausalLM", {}, "diffusion"),
     ("Grok1ForCausalLM", {"attn_temperature_len": 1024}, "by length"),
