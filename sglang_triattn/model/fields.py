@@ -21,7 +21,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
         ("architectures", "layer_types", "layers_block_type", "mixer_types"), ((list,), (str,), "a list of names")
     ),
     **dict.fromkeys(
-        ("hybrid_layer_pattern", "no_rope_layers", "full_attn_layers"), ((list,), (int,), "a list of whole numbers")
+        ("hybrid_layer_pattern", "no_rope_layers", "full_attn_layers", "attn_type_list"),
+        ((list,), (int,), "a list of whole numbers"),
     ),
     **dict.fromkeys(("layer_rope_theta", "partial_rotary_factors"), ((list,), _FLOAT, "a list of numbers")),
     "rope_theta": ((*_FLOAT, list), _FLOAT, "a number, or a list of numbers"),

@@ -59,6 +59,8 @@ def layer_kinds(fields: Fields) -> list[str]:
         return [_LETTERS.get(letter, letter) for letter in fields["hybrid_override_pattern"]]
     if fields.get("block_configs"):
         return [NONE if _skips_attention(block) else FULL for block in fields["block_configs"]]
+    if fields.get("attn_type_list"):
+        return [FULL if softmax else LINEAR for softmax in fields["attn_type_list"]]
     named = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("mixer_types")
     if named:
         kinds = [_NAMED.get(word, word) for word in named]

@@ -70,11 +70,13 @@ class AttentionLayout:
     Attributes:
         window_pool: window layers have a KV pool of their own, in which a request holds little more than its window.
         style: how RoPE pairs the dims of a head, "half" or "interleaved".
+        beside_state: every layer has a state of fixed size beside its attention (Falcon-H1).
     """
 
     layers: tuple[Layer, ...]
     window_pool: bool
     style: str
+    beside_state: bool
 
     @property
     def scored(self) -> tuple[int, ...]:
@@ -121,6 +123,7 @@ def read_layout(config: Fields) -> AttentionLayout:
         layers=found,
         window_pool=WINDOW in kinds and (architecture(fields) in WINDOW_POOLS or bool(fields.get("is_hybrid_swa"))),
         style="interleaved" if _interleaved(fields) else "half",
+        beside_state=architecture(fields) == "FalconH1ForCausalLM",
     )
 
 
@@ -150,6 +153,10 @@ def _interleaved(fields: Fields) -> bool:
 
 
 def _layer(fields: Fields, number: int, kind: str, rotates: bool) -> Layer:
+    if kind == NONE and fields.get("block_configs"):
+        # SGLang's pool has as much room for these layers as for the others.
+        attending = layer_kinds(fields).index(FULL) if FULL in layer_kinds(fields) else number
+        return Layer(kind, 0, 0, kv_heads(fields, attending), head_dim(fields), head_dim(fields))
     if kind in (LINEAR, NONE):
         return Layer(kind)
     name = architecture(fields)

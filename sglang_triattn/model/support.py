@@ -26,7 +26,7 @@ from sglang_triattn.model.kinds import (
 
 _STATE_SPACE = (
     *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
-    *("hybrid_override_pattern", "layers_block_type", "attn_type_list", "mamba2_"),
+    *("hybrid_override_pattern", "layers_block_type", "mamba2_"),
 )
 
 # SGLang computes an image prompt of these causally, as one run of tokens in the request's own row.
