@@ -24,7 +24,6 @@ ALIASES = {
     "dp": "dp_size",
     "monokernel_backend": "enable_amd_monokernel",
     "pipeline_parallel_size": "pp_size",
-    "pp": "pp_size",
 }
 _KNOWN = {refusal.field for refusal in SETTINGS}
 # These change what is refused, though none is refused by itself.

@@ -111,7 +111,7 @@ def test_refused_settings(run_check, refusal):
 
 def test_harmless_values_of_refused_settings(run_check):
     """Prevents refusing a flag for its name."""
-    flags = "--pp-size 1 --pp 1 --disaggregation-mode null --attention-backend fa3 --model-impl auto --dp 4"
+    flags = "--pp-size 1 --disaggregation-mode null --attention-backend fa3 --model-impl auto --dp 4"
     assert run_check("qwen3-32b", *flags.split())[0] == 0
     assert run_check("qwen3-32b", "--enable-dp-attention", "--dp-size", "1")[0] == 0
     status, output, _ = run_check("qwen3-32b", "--enable-dp-attention", "--data-parallel-size", "2")
@@ -129,10 +129,10 @@ def test_other_names_are_those_of_sglang():
         if action.dest in check._KNOWN | check._TOGETHER
     }
     others = {name: field for name, field in found.items() if name != field}
-    abbreviated = {"dp": "dp_size", "pp": "pp_size"}
-    assert others | abbreviated == check.ALIASES
+    assert others | {"dp": "dp_size"} == check.ALIASES
     # As for any flag, argparse takes the start of its name.
-    assert parser.parse_args(["--model-path", "m", "--pp", "3", "--dp", "4", "--tp", "2"]).pp_size == 3
+    parsed = parser.parse_args(["--model-path", "m", "--dp", "4", "--tp", "2"])
+    assert (parsed.dp_size, parsed.tp_size) == (4, 2)
 
 
 def test_heads_that_do_not_split(run_check):
