@@ -16,7 +16,6 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
         ("text_config", "rope_scaling", "rope_parameters", "linear_attn_config", "attention_other_setting"),
         ((dict,), None, "an object"),
     ),
-    **dict.fromkeys(("quantization_config", "kv_cache_scheme", "config_groups"), ((dict,), None, "an object")),
     **dict.fromkeys(
         ("architectures", "layer_types", "layers_block_type", "mixer_types"), ((list,), (str,), "a list of names")
     ),
@@ -39,7 +38,6 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
     "sliding_window_pattern": ((int, str), None, "a whole number or letters"),
     "hybrid_override_pattern": ((str,), None, "letters"),
     "block_configs": ((list,), (dict,), "a list of objects"),
-    "attention": ((dict,), None, "an object"),
 }
 
 

@@ -56,12 +56,13 @@ def layer_kinds(fields: Fields) -> list[str]:
     """
     name = architecture(fields)
     if fields.get("hybrid_override_pattern"):
-        return [_LETTERS.get(letter, letter) for letter in fields["hybrid_override_pattern"]]
+        letters: str = fields["hybrid_override_pattern"]
+        return [_LETTERS.get(letter, letter) for letter in letters]
     if fields.get("block_configs"):
         return [NONE if _skips_attention(block) else FULL for block in fields["block_configs"]]
     if fields.get("attn_type_list"):
         return [FULL if softmax else LINEAR for softmax in fields["attn_type_list"]]
-    named = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("mixer_types")
+    named: list[str] | None = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("mixer_types")
     if named:
         kinds = [_NAMED.get(word, word) for word in named]
     else:
@@ -79,8 +80,14 @@ def count_layers(fields: Fields) -> int:
     return count(fields, "num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
+def block_attention(block: Fields) -> Fields:
+    """The fields of the attention in an entry of `block_configs`."""
+    attention = block.get("attention")
+    return attention if isinstance(attention, dict) else {}
+
+
 def _skips_attention(block: Fields) -> bool:
-    attention = block.get("attention") or {}
+    attention = block_attention(block)
     return bool(attention.get("no_op") or attention.get("replace_with_linear"))
 
 

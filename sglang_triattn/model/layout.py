@@ -16,6 +16,7 @@ from sglang_triattn.model.kinds import (
     NONE,
     WINDOW,
     WINDOW_POOLS,
+    block_attention,
     count_layers,
     layer_kinds,
     rotated_layers,
@@ -192,7 +193,7 @@ def kv_heads(fields: Fields, number: int = 0) -> int:
     """KV heads of a layer."""
     q_heads = count(fields, "num_attention_heads", "n_head")
     blocks = fields.get("block_configs") or ()
-    group = (blocks[number].get("attention") or {}).get("n_heads_in_group") if number < len(blocks) else None
+    group = block_attention(blocks[number]).get("n_heads_in_group") if number < len(blocks) else None
     if group is not None:
         return q_heads // count({"n_heads_in_group": group}, "n_heads_in_group")
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):

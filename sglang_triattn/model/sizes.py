@@ -169,12 +169,16 @@ def _context(config: Mapping[str, Any]) -> int:
 
 def kv_dtype_of(config: Mapping[str, Any]) -> str:
     """The dtype that SGLang's `--kv-cache-dtype auto` selects."""
-    quantized = config.get("quantization_config") or {}
-    scheme = quantized.get("kv_cache_scheme") or {}
+    quantized = _object(config.get("quantization_config"))
+    scheme = _object(quantized.get("kv_cache_scheme"))
     if quantized.get("kv_cache_quant_algo") == "FP8" or (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
         return "fp8_e4m3"
     # SGLang serves float32 checkpoints in 16 bits as well.
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _parameters(

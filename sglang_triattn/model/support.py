@@ -20,6 +20,7 @@ from sglang_triattn.model.kinds import (
     NONE,
     WINDOW,
     WINDOW_POOLS,
+    block_attention,
     layer_kinds,
     rotated_layers,
 )
@@ -163,7 +164,7 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
     media = _takes_media(fields) and architecture(fields) not in _IMAGES_IN_PROMPT
     window = fields.get("sliding_window")
     groups = {
-        str((block.get("attention") or {}).get("n_heads_in_group"))
+        str(block_attention(block).get("n_heads_in_group"))
         for block, kind in zip(fields.get("block_configs") or (), kinds, strict=False)
         if kind == FULL
     }
