@@ -8,6 +8,12 @@ from sglang_triattn.config import Config
 from sglang_triattn.model.sizes import FP8_KV, ModelSizes
 from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
+WINDOW_SHARE = 0.8
+"""Tokens in the pool of window layers per token in the other, SGLang's `--swa-full-tokens-ratio` by default."""
+
+WINDOW_INTERVAL = 128
+"""Tokens that a request's window grows before SGLang frees what has left it (SGLANG_SWA_EVICTION_INTERVAL)."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -98,7 +104,8 @@ def _capacity(
     """Capacity of one kind of cache; `config` is None for a dense one."""
     bytes_per_token = sizes.bytes_per_token(kv_dtype, gpus.tp)
     free = max(gpus.kv_bytes - (gpus.scratch_bytes if config else 0), 0)
-    pool = free // (bytes_per_token * gpus.page_size) * gpus.page_size
+    page_bytes = (bytes_per_token + int(WINDOW_SHARE * sizes.window_bytes(kv_dtype, gpus.tp))) * gpus.page_size
+    pool = free // page_bytes * gpus.page_size
     peak = peak_tokens(config, workload, gpus.page_size)
     longest = peak_tokens(config, Workload(workload.prompt, sizes.context), gpus.page_size)
     return Capacity(
@@ -108,5 +115,13 @@ def _capacity(
         pool_tokens=pool,
         peak_tokens=peak,
         longest_trace=sizes.context if longest <= pool else min(sizes.context, pool),
-        requests=pool // peak,
+        requests=min(pool // peak, _requests_by_window(sizes, pool, workload, gpus.page_size)),
     )
+
+
+def _requests_by_window(sizes: ModelSizes, pool: int, workload: Workload, page_size: int) -> int:
+    """Requests whose windows fit the pool of the window layers; the size of the other pool without one."""
+    if not sizes.layout.window_pool:
+        return pool
+    held = min(workload.length, sizes.layout.window + WINDOW_INTERVAL)
+    return int(WINDOW_SHARE * pool) // ceil_align(held, page_size)

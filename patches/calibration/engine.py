@@ -24,10 +24,11 @@ from tqdm import tqdm
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
+from sglang_triattn.launch_settings import ENVIRONMENT
 from sglang_triattn.patches.hooks import Hook, check_version, install
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import ENVIRONMENT, named, unsupported
+from sglang_triattn.patches.launch.incompatible import named, unsupported
 from sglang_triattn.patches.launch.model_config import reason_in_file
 
 if TYPE_CHECKING:

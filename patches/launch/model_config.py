@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
-from sglang_triattn.model.support import unsupported
+from sglang_triattn.model.support import refused_model, unsupported
 
 
 def check_model_file(settings: Any) -> None:
@@ -37,13 +36,6 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     reason = unsupported(config)
     architectures = ", ".join(config.get("architectures") or ["unknown"])
     return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
-
-
-def refused_model(name: str, reason: str) -> TriAttentionError:
-    return TriAttentionError(
-        f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
-        "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
-    )
 
 
 def _read_config(settings: Any) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_triattn.cli import calibrate as calibrate_command
+from sglang_triattn.cli import check as check_command
 from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
 from sglang_triattn.errors import TriAttentionError
@@ -18,22 +19,24 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for a user error, 130 when interrupted."""
+    """Runs the command and returns its exit status: 0, 1 for "no", 2 for a user error, 130 when interrupted."""
     words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
     parser = _parser()
-    arguments = parser.parse_args(words)
+    arguments, others = parser.parse_known_args(words)
+    if others and arguments.run is not check_command.run:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.others = others
     if server_args and arguments.run is not calibrate_command.run:
         parser.error(f"unrecognized arguments: -- {' '.join(server_args)}")
     arguments.server_args = server_args
     try:
-        arguments.run(arguments)
+        return arguments.run(arguments) or 0
     except TriAttentionError as error:
         print(f"sglang-triattn: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt as interruption:
         print(f"sglang-triattn: interrupted, {str(interruption) or 'no file was written'}", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -50,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(subcommands)
     _add_stats(subcommands)
     _add_plan(subcommands)
+    _add_check(subcommands)
     _add_score_case(subcommands)
     return parser
 
@@ -82,6 +86,19 @@ def _add_plan(subcommands) -> None:
         "dense, in 8 bits, compressed, and both. Needs no weights, no GPU and no network.",
     )
     plan_command.add_options(parser)
+
+
+def _add_check(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "check",
+        help="say whether a model and server flags will be compressed",
+        usage="sglang-triattn check --model CONFIG [--json] [SERVER_FLAGS]",
+        description="Says from a model's config.json and the flags of a server whether compression works with them, "
+        "and what is scored; else the reason, with exit status 1. Starts nothing and needs no weights and no GPU. "
+        "SERVER_FLAGS may be any of SGLang's; it lists those that it does not judge.",
+        allow_abbrev=False,
+    )
+    check_command.add_options(parser)
 
 
 def _add_score_case(subcommands) -> None:

@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 
-from sglang_triattn.capacity import Capacity, Gpus, Workload, plan
+from sglang_triattn.capacity import WINDOW_SHARE, Capacity, Gpus, Workload, plan
 from sglang_triattn.config import BUDGET_SCOPES, Config
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.kinds import WINDOW
 from sglang_triattn.model.sizes import FP8_KV, WEIGHT_DTYPES, ModelSizes, load_config, read_sizes, weight_bytes
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
     print("\n".join([*_facts(sizes, gpus, config, workload, origin), "", *_table(rows)]))
     if arguments.json:
         content = {
-            "model": dataclasses.asdict(sizes),
+            "model": _model(sizes),
             "gpus": {**dataclasses.asdict(gpus), "kv_bytes": gpus.kv_bytes},
             "settings": dataclasses.asdict(config),
             "request": dataclasses.asdict(workload),
@@ -87,6 +88,12 @@ def run(arguments: argparse.Namespace) -> None:
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         _write_json(Path(arguments.json), content)
+
+
+def _model(sizes: ModelSizes) -> dict[str, object]:
+    fields = dataclasses.asdict(sizes)
+    del fields["layout"]
+    return {**fields, "scored_layers": len(sizes.layout.scored), "layer_kinds": sizes.layout.kinds}
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
@@ -154,11 +161,12 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
     from sglang_triattn.rounds.plan import scored_tokens
 
     num_tokens, longest = scored_tokens(config, sizes.context)
+    scored = [sizes.layout.layers[number] for number in sizes.layout.scored]
     return WorkspacePlan(
-        layers=sizes.layers,
+        layers=len(scored),
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
-        frequencies=sizes.head_dim // 2,
+        frequencies=max(layer.rotary_dim for layer in scored) // 2 or sizes.head_dim // 2,
         num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
@@ -171,7 +179,7 @@ def _facts(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, or
     each = f" on each of {gpus.tp} GPUs" if gpus.tp > 1 else ""
     return [
         f"model        {sizes.model_type}, {sizes.layers} layers, {sizes.q_heads} query and {sizes.kv_heads} KV heads "
-        f"of {sizes.head_dim}, context {sizes.context:,}",
+        f"of {sizes.head_dim}, context {sizes.context:,}{_windows(sizes)}",
         f"memory       {_gib(gpus.memory_bytes)}{each}, {gpus.reserve:.0%} in reserve",
         f"weights      {_gib(gpus.weight_share)}{each} ({origin})",
         f"KV           {_gib(gpus.kv_bytes)}{each}, pages of {gpus.page_size}; with compression "
@@ -179,6 +187,13 @@ def _facts(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, or
         f"compression  budget {config.budget:,} ({config.budget_scope}), interval {config.interval:,}",
         f"request      {workload.length:,} tokens, {workload.prompt:,} of them prompt",
     ]
+
+
+def _windows(sizes: ModelSizes) -> str:
+    """What the bytes per token leave out."""
+    if not sizes.layout.window_pool:
+        return ""
+    return f"; {sizes.layout.kinds[WINDOW]} layers keep only their window, in {WINDOW_SHARE:.0%} as many slots"
 
 
 def _table(rows: list[Capacity]) -> list[str]:

@@ -1,7 +1,6 @@
 """Sizes read from a model's config.json: KV bytes per token, context limit, weights.
 
-Models whose KV does not grow by one equal entry per token and layer are refused by name, because compression does not
-cover them.
+Models that compression does not cover are refused by name.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fields import count, text_fields
+from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.support import unsupported
 
 WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
@@ -27,7 +28,7 @@ _ZERO_POINT_AND_SCALE_BITS = 4 + 16
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of one model, all tensor-parallel ranks together.
+    """Sizes of one model, all tensor-parallel ranks together; heads are those of the scored layers.
 
     Attributes:
         context: longest logical length in tokens.
@@ -46,6 +47,7 @@ class ModelSizes:
     kv_dtype: str
     matrices: int | None
     others: int | None
+    layout: AttentionLayout
 
     @property
     def parameters(self) -> int | None:
@@ -60,9 +62,17 @@ class ModelSizes:
             )
 
     def bytes_per_token(self, kv_dtype: str, ranks: int = 1) -> int:
-        """KV bytes of one token on one of `ranks` GPUs; with more ranks than KV heads, each rank holds one head."""
-        heads = max(self.kv_heads // ranks, 1)
-        return 2 * self.layers * heads * self.head_dim * (1 if kv_dtype in FP8_KV else 2)
+        """KV bytes of one token on one of `ranks` GPUs, without layers that have a pool for their window."""
+        return self.layout.elements(ranks) * element_bytes(kv_dtype)
+
+    def window_bytes(self, kv_dtype: str, ranks: int = 1) -> int:
+        """KV bytes of one token in the pool of window layers on one of `ranks` GPUs; 0 without such a pool."""
+        return self.layout.elements(ranks, windows=True) * element_bytes(kv_dtype)
+
+
+def element_bytes(kv_dtype: str) -> int:
+    """Bytes of one number in a KV cache of this dtype."""
+    return 1 if kv_dtype in FP8_KV else 2
 
 
 def load_config(model: str) -> dict[str, Any]:
@@ -92,7 +102,7 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     Raises:
         TriAttentionError: compression does not cover the model, or a size is missing.
     """
-    merged = {**config, **(config.get("text_config") or {})}
+    merged = text_fields(config)
     name = str(config.get("model_type") or "unknown")
     reason = unsupported(config)
     if reason is not None:
@@ -100,21 +110,27 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
             f"The model type {name} cannot be planned, because {reason}: use a decoder-only model with ordinary "
             "multi-head or grouped-query attention."
         )
-    q_heads = _count(merged, name, "num_attention_heads")
-    hidden = _count(merged, name, "hidden_size")
+    layout = read_layout(config)
+    if not layout.scored:
+        raise TriAttentionError(
+            f"The model type {name} cannot be planned, because none of its layers attends to all tokens: use a model "
+            "that has such layers."
+        )
+    layer = layout.layers[layout.scored[0]]
     sizes = {
-        "layers": _count(merged, name, "num_hidden_layers"),
-        "q_heads": q_heads,
-        "kv_heads": _kv_heads(merged, name, q_heads),
-        "head_dim": hidden // q_heads if merged.get("head_dim") is None else _count(merged, name, "head_dim"),
+        "layers": len(layout.layers),
+        "q_heads": layer.q_heads,
+        "kv_heads": layer.kv_heads,
+        "head_dim": layer.head_dim,
     }
-    matrices, others = _parameters(merged, name, hidden, **sizes)
+    matrices, others = _parameters(merged, **sizes)
     return ModelSizes(
         model_type=name,
-        context=_context(merged, name),
-        kv_dtype=_kv_dtype(merged),
+        context=_context(merged),
+        kv_dtype=kv_dtype_of(merged),
         matrices=matrices,
         others=others,
+        layout=layout,
         **sizes,
     )
 
@@ -142,49 +158,38 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
     return int(sizes.matrices * bits / 8) + sizes.others * 2, words
 
 
-def _count(config: Mapping[str, Any], name: str, field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise TriAttentionError(
-            f"The config.json of this {name} model has {field} {value!r}, but a whole number of at least 1 was "
-            "expected: give the file of a decoder-only language model."
-        )
-    return value
-
-
-def _kv_heads(config: Mapping[str, Any], name: str, q_heads: int) -> int:
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return 1
-    for field in ("num_kv_heads", "num_key_value_heads", "multi_query_group_num"):
-        if config.get(field) is not None:
-            return _count(config, name, field)
-    return q_heads
-
-
-def _context(config: Mapping[str, Any], name: str) -> int:
+def _context(config: Mapping[str, Any]) -> int:
     """Context limit as SGLang derives it: a RoPE factor counts unless the config already gives the stretched length."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
-    return int(_count(config, name, "max_position_embeddings") * (1 if stretched else scaling.get("factor") or 1))
+    return int(
+        count(config, "max_position_embeddings", "max_seq_len") * (1 if stretched else scaling.get("factor") or 1)
+    )
 
 
-def _kv_dtype(config: Mapping[str, Any]) -> str:
-    quantized = config.get("quantization_config") or {}
-    scheme = quantized.get("kv_cache_scheme") or {}
+def kv_dtype_of(config: Mapping[str, Any]) -> str:
+    """The dtype that SGLang's `--kv-cache-dtype auto` selects."""
+    quantized = _object(config.get("quantization_config"))
+    scheme = _object(quantized.get("kv_cache_scheme"))
     if quantized.get("kv_cache_quant_algo") == "FP8" or (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
         return "fp8_e4m3"
     # SGLang serves float32 checkpoints in 16 bits as well.
     return "bfloat16" if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else "float16"
 
 
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def _parameters(
-    config: Mapping[str, Any], name: str, hidden: int, *, layers: int, q_heads: int, kv_heads: int, head_dim: int
+    config: Mapping[str, Any], *, layers: int, q_heads: int, kv_heads: int, head_dim: int
 ) -> tuple[int | None, int | None]:
     """`matrices` and `others` of ModelSizes."""
     model_type = config.get("model_type")
     if model_type not in _LLAMA_LIKE or config.get("vision_config"):
         return None, None
-    inner, vocabulary = _count(config, name, "intermediate_size"), _count(config, name, "vocab_size")
+    hidden = count(config, "hidden_size")
+    inner, vocabulary = count(config, "intermediate_size"), count(config, "vocab_size")
     projected = (q_heads + 2 * kv_heads) * head_dim
     matrices = hidden * (projected + q_heads * head_dim + 3 * inner)
     vectors = 2 * hidden

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import warm
 from harness import compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
-from sglang_triattn.patches.launch import incompatible
+from sglang_triattn import launch_settings
 
 # (flags, environment, words that the sentence must contain)
 SETTINGS = [
@@ -79,7 +79,7 @@ def test_setting_is_refused(outcomes, index):
 @pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
 def test_blocks_of_scaled_keys_are_refused(dtype):
     """Prevents keys from being read without the scales of their blocks. SGLang itself first demands a GPU for them."""
-    (refusal,) = (refusal for refusal in incompatible.SETTINGS if refusal.field == "kv_cache_dtype")
+    (refusal,) = (refusal for refusal in launch_settings.SETTINGS if refusal.field == "kv_cache_dtype")
     assert refusal.applies(dtype)
     assert f"--kv-cache-dtype {dtype} does not work" in refusal.message(dtype)
 

@@ -36,11 +36,12 @@ def test_gpu_tests_are_found_without_sglang():
     assert " tests collected" in done.stdout
 
 
-def test_the_plan_needs_neither_sglang_nor_transformers():
+def test_plan_and_check_need_neither_sglang_nor_transformers():
     """Prevents a calculator that cannot run, or takes half a minute, when no server is to be started."""
     code = (
         "import sys; from sglang_triattn.cli import main as cli\n"
         f"assert cli.main(['plan', '--model', {str(QWEN3_32B)!r}, '--memory', '80G']) == 0\n"
+        f"assert cli.main(['check', '--model', {str(QWEN3_32B)!r}]) == 0\n"
         "assert not {'sglang', 'transformers', 'triton'} & set(sys.modules), 'heavy import'"
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)

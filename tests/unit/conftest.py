@@ -1,15 +1,16 @@
-"""For all unit tests: the command `sglang-triattn plan` and the quality benchmark's modules."""
+"""For all unit tests: the commands `sglang-triattn plan` and `check`, and the quality benchmark's modules."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from plan_cases import CONFIGS
 from quality_cases import modules
 from random_model import folder, model
 from sglang_triattn.cli import main as cli
 
-__all__ = ["bench", "folder", "model", "run_plan"]
+__all__ = ["bench", "folder", "model", "run_check", "run_plan"]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,18 @@ def run_plan(tmp_path, monkeypatch, capsys):
         status = cli.main(
             ["plan", "--model", "model", *(options if "--memory" in options else ("--memory", "24G", *options))]
         )
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_check(capsys):
+    """Checks a model of tests/support/configs, or any other path; returns status, output and error output."""
+
+    def run(model: str, *options: str) -> tuple[int, str, str]:
+        file = CONFIGS / f"{model}.json"
+        status = cli.main(["check", "--model", str(file) if file.exists() else model, *options])
         return status, *capsys.readouterr()
 
     return run

@@ -1,10 +1,11 @@
-"""Configs of known models for tests of `sglang-triattn plan`, and a reader for its table."""
+"""Configs of known models for tests of `sglang-triattn plan` and `check`, and a reader for its table."""
 
 import re
 
 from checkout import ROOT
 
-QWEN3_32B = ROOT / "tests" / "support" / "configs" / "qwen3-32b.json"
+CONFIGS = ROOT / "tests" / "support" / "configs"
+QWEN3_32B = CONFIGS / "qwen3-32b.json"
 
 
 def shape(model_type: str, hidden: int, layers: int, heads: int, kv_heads: int, **more) -> dict:

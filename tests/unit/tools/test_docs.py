@@ -19,6 +19,7 @@ EXAMPLES = {
     ("README.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("clients.md", "python"): ["tests/server/test_readme_clients.py"] * 3,
     ("capacity.md", ""): ["tests/unit/cli/test_plan.py"],
+    ("compatibility.md", ""): ["tests/unit/cli/test_check.py"],
     ("transformers.md", "python"): ["tests/unit/transformers_cache/test_transformers_cache.py"],
 }
 """By document and language: the test that runs each fenced block, or compares it with what it shows."""

@@ -1,0 +1,158 @@
+"""`sglang-triattn check`: whether a model and a server's flags will be compressed, according to a config.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.launch_settings import SETTINGS
+from sglang_triattn.model.sizes import load_config
+from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
+
+REFUSED = 1
+
+# Other names that SGLang's command line has for a setting, and abbreviations of them that its users type.
+ALIASES = {
+    "attention_context_parallel_size": "attn_cp_size",
+    "attention_data_parallel_size": "attn_dp_size",
+    "data_parallel_size": "dp_size",
+    "decode_context_parallel_size": "dcp_size",
+    "dp": "dp_size",
+    "monokernel_backend": "enable_amd_monokernel",
+    "pipeline_parallel_size": "pp_size",
+}
+_KNOWN = {refusal.field for refusal in SETTINGS}
+# These change what is refused, though none is refused by itself.
+_TOGETHER = {"dp_size", "enable_dp_attention"}
+_IGNORED = {"trust_remote_code"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        "--model-path",
+        required=True,
+        metavar="CONFIG",
+        help="config.json of a Hugging Face model, or its folder",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    server = parser.add_argument_group("flags of the server")
+    server.add_argument("--page-size", type=int, default=1, metavar="N", help="as SGLang's (%(default)s)")
+    names = ("--tp-size", "--tensor-parallel-size", "--tp")
+    server.add_argument(*names, type=int, default=1, metavar="N", help="as SGLang's (%(default)s)")
+    server.add_argument(
+        "--json-model-override-args", default="{}", metavar="JSON", help="as SGLang's: fields that replace the file's"
+    )
+    add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the verdict and returns the exit status. Raises TriAttentionError for a user error."""
+    for name in ("page_size", "tp_size"):
+        if getattr(arguments, name) < 1:
+            raise TriAttentionError(
+                f"--{name.replace('_', '-')} is {getattr(arguments, name)}, but it must be at least 1."
+            )
+    given, others = _read_flags(arguments.others)
+    config = read_settings({**vars(arguments), ENABLE: True})
+    assert isinstance(config, Config)
+    if config.stats != AUTO:
+        others.append(flag("stats"))
+    content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
+    server = Server(
+        config,
+        arguments.page_size,
+        arguments.tp_size,
+        given,
+    )
+    verdict = judge(content, arguments.model, server)
+    if arguments.json:
+        print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))
+    else:
+        print("\n".join(_lines(verdict, others)))
+    return REFUSED if verdict.refusal is not None else 0
+
+
+def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
+    layout, config = verdict.layout, verdict.config
+    if verdict.refusal is not None or layout is None:
+        yield str(verdict.refusal)
+        return
+    layer = layout.layers[layout.scored[0]]
+    each = f" on each of {verdict.ranks} GPUs" if verdict.ranks > 1 else ""
+    pages = "" if verdict.page_size == 1 else f", whole pages of {verdict.page_size} tokens at a time"
+    yield f"{SWITCH} compresses {verdict.name}"
+    yield f"layers       {attention_words(layout)}; {layer.q_heads} query and {layer.kv_heads} KV heads"
+    nothing = "nothing, because the value share 1 chooses by values alone"
+    yield f"scored       {nothing if config.value_share == 1 else scored_words(layout)}"
+    yield (
+        f"rounds       budget {config.budget:,}, interval {config.interval:,}, newest {config.recent:,} kept; "
+        f"{config.selection} at page size {verdict.page_size}: {strategy_words(config, verdict.page_size)}"
+    )
+    yield "also works   every other page size and selection"
+    yield f"KV           {verdict.held_bytes:,} bytes per token held{each} ({verdict.kv_dtype})"
+    if verdict.window_bytes:
+        yield f"             {verdict.window_bytes:,} more while the token is in the window"
+    yield f"freed        {verdict.held_bytes:,} bytes per evicted token{pages}"
+    if others:
+        yield f"not judged   {' '.join(others)}"
+
+
+def _read_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(settings that matter, by field, and the other flags) among words that `argparse` does not know.
+
+    Raises:
+        TriAttentionError: a word belongs to no flag, or a flag lacks its number.
+    """
+    given: dict[str, Any] = {}
+    others: list[str] = []
+    for name, values in _flags(words):
+        field = name.removeprefix("--").replace("-", "_")
+        field = ALIASES.get(field, field)
+        if field in _KNOWN or field in _TOGETHER:
+            given[field] = _value(name, values[-1], field) if values else True
+        elif field not in _IGNORED:
+            others.append(name)
+    if given.pop("enable_dp_attention", False):
+        given["attn_dp_size"] = given.get("dp_size", 1)
+    given.pop("dp_size", None)
+    return given, others
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the values that follow it."""
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, joined, value = word.partition("=")
+            found.append((name, [value] if joined else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise TriAttentionError(
+                f"{word} belongs to no flag: give --model CONFIG and the flags of a server, each with its value."
+            )
+    yield from found
+
+
+def _value(name: str, value: str, field: str) -> int | str:
+    if not (field.endswith("_size") or field.endswith("_num")):
+        return value
+    if not value.isdecimal() or int(value) < 1:
+        raise TriAttentionError(f"{name} is {value}, but it must be a whole number, at least 1.")
+    return int(value)
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise TriAttentionError(f"--json-model-override-args is {text}, but a JSON object was expected.")
+    return content

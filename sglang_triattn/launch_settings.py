@@ -1,0 +1,115 @@
+"""SGLang's settings that compression cannot work with. A launch and `sglang-triattn check` refuse by the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting that is refused if `applies(value)`; `reason` completes "... does not work with ... because"."""
+
+    field: str
+    applies: Callable[[Any], bool]
+    reason: str
+    remedy: str = ""
+
+    def message(self, value: object) -> str:
+        name = "--" + self.field.replace("_", "-")
+        remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
+        return f"{name} {value} does not work with --enable-triattention, because {self.reason}: {remedy}."
+
+
+def _set(value: object) -> bool:
+    return bool(value)
+
+
+def _many(value: int | None) -> bool:
+    return value is not None and value > 1
+
+
+_OWN_KV = "it reads a request's KV by token position, which a round changes"
+_OTHER_POOL = "it keeps the KV in a pool that rounds cannot compact"
+_OTHER_LOOP = "it schedules batches in a way for which the safe point of rounds is not known"
+_NO_PLUGIN = "its processes do not load SGLang plugins"
+_OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
+_BESIDE_ROWS = "it keeps data beside each request's row that a round does not compact"
+
+# These attach a cache of their own to the row table.
+_SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
+
+
+def _sparse(value: object) -> bool:
+    return value in _SPARSE_BACKENDS
+
+
+SETTINGS = (
+    Refusal("speculative_algorithm", _set, "a draft commits several tokens at a time, past the point of a round"),
+    Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
+    Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
+    Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
+    Refusal("dcp_size", _many, _OTHER_POOL),
+    Refusal("attn_cp_size", _many, _OTHER_POOL),
+    Refusal(
+        "enable_mixed_chunk",
+        _set,
+        "prefill and decode tokens then share a batch, and positions would be wrong",
+    ),
+    Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),
+    Refusal("enable_pdmux", _set, _OTHER_LOOP),
+    Refusal("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
+    Refusal("enable_unified_memory", _set, _OTHER_POOL),
+    Refusal("enable_page_major_kv_layout", _set, _OTHER_POOL),
+    Refusal("enable_kv_cache_sharding", _set, _OTHER_POOL),
+    Refusal("enable_hisparse", _set, _OTHER_POOL),
+    Refusal("prefill_only_disable_kv_cache", _set, "there is no KV cache to compress"),
+    Refusal(
+        "kv_cache_dtype",
+        lambda value: value not in (None, "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        "its keys cannot be scored",
+        "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
+    ),
+    Refusal(
+        "hicache_host_memory_mode",
+        lambda value: value == "buffer_only",
+        "the copies that it stages for a storage are not tested with rounds",
+        "use --hicache-host-memory-mode cache",
+    ),
+    Refusal("enable_lmcache", _set, _OWN_KV),
+    Refusal("enable_flexkv", _set, _OWN_KV),
+    Refusal("enable_unified_cache_external_linker", _set, _OWN_KV),
+    Refusal("radix_cache_backend", _set, "only SGLang's own radix tree is known to keep frozen prefixes apart"),
+    Refusal("enable_streaming_session", _set, _OWN_KV),
+    Refusal("enable_session_radix_cache", _set, "a session's reference to the tree assumes uncompacted requests"),
+    Refusal("kv_canary", lambda value: value not in (None, "none"), _OWN_KV),
+    Refusal("enable_return_routed_experts", _set, _OWN_KV),
+    Refusal("enable_return_indexer_topk", _set, _OWN_KV),
+    Refusal("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
+    Refusal("encoder_only", _set, "an encoder does not decode"),
+    Refusal("language_only", _set, "images that another server has encoded are not tested with rounds"),
+    Refusal("use_ray", _set, _NO_PLUGIN),
+    Refusal("smg_grpc_mode", _set, _NO_PLUGIN),
+    Refusal("grpc_mode", _set, _NO_PLUGIN),
+    Refusal("tokenizer_worker_num", _many, _NO_PLUGIN, "use --tokenizer-worker-num 1"),
+    Refusal("is_embedding", _set, "an embedding model does not decode"),
+    Refusal("enable_nvidia_megakernel", _set, _OWN_STEP),
+    Refusal("enable_amd_monokernel", _set, _OWN_STEP),
+    Refusal("attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("prefill_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal("decode_attention_backend", _sparse, _BESIDE_ROWS),
+    Refusal(
+        "model_impl",
+        lambda value: value not in ("auto", "sglang", "transformers"),
+        "its attention layers are not known",
+        "use --model-impl auto",
+    ),
+)
+
+# Environment variables that select another KV layout, server or engine.
+ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": _NO_PLUGIN,
+    "SGLANG_USE_HND_KVCACHE": _OTHER_POOL,
+    "SGLANG_USE_MLX": _OTHER_LOOP,
+}

@@ -1,0 +1,152 @@
+"""Which kind of attention each layer of a model has, and which layers RoPE turns, read from config.json alone.
+
+How SGLang serves an architecture is taken from SGLang 0.5.23: sglang/srt/models, and `is_hybrid_swa_model` in
+sglang/srt/configs/model_config.py.
+"""
+
+from __future__ import annotations
+
+from sglang_triattn.model.fields import Fields, architecture, count, text_fields
+
+FULL, WINDOW, CHUNK, LATENT, LINEAR, NONE = "full", "window", "chunk", "latent", "linear", "none"
+KINDS = (FULL, WINDOW, CHUNK, LATENT, LINEAR, NONE)
+"""Kinds of layers: attention to all tokens, to a sliding window, within chunks; latent KV (MLA); a state of fixed size
+(linear attention, state space, convolution); no attention."""
+
+_NAMED = {
+    **dict.fromkeys(("full_attention", "attention", "global_attention", "minicpm4"), FULL),
+    **dict.fromkeys(("sliding_attention", "local_attention"), WINDOW),
+    "chunked_attention": CHUNK,
+    **dict.fromkeys(("linear_attention", "mamba", "conv", "short_conv", "recurrent", "lightning-attn"), LINEAR),
+    **dict.fromkeys(("mlp", "moe"), NONE),
+}
+_LETTERS = {"*": FULL, "M": LINEAR, "-": NONE, "E": NONE}  # Nemotron-H
+
+# SGLang serves these with full attention in every layer, whatever window the file names.
+_WINDOW_NOT_SERVED = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "PhiMoEForCausalLM"),
+    *("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration", "DeciLMForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+)
+# Window layers of these have a KV pool of their own (SWAKVPool), those of all others share the pool of the full ones.
+WINDOW_POOLS = (
+    *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM"),
+    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+    *("LagunaForCausalLM", "MellumForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"),
+    *("BeamForCausalLM", "InklingForConditionalGeneration", "Llama4ForConditionalGeneration"),
+)
+# These give RadixAttention the window itself as the number of tokens before a query, so the query sees one more.
+_WINDOW_BEFORE_QUERY = ("Cohere2ForCausalLM", "Step3p5ForCausalLM", "MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM")
+# If some layers have a window, RoPE turns only those.
+_ROPE_IN_WINDOWS = ("Cohere2ForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM")
+_NEVER_ROTATED = ("NemotronHForCausalLM", "KimiLinearForCausalLM")
+
+
+def layer_kinds(fields: Fields) -> list[str]:
+    """The kind of each layer, or the file's own word for one that is not known.
+
+    Args:
+        fields: from `text_fields`.
+
+    Raises:
+        TriAttentionError: the number of layers is needed and missing.
+    """
+    name = architecture(fields)
+    if fields.get("hybrid_override_pattern"):
+        letters: str = fields["hybrid_override_pattern"]
+        return [_LETTERS.get(letter, letter) for letter in letters]
+    if fields.get("block_configs"):
+        return [NONE if _skips_attention(block) else FULL for block in fields["block_configs"]]
+    if fields.get("attn_type_list"):
+        return [FULL if softmax else LINEAR for softmax in fields["attn_type_list"]]
+    named: list[str] | None = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("mixer_types")
+    if named:
+        kinds = [_NAMED.get(word, word) for word in named]
+    else:
+        layers = count_layers(fields)
+        kinds = [_kind_by_number(fields, name, number) for number in range(layers)]
+    if name in _WINDOW_NOT_SERVED:
+        kinds = [FULL if kind == WINDOW else kind for kind in kinds]
+    if fields.get("kv_lora_rank"):
+        # LongCat has two attentions in a layer.
+        kinds = [LATENT if kind == FULL else kind for kind in kinds] * (2 if name.startswith("Longcat") else 1)
+    return kinds
+
+
+def count_layers(fields: Fields) -> int:
+    return count(fields, "num_hidden_layers", "num_layers", "n_layer", "n_layers")
+
+
+def block_attention(block: Fields) -> Fields:
+    """The fields of the attention in an entry of `block_configs`."""
+    attention = block.get("attention")
+    return attention if isinstance(attention, dict) else {}
+
+
+def _skips_attention(block: Fields) -> bool:
+    attention = block_attention(block)
+    return bool(attention.get("no_op") or attention.get("replace_with_linear"))
+
+
+def _kind_by_number(fields: Fields, name: str, number: int) -> str:
+    """The kind of a layer that the file does not name."""
+    behind = number + 1
+    linear = fields.get("linear_attn_config") or {}
+    pattern, letters = fields.get("sliding_window_pattern"), fields.get("hybrid_layer_pattern")
+    window = fields.get("sliding_window")
+    if linear:
+        return FULL if behind in (linear.get("full_attn_layers") or ()) else LINEAR
+    if fields.get("full_attention_interval"):
+        return LINEAR if behind % fields["full_attention_interval"] else FULL
+    if letters:
+        return FULL if number >= len(letters) or not letters[number] else WINDOW
+    if name == "Gemma2ForCausalLM":
+        return WINDOW if number % 2 == 0 else FULL
+    if name in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration") and not pattern:
+        pattern = 6
+    if name in ("Cohere2ForCausalLM", "Olmo3ForCausalLM") and window and not pattern:
+        pattern = 4
+    if pattern:
+        return WINDOW if behind % (len(pattern) if isinstance(pattern, str) else pattern) else FULL
+    if fields.get("attention_chunk_size"):
+        return CHUNK
+    # Qwen configs give a window that is unused unless a switch turns it on.
+    switch = fields.get("use_sliding_window", not str(fields.get("model_type")).startswith("qwen"))
+    return WINDOW if window and switch else FULL
+
+
+def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
+    """For each layer, whether RoPE turns its queries and keys."""
+    name, layers = architecture(fields), range(len(kinds))
+    if name in _NEVER_ROTATED or fields.get("attn_use_rope") is False:
+        return [False for _ in layers]
+    if fields.get("position_embedding_type") in ("absolute", "learned_absolute", "nope", "none"):
+        return [False for _ in layers]
+    if name in _ROPE_IN_WINDOWS and WINDOW in kinds:
+        return [kind == WINDOW for kind in kinds]
+    given, interval = fields.get("no_rope_layers"), fields.get("no_rope_layer_interval")
+    if given:
+        # Despite its name, a 1 stands for a layer with RoPE.
+        return [number >= len(given) or bool(given[number]) for number in layers]
+    if interval:
+        return [bool((number + 1) % interval) for number in layers]
+    return [True for _ in layers]
+
+
+def has_window_pool(fields: Fields) -> bool:
+    """Whether SGLang keeps the KV of a model's window layers, if it has some, in a pool of its own."""
+    return architecture(fields) in WINDOW_POOLS or bool(fields.get("is_hybrid_swa"))
+
+
+def served_window(config: Fields) -> int:
+    """Most tokens that a query of a window layer sees, of the content of a config.json; 0 without such layers."""
+    fields = text_fields(config)
+    return window_of(fields, architecture(fields)) if WINDOW in layer_kinds(fields) else 0
+
+
+def window_of(fields: Fields, name: str) -> int:
+    own = "sliding_window_size" if name.startswith("MiMoV2") else "sliding_window"
+    return count(fields, own, "sliding_window", "window_size") + (name in _WINDOW_BEFORE_QUERY)

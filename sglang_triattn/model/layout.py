@@ -1,0 +1,232 @@
+"""What each layer of a model keeps per token and how RoPE turns it, read from config.json alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fields import Fields, architecture, count, text_fields
+from sglang_triattn.model.kinds import (
+    FULL,
+    KINDS,
+    LATENT,
+    LINEAR,
+    NONE,
+    WINDOW,
+    block_attention,
+    count_layers,
+    has_window_pool,
+    layer_kinds,
+    rotated_layers,
+    window_of,
+)
+
+_SINKS = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM")
+_INTERLEAVED = (
+    *("CohereForCausalLM", "Cohere2ForCausalLM", "Glm4ForCausalLM", "ChatGLMModel", "GPTJForCausalLM"),
+    *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    "LongcatFlashForCausalLM",
+)
+_ROTATED_SHARE = {"Glm4MoeForCausalLM": 0.5, "Qwen3NextForCausalLM": 0.25, "ChatGLMModel": 0.5}
+"""Where the file says nothing about it."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer; heads are those of all tensor-parallel ranks.
+
+    Attributes:
+        kind: one of KINDS.
+        rotary_dim: leading dims of a query and key that RoPE turns; 0 if it turns none.
+        kv_heads: heads that the KV cache holds of each token; 0 if the layer has none or reads another layer's.
+        window: most tokens that a query sees, its own included; 0 unless the kind is "window".
+        sinks: the softmax has one more, learned, logit per head.
+    """
+
+    kind: str
+    rotary_dim: int = 0
+    q_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    window: int = 0
+    sinks: bool = False
+
+    @property
+    def unrotated_dim(self) -> int:
+        return self.head_dim - self.rotary_dim
+
+    def elements(self, ranks: int = 1) -> int:
+        """Numbers that one of `ranks` GPUs caches per token; with more ranks than heads, each holds one head."""
+        heads = max(self.kv_heads // ranks, 1) if self.kv_heads else 0
+        return heads * (self.head_dim + self.v_head_dim)
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """The layers of a model, and where SGLang keeps their KV.
+
+    Attributes:
+        window_pool: window layers have a KV pool of their own, in which a request holds little more than its window.
+        style: how RoPE pairs the dims of a head, "half" or "interleaved".
+        beside_state: every layer has a state of fixed size beside its attention (Falcon-H1).
+    """
+
+    layers: tuple[Layer, ...]
+    window_pool: bool
+    style: str
+    beside_state: bool
+
+    @property
+    def scored(self) -> tuple[int, ...]:
+        """Numbers of the layers whose keys are scored: those that attend to all tokens."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kind == FULL)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many layers there are of each kind."""
+        found = Counter(layer.kind for layer in self.layers)
+        return {kind: found[kind] for kind in KINDS if found[kind]}
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a query of a window layer sees; 0 without such layers."""
+        return max(layer.window for layer in self.layers)
+
+    def elements(self, ranks: int = 1, *, windows: bool = False) -> int:
+        """Numbers that a token takes on one GPU, in the pool of window layers or in that of all others."""
+        return sum(
+            layer.elements(ranks) for layer in self.layers if (layer.kind == WINDOW and self.window_pool) is windows
+        )
+
+
+def read_layout(config: Fields) -> AttentionLayout:
+    """The layout in the content of a config.json.
+
+    Raises:
+        TriAttentionError: a size is missing or contradicts another.
+    """
+    fields = text_fields(config)
+    kinds = layer_kinds(fields)
+    layers = count_layers(fields) * (2 if architecture(fields).startswith("Longcat") else 1)
+    # Step-3.5 also lists the layers that only draft tokens.
+    if len(kinds) < layers:
+        raise TriAttentionError(
+            f"The config.json tells the kinds of {len(kinds)} layers, but has {layers}: give the unchanged file of a "
+            "Hugging Face model."
+        )
+    kinds = kinds[:layers]
+    rotates = rotated_layers(fields, kinds)
+    found = tuple(_layer(fields, number, kind, rotates[number]) for number, kind in enumerate(kinds))
+    return AttentionLayout(
+        layers=found,
+        window_pool=WINDOW in kinds and has_window_pool(fields),
+        style="interleaved" if _interleaved(fields) else "half",
+        beside_state=architecture(fields) == "FalconH1ForCausalLM",
+    )
+
+
+def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    own = rope.get("sliding_attention" if kind == WINDOW else "full_attention")
+    rope = own if isinstance(own, dict) else rope
+    shares = fields.get("partial_rotary_factors") or ()
+    if number < len(shares):
+        share = shares[number]
+    elif fields.get("rotary_dim") is not None:
+        return min(fields["rotary_dim"], head_dim)
+    else:
+        given = (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor"), fields.get("rotary_pct"))
+        share = next((share for share in given if share is not None), _ROTATED_SHARE.get(architecture(fields), 1.0))
+    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise TriAttentionError(
+            f"The config.json says that RoPE turns {share!r} of each head, but a number from 0 to 1 was expected: give "
+            "the unchanged file of a Hugging Face model."
+        )
+    return int(head_dim * share)
+
+
+def _interleaved(fields: Fields) -> bool:
+    style = fields.get("rope_is_neox_style")
+    return architecture(fields) in _INTERLEAVED if style is None else not style
+
+
+def _layer(fields: Fields, number: int, kind: str, rotates: bool) -> Layer:
+    if kind == NONE and fields.get("block_configs"):
+        # SGLang's pool has as much room for these layers as for the others.
+        attending = layer_kinds(fields).index(FULL) if FULL in layer_kinds(fields) else number
+        return Layer(kind, 0, 0, kv_heads(fields, attending), head_dim(fields), head_dim(fields))
+    if kind in (LINEAR, NONE):
+        return Layer(kind)
+    name = architecture(fields)
+    q_heads = count(fields, "num_attention_heads", "n_head")
+    if kind == LATENT:
+        rotated = count(fields, "qk_rope_head_dim")
+        width = count(fields, "kv_lora_rank") + rotated
+        return Layer(kind, rotated if rotates else 0, q_heads, 1, width)
+    heads = {"q_heads": q_heads, "kv_heads": kv_heads(fields, number), "head_dim": head_dim(fields)}
+    heads["v_head_dim"] = fields.get("v_head_dim") or heads["head_dim"]
+    for field, change in _OTHER_HEADS.get((name, kind), {}).items():
+        heads[field] = change(fields, heads[field])
+    shared = fields.get("num_kv_shared_layers") or 0
+    if shared and number >= count_layers(fields) - shared:
+        heads["kv_heads"] = 0
+    return Layer(
+        kind,
+        rotary_dim=_rotary_dim(fields, heads["head_dim"], number, kind) if rotates else 0,
+        window=window_of(fields, name) if kind == WINDOW else 0,
+        sinks=name in _SINKS or bool(kind == WINDOW and fields.get("add_swa_attention_sink_bias")),
+        **heads,
+    )
+
+
+def head_dim(fields: Fields) -> int:
+    """Width of a query and key."""
+    if fields.get("head_dim") is not None:
+        return count(fields, "head_dim")
+    return count(fields, "hidden_size", "n_embd") // count(fields, "num_attention_heads", "n_head")
+
+
+def kv_heads(fields: Fields, number: int = 0) -> int:
+    """KV heads of a layer."""
+    q_heads = count(fields, "num_attention_heads", "n_head")
+    blocks = fields.get("block_configs") or ()
+    group = block_attention(blocks[number]).get("n_heads_in_group") if number < len(blocks) else None
+    if group is not None:
+        return q_heads // count({"n_heads_in_group": group}, "n_heads_in_group")
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        return 1
+    given = ("num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+    return count(fields, *given) if any(fields.get(field) is not None for field in given) else q_heads
+
+
+def _own(field: str) -> Callable[[Fields, int], int]:
+    return lambda fields, other: other if fields.get(field) is None else count(fields, field)
+
+
+def _step(field: str) -> Callable[[Fields, int], int]:
+    return lambda fields, other: count(fields.get("attention_other_setting") or {field: other}, field)
+
+
+_MIMO = {
+    "q_heads": _own("swa_num_attention_heads"),
+    "kv_heads": _own("swa_num_key_value_heads"),
+    "head_dim": _own("swa_head_dim"),
+    "v_head_dim": _own("swa_v_head_dim"),
+}
+_GEMMA4 = {
+    "kv_heads": _own("num_global_key_value_heads"),
+    "head_dim": _own("global_head_dim"),
+    "v_head_dim": _own("global_head_dim"),
+}
+# Heads of one kind of layer that differ from those of the others.
+_OTHER_HEADS: dict[tuple[str, str], dict[str, Callable[[Fields, int], int]]] = {
+    **dict.fromkeys((("MiMoV2FlashForCausalLM", WINDOW), ("MiMoV2ForCausalLM", WINDOW)), _MIMO),
+    **dict.fromkeys((("Gemma4ForCausalLM", FULL), ("Gemma4ForConditionalGeneration", FULL)), _GEMMA4),
+    ("Step3p5ForCausalLM", WINDOW): {
+        "q_heads": _step("num_attention_heads"),
+        "kv_heads": _step("num_attention_groups"),
+    },
+}

@@ -1,0 +1,174 @@
+"""`sglang-triattn check`: whether a model and flags will be compressed."""
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from documents import DOCS, fenced_blocks, section
+from plan_cases import CONFIGS, QWEN3_32B, ROOT
+from sglang_triattn.cli import check
+from sglang_triattn.cli import main as cli
+from sglang_triattn.launch_settings import SETTINGS
+
+# Values to try for a setting; None stands for a switch.
+VALUES = (None, "2", "buffer_only", "minicpm_flashattn", "something")
+
+
+def fact(output: str, name: str) -> str:
+    return re.search(rf"^{name} +(.*)$", output, re.MULTILINE)[1]
+
+
+def test_the_docs_show_what_the_command_prints(monkeypatch, capsys):
+    """Prevents an example in docs/compatibility.md that the command no longer prints."""
+    monkeypatch.chdir(ROOT)
+    text = section(DOCS / "compatibility.md", "Models")
+    command = re.search(r"^    sglang-triattn (check .*)$", text, re.MULTILINE)[1]
+    assert cli.main(shlex.split(command)) == 0
+    assert fenced_blocks(text) == [("", capsys.readouterr().out)]
+
+
+def test_it_imports_neither_torch_nor_sglang():
+    """Prevents an answer that takes many seconds."""
+    code = (
+        "import sys; from sglang_triattn.cli import main as cli\n"
+        f"assert cli.main(['check', '--model', {str(QWEN3_32B)!r}, '--page-size', '16']) == 0\n"
+        "assert not {'torch', 'transformers', 'sglang', 'triton'} & set(sys.modules), 'heavy import'"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_refusals_are_one_sentence_with_status_1(run_check):
+    """Prevents a script that takes a refused model for a compressed one, or for a wrong flag."""
+    status, output, error = run_check("deepseek-v3")
+    assert (status, error) == (1, "")
+    assert re.fullmatch(r"The model \S+ \(DeepseekV3ForCausalLM\) does not work with .* \(MLA\): serve .*\.\n", output)
+
+
+def test_json_says_the_same(run_check):
+    """Prevents two answers to one question."""
+    options = ("--tp-size", "2", "--page-size", "16", "--kv-cache-dtype", "fp8_e4m3", "--port=1")
+    _, text, _ = run_check("glm-4.6", *options)
+    status, output, _ = run_check("glm-4.6", *options, "--json")
+    content = json.loads(output)
+    assert status == 0
+    assert (content["compressed"], content["refusal"], content["page_size"]) == (True, None, 16)
+    assert content["layers"] == {"full": list(range(92))}
+    (scored,) = content["scored"]
+    assert (scored["layers"], scored["kv_heads"], scored["head_dim"]) == (list(range(92)), 8, 128)
+    assert (scored["rotated_dims"], scored["unrotated_dims"]) == (64, 64)
+    size = 376832 // 2 // 2
+    assert content["kv"] == {
+        "dtype": "fp8_e4m3",
+        "gpus": 2,
+        "bytes_per_token": size,
+        "bytes_per_token_in_window": 0,
+        "bytes_freed_per_evicted_token": size,
+    }
+    assert fact(text, "KV") == f"{size:,} bytes per token held on each of 2 GPUs (fp8_e4m3)"
+    assert fact(text, "freed") == f"{size:,} bytes per evicted token, whole pages of 16 tokens at a time"
+    assert content["not_judged"] == ["--port"] == fact(text, "not judged").split()
+    assert content["settings"]["budget"] == 2048
+    status, output, _ = run_check("deepseek-v3", "--json")
+    content = json.loads(output)
+    assert (status, content["compressed"], content["scored"]) == (1, False, [])
+    assert run_check("deepseek-v3")[1] == content["refusal"] + "\n"
+
+
+def test_flags_reach_the_answer(run_check):
+    """Prevents flags that are read and then forgotten."""
+    union = "--triattention-selection=union"
+    rounds = fact(run_check("qwen3-32b", union, "--triattention-budget", "999")[1], "rounds")
+    assert rounds == "budget 999, interval 128, newest 199 kept; union at page size 1: remap"
+    assert "union at page size 64: fill" in run_check("qwen3-32b", union, "--page-size", "64")[1]
+    assert "nothing, because the value share 1" in run_check("qwen3-32b", "--triattention-value-share", "1")[1]
+    assert run_check("qwen3-32b", "--json-model-override-args", '{"attention_chunk_size": 8192}')[0] == 1
+    _, output, _ = run_check("qwen3-32b", "--enable-triattention", "--trust-remote-code", "--lora-paths", "a", "b")
+    assert fact(output, "not judged") == "--lora-paths"
+    assert fact(run_check("qwen3-32b", "--triattention-stats", "s.pt")[1], "not judged") == "--triattention-stats"
+    assert "not judged" not in run_check("qwen3-32b")[1]
+    assert run_check(str(CONFIGS / "qwen3-32b.json"))[0] == 0
+    assert cli.main(["check", "--model-path", str(QWEN3_32B), "--tensor-parallel-size", "8"]) == 0
+
+
+@pytest.mark.parametrize("refusal", SETTINGS, ids=lambda refusal: refusal.field)
+def test_refused_settings(run_check, refusal):
+    """Prevents a setting that a launch refuses, but this command does not."""
+    value = next(value for value in VALUES if refusal.applies(int(value) if value == "2" else value or True))
+    name = "--" + refusal.field.replace("_", "-")
+    status, output, _ = run_check("qwen3-32b", name, *([value] if value else []))
+    assert (status, output) == (1, refusal.message(value or True) + "\n")
+    if value:
+        assert run_check("qwen3-32b", f"{name}={value}")[:2] == (status, output)
+
+
+def test_harmless_values_of_refused_settings(run_check):
+    """Prevents refusing a flag for its name."""
+    flags = "--pp-size 1 --disaggregation-mode null --attention-backend fa3 --model-impl auto --dp 4"
+    assert run_check("qwen3-32b", *flags.split())[0] == 0
+    assert run_check("qwen3-32b", "--enable-dp-attention", "--dp-size", "1")[0] == 0
+    status, output, _ = run_check("qwen3-32b", "--enable-dp-attention", "--data-parallel-size", "2")
+    assert (status, output.split()[:2]) == (1, ["--attn-dp-size", "2"])
+
+
+def test_other_names_are_those_of_sglang():
+    """Prevents a refused setting that is given under its other name, and names that SGLang does not have."""
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    found = {
+        name.removeprefix("--").replace("-", "_"): action.dest
+        for action in parser._actions
+        for name in action.option_strings
+        if action.dest in check._KNOWN | check._TOGETHER
+    }
+    others = {name: field for name, field in found.items() if name != field}
+    assert others | {"dp": "dp_size"} == check.ALIASES
+    # As for any flag, argparse takes the start of its name.
+    parsed = parser.parse_args(["--model-path", "m", "--dp", "4", "--tp", "2"])
+    assert (parsed.dp_size, parsed.tp_size) == (4, 2)
+
+
+def test_heads_that_do_not_split(run_check):
+    """Prevents a launch that fails only after the weights are loaded."""
+    status, output, _ = run_check("qwen3-32b", "--tp", "3")
+    assert status == 1
+    assert "64 query heads and 8 KV heads" in output
+    assert "do not split evenly over --tp-size 3: use a number that divides them.\n" in output
+
+
+def test_a_window_bounds_the_budget(run_check):
+    """Prevents a budget in which a window layer loses tokens that it still sees."""
+    status, output, _ = run_check("gemma-2-9b")
+    assert status == 1
+    assert output.startswith(
+        "--triattention-budget is 2048, but some layers of this model attend to a sliding window of"
+    )
+    assert output.endswith("use at least 4096.\n")
+    status, output, _ = run_check("gemma-2-9b", "--triattention-budget", "8192")
+    assert (status, fact(output, "layers")) == (0, "21 full, 21 with a window of 4,096; 16 query and 8 KV heads")
+    assert "newest 4,096 kept" in fact(output, "rounds")
+    status, output, _ = run_check("gemma-2-9b", "--triattention-budget", "8192", "--triattention-recent", "64")
+    assert status == 1
+    assert "--triattention-recent is 64" in output
+
+
+def test_a_pool_for_windows(run_check):
+    """Prevents counting as freed what SGLang frees by itself."""
+    _, output, _ = run_check("gpt-oss-20b")
+    assert "12 full, 12 with a window of 128 in a pool of its own" in output
+    assert fact(output, "freed") == "24,576 bytes per evicted token"
+    assert "24,576 more while the token is in the window" in output
+
+
+def test_dims_that_rope_does_not_turn(run_check):
+    """Prevents telling users that all of a head is scored when a part is, or the reverse."""
+    assert fact(run_check("glm-4.6")[1], "scored") == "92 layers, all 128 dims of a head, of which RoPE turns 64"
+    assert fact(run_check("smollm3-3b")[1], "scored") == (
+        "27 layers, all 128 dims of a head; 9 layers, all 128 dims of a head, of which RoPE turns none"
+    )
