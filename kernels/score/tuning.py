@@ -59,7 +59,8 @@ def launch_settings(
         rows = 16
     if tiled:
         narrow = dtype.itemsize > 1 if offsets else (dtype != torch.bfloat16 and heads == HEADS)
-        rows, tile = 16, 16 if narrow else 32
+        # With the loop over unrotated dims, larger tiles would spill registers here.
+        rows, tile = 16, 16 if narrow or others else 32
     # With unrotated dims, a head's rotated part is a single tile of 32 frequencies or comes in tiles.
     held = 0 < others <= MAX_TILE and not tiled and not offsets
     width = (32 if others <= 32 else MAX_TILE) if held else min(tile, 32)
