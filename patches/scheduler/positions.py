@@ -105,9 +105,11 @@ def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> N
     They lie in the frozen prompt, which was complete before the first round.
     """
     if forward.mm_inputs is not None:
-        forward.mm_inputs = [
+        left = [
             None if evicted_of(request) else media for request, media in zip(batch.reqs, forward.mm_inputs, strict=True)
         ]
+        # SGLang declares no None in the list, and puts it there for requests without images.
+        forward.mm_inputs = cast(list, left)
 
 
 def _draw(
