@@ -63,11 +63,13 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
 
     config = config_of(http_server.get_global_state().tokenizer_manager.server_args)
     if config is not None:
-        several = isinstance(obj.sampling_params, list)
+        asked = obj.sampling_params
         # Of several prompts, those with images are told apart later.
-        media = [] if several else [kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))]
+        media = (
+            [] if isinstance(asked, list) else [kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))]
+        )
         try:
-            for params in obj.sampling_params if several else [obj.sampling_params]:
+            for params in asked if isinstance(asked, list) else [asked]:
                 if isinstance(params, Mapping):
                     _check(config, params.get("custom_params"), params.get("beam_width"), media)
         except TriAttentionError as error:

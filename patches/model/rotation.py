@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.model.rope import Rope, rotate
+from sglang_triattn.model.rope import Rope, rotate, unrotate
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.inspect import read_ropes, read_shape, same_rope
 from sglang_triattn.patches.model.layers import (
@@ -93,8 +93,7 @@ def match_rotation(
         elif _fits(pair[1], pair[0]):
             rope = None
         else:
-            turned = (rope for rope in ropes if _fits(pair[1], rotate(pair[0][:, None], _at(position), rope)[:, 0]))
-            rope = next(turned, None)
+            rope = next((rope for rope in ropes if _fits(pair[1], _turned(pair[0], rope, position))), None)
             if rope is None:
                 raise UnsupportedModel(f"its attention layer {number} turns its queries in an unknown way")
         if rope is not None and found is not None and not same_rope(rope, found):
@@ -132,9 +131,11 @@ def _queries_at(scheduler: Scheduler, layers: Sequence[AttentionLayer], position
     return seen
 
 
+def _turned(query: torch.Tensor, rope: Rope, position: int) -> torch.Tensor:
+    """What becomes at `position` of a query that met its keys at position 0, where it has been scaled already."""
+    plain = unrotate(query[:, None], torch.tensor([0]), rope)
+    return rotate(plain, torch.tensor([position]), rope)[:, 0]
+
+
 def _fits(query: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((query - expected).norm() <= TOLERANCE * query.norm())
-
-
-def _at(position: int) -> torch.Tensor:
-    return torch.tensor([position])

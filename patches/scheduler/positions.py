@@ -88,10 +88,11 @@ def _use_logical_lengths(
     if evicted is None:
         original(forward, model_runner, batch)
         return
-    shift = torch.zeros_like(cast(torch.Tensor, forward.seq_lens_cpu))
+    lengths = cast(torch.Tensor, forward.seq_lens_cpu)
+    shift = torch.zeros_like(lengths)
     shift[: len(evicted)] = torch.tensor(evicted)
     logical, places = copy.copy(forward), copy.copy(batch)
-    logical.seq_lens, logical.seq_lens_cpu = batch.orig_seq_lens, forward.seq_lens_cpu + shift
+    logical.seq_lens, logical.seq_lens_cpu = batch.orig_seq_lens, lengths + shift
     if forward.forward_mode.is_extend():
         places.prefix_lens = [place + lost for place, lost in zip(batch.prefix_lens, evicted, strict=True)]
     original(logical, model_runner, places)
@@ -104,9 +105,11 @@ def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> N
     They lie in the frozen prompt, which was complete before the first round.
     """
     if forward.mm_inputs is not None:
-        forward.mm_inputs = [
+        left = [
             None if evicted_of(request) else media for request, media in zip(batch.reqs, forward.mm_inputs, strict=True)
         ]
+        # SGLang declares no None in the list, and puts it there for requests without images.
+        forward.mm_inputs = cast(list, left)
 
 
 def _draw(

@@ -136,7 +136,7 @@ def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
     images = is_covered(loaded(transformers.AutoConfig, model_path).architectures)
     kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     base = loaded(kind, model_path, dtype=dtype, attn_implementation=attention).eval().base_model
-    return base.language_model if images else base
+    return base.get_submodule("language_model") if images else base
 
 
 def _check_config(config) -> None:

@@ -113,6 +113,20 @@ VISION_FAMILIES = {
         modules=("qwen2",),
         **QWEN,
     ),
+    "qwen2-vl": VisionFamily(
+        "Qwen2VL",
+        "qwen2_vl",
+        text={"rope_parameters": _axes(4, 6, 6)},
+        vision={
+            **{"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 1, "patch_size": 14},
+            # Of published configurations, unknown to transformers, and read by SGLang.
+            **{"in_chans": 3, "initializer_range": 0.12},
+        },
+        processor="Qwen2VLProcessor",
+        video_processor="Qwen2VLVideoProcessor",
+        modules=("qwen2",),
+        **QWEN,
+    ),
     "qwen3-vl": VisionFamily(
         "Qwen3VL",
         "qwen3_vl",

@@ -10,15 +10,18 @@ from sglang_triattn.patches.model.rotation import match_rotation
 HEADS, HEAD_DIM, POSITION = 4, 32, 997
 
 
-def rope(base=1e4, dims=32, style="half") -> Rope:
-    return Rope(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims), 1.0, dims, style)
+def rope(base=1e4, dims=32, style="half", scaling=1.0) -> Rope:
+    return Rope(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims), scaling, dims, style)
 
 
 def queries(by: Rope | None, noise=0.0, seed=0):
     """Of one token, at both positions."""
     generator = torch.Generator().manual_seed(seed)
-    first = torch.randn(HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
-    second = first if by is None else rotate(first[:, None], torch.tensor([POSITION]), by)[:, 0]
+    plain = torch.randn(HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
+    first, second = (
+        plain if by is None else rotate(plain[:, None], torch.tensor([position]), by)[:, 0]
+        for position in (0, POSITION)
+    )
     return first, second + noise * torch.randn(HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
 
 
@@ -27,10 +30,12 @@ def match(seen, ropes):
 
 
 LOCAL, GLOBAL = rope(1e4), rope(1e6)
-OTHERS = [rope(1e4, style="interleaved"), rope(1e4, dims=16), rope(8e3)]
+OTHERS = [rope(1e4, style="interleaved"), rope(1e4, dims=16), rope(8e3), rope(9e3, dims=24, scaling=1.4)]
 
 
-@pytest.mark.parametrize("used", [GLOBAL, LOCAL, *OTHERS], ids=["global", "local", "interleaved", "partial", "near"])
+@pytest.mark.parametrize(
+    "used", [GLOBAL, LOCAL, *OTHERS], ids=["global", "local", "interleaved", "partial", "near", "scaled"]
+)
 def test_the_embedding_in_use_is_found(used):
     """Prevents scoring by an embedding that the model holds and does not use here."""
     found = match([queries(used, noise=0.01), queries(None, seed=1), queries(used, seed=2)], [LOCAL, GLOBAL, *OTHERS])
