@@ -37,7 +37,7 @@ SETTINGS = [
     (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel True", "decode steps"]),
     (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel True", "decode steps"]),
     (["--decode-attention-backend", "minicpm_flashinfer"], {}, ["--decode-attention-backend minicpm_flashinfer"]),
-    (["--model-impl", "transformers"], {}, ["--model-impl transformers", "use --model-impl auto"]),
+    (["--model-impl", "mindspore"], {}, ["--model-impl mindspore", "use --model-impl auto"]),
     ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER"]),
     ([], {"SGLANG_USE_HND_KVCACHE": "1"}, ["SGLANG_USE_HND_KVCACHE"]),
     (["--triattention-budget", "0"], {}, ["--triattention-budget", "at least 1"]),
@@ -96,7 +96,7 @@ def test_flags_need_the_switch_and_nothing_else(outcomes):
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
     ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
-    ("SeedOssForCausalLM", {"model_type": "seed_oss"}, "no implementation of its own"),
+    ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
 ]
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_comes_later_is_read_too(forkserver, tiny, tmp_path):
     script.write_text(FETCHED_LATER)
     ended = warm.run_script(forkserver, script, [str(model)], {})
     assert ended.code == 2
-    assert "some of its layers have no rotary embedding" in ended.error
+    assert "its attention is local to chunks" in ended.error
 
 
 def test_broken_stats_are_refused_first(tmp_path):

@@ -14,6 +14,10 @@ def rope(base=1e4, dims=32, style="half", scaling=1.0) -> Rope:
     return Rope(base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims), scaling, dims, style)
 
 
+def turned(plain: torch.Tensor, by: Rope, position: int) -> torch.Tensor:
+    return rotate(plain[:, None], torch.tensor([position]), by)[:, 0]
+
+
 def queries(by: Rope | None, noise=0.0, seed=0):
     """Of one token, at both positions."""
     generator = torch.Generator().manual_seed(seed)
