@@ -9,7 +9,7 @@ not where a model leaves RoPE out of some layers, norms after it, or holds an em
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,8 +93,7 @@ def match_rotation(
         elif _fits(pair[1], pair[0]):
             rope = None
         else:
-            turned = (rope for rope in ropes if _fits(pair[1], rotate(pair[0][:, None], _at(position), rope)[:, 0]))
-            rope = next(turned, None)
+            rope = next((rope for rope in ropes if _fits(pair[1], _turned(pair[0], position, rope))), None)
             if rope is None:
                 raise UnsupportedModel(f"its attention layer {number} turns its queries in an unknown way")
         if rope is not None and found is not None and not same_rope(rope, found):
@@ -136,5 +135,7 @@ def _fits(query: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((query - expected).norm() <= TOLERANCE * query.norm())
 
 
-def _at(position: int) -> torch.Tensor:
-    return torch.tensor([position])
+def _turned(query: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+    """What becomes at `position` of a query [H_q, D] at position 0, where it is already scaled."""
+    unscaled = replace(rope, attention_scaling=1.0)
+    return rotate(query[:, None], torch.tensor([position]), unscaled)[:, 0]
