@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor import model_runner
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    RowAllocator = PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
+    KVAllocator = RowAllocator | SWATokenToKVPoolAllocator
 
     class Scheduler(scheduler.Scheduler):
         """A fully built scheduler, on a device for which compression is allowed."""
@@ -27,7 +31,7 @@ if TYPE_CHECKING:
         req_to_token_pool: ReqToTokenPool
         schedule_stream: torch.Stream
         spec_algorithm: SpeculativeAlgorithm
-        token_to_kv_pool_allocator: PagedTokenToKVPoolAllocator | TokenToKVPoolAllocator
+        token_to_kv_pool_allocator: KVAllocator
         tree_cache: UnifiedRadixCache
 
     class BeamGroup(beam_group.BeamGroup):

@@ -113,15 +113,15 @@ def find_fault(pool: Pool, holders: Holders, writes: Sequence[Write] = ()) -> st
 
 def _faults(pool: Pool, holders: Holders, writes: Sequence[Write]) -> Iterator[str]:
     yield from _row_fault(pool, holders)
-    entries = _read_rows(pool.table, holders)
+    entries = read_rows(pool.table, holders)
     yield from _page_shape_fault(pool, holders, entries)
-    pages, owners = _claims(pool, holders, entries)
-    yield from _fault_of_claims(pages, owners, pool.pages, holders, pool.name)
+    pages, owners = read_claims(pool, holders, entries)
+    yield from fault_of_claims(pages, owners, pool.pages, holders, pool.name)
     yield from _frozen_fault(holders, entries)
     yield from _write_fault(pool, holders, writes, pages, owners)
 
 
-def _read_rows(table: torch.Tensor, holders: Holders) -> Entries:
+def read_rows(table: torch.Tensor, holders: Holders) -> Entries:
     """Reads all rows with one copy from the device."""
     lengths = holders.length
     number = np.repeat(np.arange(len(lengths)), lengths)
@@ -135,7 +135,7 @@ def _row_fault(pool: Pool, holders: Holders) -> Iterator[str]:
     rows = np.concatenate([np.array(pool.free_rows, np.int64), holders.row, holders.more_rows])
     numbers = np.arange(len(holders.row))
     owners = np.concatenate([np.full(len(pool.free_rows), FREE), numbers, holders.more_rows_of])
-    yield from _fault_of_claims(rows, owners, pool.table.shape[0] - 1, holders, lambda row: f"row {row}")
+    yield from fault_of_claims(rows, owners, pool.table.shape[0] - 1, holders, lambda row: f"row {row}")
     width, length, frozen = pool.table.shape[1], holders.length, holders.frozen
     wrong = (frozen < 0) | (frozen > length) | (length > width)
     if wrong.any():
@@ -166,7 +166,7 @@ def _page_shape_fault(pool: Pool, holders: Holders, entries: Entries) -> Iterato
         yield f"slot {pool.tree[wrong[0]]} belongs to the tree, but not the whole of its page"
 
 
-def _claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
+def read_claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
     """The claimed pages and the owner behind each claim; a disputed page appears more than once."""
     own, tree = entries.private, pool.tree
     if pool.page_size > 1:
@@ -178,7 +178,7 @@ def _claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray,
     return np.concatenate([pool.free, tree, holders.others, private]), np.concatenate(owners)
 
 
-def _fault_of_claims(
+def fault_of_claims(
     claimed: np.ndarray, owners: np.ndarray, last: int, holders: Holders, name: Callable[[int], str]
 ) -> Iterator[str]:
     """Checks that each of the numbers 1 to `last` is claimed exactly once, and no other number is."""

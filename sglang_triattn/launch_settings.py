@@ -107,6 +107,15 @@ SETTINGS = (
     ),
 )
 
+# Only for models whose window layers have a KV pool of their own.
+BESIDE_WINDOW_POOL = (
+    Refusal(
+        "enable_hierarchical_cache",
+        _set,
+        "the copies that it makes of the window layers' own KV pool are not tested with rounds",
+    ),
+)
+
 # Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {
     "SGLANG_RUST_SERVER": _NO_PLUGIN,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS, SHARED
-from sglang_triattn.launch_settings import SETTINGS
+from sglang_triattn.launch_settings import BESIDE_WINDOW_POOL, SETTINGS, Refusal
 from sglang_triattn.model.fields import Fields, architecture, text_fields
 from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
@@ -118,16 +118,16 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
         refusal = str(refused_model(label, reason))
     else:
         try:
-            _check_server(server)
+            _check_server(server, SETTINGS)
             config = _check_layout(layout, label, server)
         except TriAttentionError as error:
             refusal = str(error)
     return Verdict(label, layout, config, server.page_size, server.ranks, dtype, refusal, reason)
 
 
-def _check_server(server: Server) -> None:
+def _check_server(server: Server, refusals: Sequence[Refusal]) -> None:
     """Raises TriAttentionError for the first setting that compression cannot work with."""
-    for refusal in SETTINGS:
+    for refusal in refusals:
         if refusal.field in server.given and refusal.applies(server.given[refusal.field]):
             raise TriAttentionError(refusal.message(server.given[refusal.field]))
 
@@ -142,6 +142,8 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
             f"The {layer.q_heads} query heads and {layer.kv_heads} KV heads of {label} do not split evenly over "
             f"--tp-size {server.ranks}: use a number that divides them."
         )
+    if layout.window_pool:
+        _check_server(server, BESIDE_WINDOW_POOL)
     return config.for_windows(window, server.page_size) if window else config
 
 

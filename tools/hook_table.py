@@ -53,6 +53,8 @@ WHY = {
     ("Scheduler process", "ModelRunner.sample"): "draws a seeded first token at its logical position",
     ("Scheduler process", "Req.init_next_round_input"): "lets a prefill continue on a row that rounds have shortened",
     ("Scheduler process", "ScheduleBatch.prepare_for_extend"): "keeps `orig_seq_lens` the logical lengths",
+    ("Scheduler process", "ScheduleBatch._swa_eviction_trigger"): "compares a window with the shortened row",
+    ("Scheduler process", "ScheduleBatch._evict_swa"): "frees what a window leaves behind by its place in the row",
     ("Scheduler process", "UnifiedRadixCache.session_records"): "counts conversations' rows in SGLang's own books",
     ("Scheduler process", "Scheduler.flush_cache"): "forgets conversations whose memory was flushed",
     ("Scheduler process", "checkpoint_kv_cache"): "keeps the answer of a retracted request out of the tree",

@@ -7,12 +7,12 @@ KV pool) is checked later, in `patches/model/inspect.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import ENVIRONMENT, SETTINGS
+from sglang_triattn.launch_settings import BESIDE_WINDOW_POOL, ENVIRONMENT, SETTINGS
 from sglang_triattn.model.kinds import served_window
-from sglang_triattn.model.support import refused_model
+from sglang_triattn.model.support import has_covered_pool, refused_model
 from sglang_triattn.model.vision import is_covered
 
 if TYPE_CHECKING:
@@ -55,6 +55,15 @@ def check_model(model: ModelConfig) -> None:
         raise refused_model(named(model), reason)
 
 
+def check_window_pool(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting that does not go with window layers that have a KV pool of their own."""
+    if model.is_hybrid_swa:
+        for refusal in BESIDE_WINDOW_POOL:
+            value = getattr(settings, refusal.field)
+            if refusal.applies(value):
+                raise TriAttentionError(refusal.message(value))
+
+
 def window_of(model: ModelConfig) -> int:
     """Most tokens that a query of a model's window layers sees; 0 without such layers."""
     # transformers completes what a config.json may leave out: which layers have the window.
@@ -78,7 +87,7 @@ def unsupported(model: ModelConfig) -> str | None:
         (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
         (mambaish_config(model) is not None, "some of its layers are state-space or linear-attention layers"),
         (
-            model.is_hybrid_swa,
+            model.is_hybrid_swa and not has_covered_pool(model.hf_config.architectures),
             f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens",
         ),
         (bool(model.attention_chunk_size), "its attention is local to chunks"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.window_pool import row_allocator
 from sglang_triattn.rounds.plan import Totals, ceil_align
 from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
 from sglang_triattn.stats.file import QueryStats
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
     """Yields the lines for a built scheduler that compresses."""
     allocator = scheduler.token_to_kv_pool_allocator
-    fitting = allocator.size // ceil_align(config.trigger(0), allocator.page_size)
+    fitting = row_allocator(allocator).size // ceil_align(config.trigger(0), allocator.page_size)
     requests = min(fitting, scheduler.max_running_requests)
     graphs = scheduler.tp_worker.model_runner.decode_cuda_graph_capture_bs
     if graphs and requests > max(graphs):

@@ -17,6 +17,7 @@ from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_triattn.patches.model.rotation import Rotation
@@ -131,17 +132,39 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
 
 
 def check_pool(model_runner: ModelRunner) -> None:
-    """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot being a row of each layer's buffer."""
+    """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot being a row of each layer's buffer.
+
+    Window layers may have such a pool of their own.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool = model_runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
+    pools = [pool]
+    if type(pool) is SWAKVPool:
+        _check_window_pool(model_runner, pool)
+        pools = [pool.full_kv_pool, pool.swa_kv_pool]
+    for pool in pools:
+        if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+            raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     rows = model_runner.req_to_token_pool
     if type(rows) is not ReqToTokenPool:
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
-    key = pool.get_key_buffer(0)
+    key = pools[0].get_key_buffer(0)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
+
+
+def _check_window_pool(model_runner: ModelRunner, pool: SWAKVPool) -> None:
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+
+    allocator = model_runner.token_to_kv_pool_allocator
+    if type(allocator) is not SWATokenToKVPoolAllocator or allocator.swa_req_ring:
+        raise UnsupportedModel(f"the slots of its window layers are not mapped one by one ({type(allocator).__name__})")
+    if model_runner.prefill_aware_swa:
+        raise UnsupportedModel("its window layers go on reading the prompt")
+    for layer in attention_layers(model_runner.model):
+        if pool.layers_mapping[layer.number][1] != bool(layer.window):
+            raise UnsupportedModel(f"its attention layer {layer.number} keeps its KV in the pool of other layers")

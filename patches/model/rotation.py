@@ -9,12 +9,12 @@ not where a model leaves RoPE out of some layers, norms after it, or holds an em
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.model.rope import Rope, rotate, unrotate
+from sglang_triattn.model.rope import Rope, rotate
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.inspect import read_ropes, read_shape, same_rope
 from sglang_triattn.patches.model.layers import (
@@ -93,7 +93,7 @@ def match_rotation(
         elif _fits(pair[1], pair[0]):
             rope = None
         else:
-            rope = next((rope for rope in ropes if _fits(pair[1], _turned(pair[0], rope, position))), None)
+            rope = next((rope for rope in ropes if _fits(pair[1], _turned(pair[0], position, rope))), None)
             if rope is None:
                 raise UnsupportedModel(f"its attention layer {number} turns its queries in an unknown way")
         if rope is not None and found is not None and not same_rope(rope, found):
@@ -131,11 +131,11 @@ def _queries_at(scheduler: Scheduler, layers: Sequence[AttentionLayer], position
     return seen
 
 
-def _turned(query: torch.Tensor, rope: Rope, position: int) -> torch.Tensor:
-    """What becomes at `position` of a query that met its keys at position 0, where it has been scaled already."""
-    plain = unrotate(query[:, None], torch.tensor([0]), rope)
-    return rotate(plain, torch.tensor([position]), rope)[:, 0]
-
-
 def _fits(query: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((query - expected).norm() <= TOLERANCE * query.norm())
+
+
+def _turned(query: torch.Tensor, position: int, rope: Rope) -> torch.Tensor:
+    """What becomes at `position` of a query [H_q, D] at position 0, where it is already scaled."""
+    unscaled = replace(rope, attention_scaling=1.0)
+    return rotate(query[:, None], torch.tensor([position]), unscaled)[:, 0]

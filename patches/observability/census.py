@@ -23,11 +23,14 @@ import numpy as np
 import torch
 
 from sglang_triattn.census import Holders, IntegrityError, Pool, Write, find_fault
+from sglang_triattn.census_windows import find_peer_fault
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
+from sglang_triattn.patches.observability.census_peers import read_peers, to_host
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.request import beams_of, evicted_of
+from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -127,7 +130,11 @@ class Census:
         counted = self._scheduler.tree_cache.evictable_size() + self._scheduler.tree_cache.protected_size()
         if counted != len(pool.tree):
             return f"the tree counts {counted} slots, but holds {len(pool.tree)}"
-        return find_fault(pool, holders, list(_writes(queued, requests, holders, moved)))
+        fault = find_fault(pool, holders, list(_writes(queued, requests, holders, moved)))
+        if fault is None and has_window_pool(self._scheduler):
+            records = [*(request.kv for request in requests), *(parked.kv for parked in idle.values())]
+            fault = find_peer_fault(pool, holders, read_peers(self._scheduler, records))
+        return fault
 
     def _requests(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> list[Req]:
         """Every request that holds a row, wherever SGLang keeps it."""
@@ -161,7 +168,7 @@ class Census:
             length = length.copy()
             length[[n for n, _ in searches]] = [beams.prompt_len for _, beams in searches]
             others = [self._slots_of_beams(beams) for _, beams in searches]
-            rows = [_to_host(cast(torch.Tensor, beams.member_rows_cpu)) for _, beams in searches]
+            rows = [to_host(cast(torch.Tensor, beams.member_rows_cpu)) for _, beams in searches]
             numbers = np.array([n for n, _ in searches])
             more = {
                 "more_rows": np.concatenate(rows),
@@ -175,7 +182,7 @@ class Census:
             length=length,
             frozen=lengths.frozen,
             covered=np.array([len(path) for path in paths], np.int64),
-            path=_to_host(torch.cat(paths)) if paths else np.empty(0, np.int64),
+            path=to_host(torch.cat(paths)) if paths else np.empty(0, np.int64),
             **more,
         )
 
@@ -197,17 +204,17 @@ class Census:
             beams.all_rows, beams.prompt_len : beams.leader.kv.kv_allocated_len
         ]
         staged = [entry.old_mapping.flatten() for entry in beams.pending_orphans]
-        return np.unique(_to_host(torch.cat([rows.flatten(), *staged])))
+        return np.unique(to_host(torch.cat([rows.flatten(), *staged])))
 
     def _pool(self) -> Pool:
         scheduler = self._scheduler
-        allocator, rows = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
+        allocator, rows = row_allocator(scheduler.token_to_kv_pool_allocator), scheduler.req_to_token_pool
         tree = scheduler.tree_cache
         return Pool(
             page_size=allocator.page_size,
             pages=allocator.size // allocator.page_size,
-            free=_to_host(cast(torch.Tensor, allocator.get_all_free_pages())),
-            tree=_to_host(tree.all_values_flatten()),
+            free=to_host(cast(torch.Tensor, allocator.get_all_free_pages())),
+            tree=to_host(tree.all_values_flatten()),
             table=rows.req_to_token,
             free_rows=rows.free_slots,
         )
@@ -228,14 +235,9 @@ def _writes(
     for batch in queued:
         if batch.out_cache_loc is None:
             continue
-        slots, rows = _to_host(batch.out_cache_loc), batch.req_pool_indices_cpu.tolist()
+        slots, rows = to_host(batch.out_cache_loc), batch.req_pool_indices_cpu.tolist()
         counts = batch.extend_lens if batch.forward_mode.is_extend() else [1] * len(rows)
         ends = np.cumsum(counts)
         for row, count, end in zip(rows, counts, ends, strict=True):
             if row in holder_of:
                 yield Write(holder_of[row], slots[end - count : end])
-
-
-def _to_host(slots: torch.Tensor) -> np.ndarray:
-    """`slots` on the host as int64; not copied if they already are."""
-    return slots.cpu().numpy().astype(np.int64, copy=False)

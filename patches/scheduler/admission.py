@@ -169,6 +169,13 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
         _chunk_in_progress = False
         _preempting: set[Req] | None = None
 
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            windows = conversations.windows
+            if windows is not None and self.running_batch is not None:
+                # SGLang reserves nothing there for what runs.
+                self.memory_budget.swa_offset += sum(map(windows.growth_of, self.running_batch.reqs))
+
         def add_one_req(self, req, has_chunked_req, truncation_align_size):
             if settings_of(req) is None:
                 return super().add_one_req(req, has_chunked_req, truncation_align_size)
@@ -187,6 +194,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             return result
 
         def add_chunked_req(self, req):
+            self._make_window_room(req)
             if settings_of(req) is None or not can_prefill_in_rounds(req):
                 return super().add_chunked_req(req)
             # What is left after the running requests' growth, but never less than was reserved for this one.
@@ -227,7 +235,17 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
                 found = check(req, **demand)
             return found
 
-        def _check_bound(self, req, *, chunk_limit, **_):
+        def _check_bound(self, req, *, chunk_limit, **demand):
+            fits, limit = self._check_rows(req, chunk_limit)
+            if not fits or conversations.windows is None:
+                return fits, limit
+            # What the window layers' pool needs does not depend on the bound; of the other pool it was just told.
+            fits, capped = super()._check_prefill_budget(req, **{**demand, "total_tokens": 0}, chunk_limit=limit)
+            if capped != limit and self._chunk_in_progress:
+                return False, None
+            return fits, capped
+
+        def _check_rows(self, req, chunk_limit):
             # All in whole pages; the room does not count what is in use or reserved.
             end, room = len(req.full_untruncated_fill_ids), self._room()
             held = ceil_align(req.prefix_len, self.page_size)
@@ -242,6 +260,16 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
 
         def _room(self) -> int:
             return int(self.rem_total_tokens)
+
+        def _make_window_room(self, req) -> None:
+            """Idle rows give way to a prefill that would wait for slots in the window layers' pool."""
+            windows = conversations.windows
+            if windows is None:
+                return
+            left = len(req.full_untruncated_fill_ids) - req.prefix_len
+            wanted = min(self.rem_chunk_tokens, left, windows.reach)
+            while int(self.memory_budget.remaining_swa) - self.page_size < wanted and conversations.drop_one():
+                pass
 
         def _update_prefill_budget(self, prefix_len, extend_input_len, max_new_tokens, *args, **kwargs):
             # Called for the request that was added last; `max_new_tokens` is 0 until its prefill is complete.

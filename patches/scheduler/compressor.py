@@ -48,6 +48,7 @@ from sglang_triattn.patches.scheduler.request import (
     write_row_length,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.request.lifecycle import FirstEvicted
 from sglang_triattn.rounds.plan import Plan, Totals, plan_round
 
@@ -76,7 +77,8 @@ class Compressor:
         self.totals = Totals()
         self._scheduler = scheduler
         self._scorer = scorer
-        self._allocator = scheduler.token_to_kv_pool_allocator
+        self._allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
+        self._windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
         self._mover = mover
@@ -144,6 +146,8 @@ class Compressor:
     def _compact(self, rounds: Sequence[tuple[Req, Plan]]) -> None:
         """Runs the rounds of a step; however many launches they take, each stream waits for the other once."""
         launches = snapshot(self._rows, rounds, self._kind_of)
+        if self._windows is not None:
+            self._windows.before_rounds(launches)
         with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
             done = [self.score_and_move(launch) for launch in launches]
             positions = read_later(torch.cat([first for _, first in done]))

@@ -40,6 +40,7 @@ from sglang_triattn.patches.scheduler.request import (
     write_row_length,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, RowRecord, Stage
 from sglang_triattn.rounds.plan import Report
 
@@ -77,7 +78,11 @@ class Conversation:
 
 
 class Conversations:
-    """All idle conversations of a scheduler, least recently used first."""
+    """All idle conversations of a scheduler, least recently used first.
+
+    Attributes:
+        windows: the window layers' own KV pool, if they have one.
+    """
 
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
@@ -86,6 +91,7 @@ class Conversations:
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission has acquired.
         self._acquired: Conversation | None = None
+        self.windows: WindowPool | None = None
 
     def hooks(self) -> list[Hook]:
         return [
@@ -100,6 +106,7 @@ class Conversations:
 
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self.windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
 
     def on_arrival(self, request: Req) -> None:
         """Drops expired conversations, and notes the time; called for each request that names a conversation."""
@@ -164,6 +171,8 @@ class Conversations:
             return False
         if not owner.evicted_tokens and not tree.disable:
             # All of it is exact, so the tree takes it, for everybody.
+            return False
+        if self.windows is not None and not self.windows.covers_window(request.kv, physical):
             return False
         self._drop(name)
         free_tail(request.kv, physical, tree)

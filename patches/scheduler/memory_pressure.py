@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_in_use
+from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.rounds.plan import Plan, plan_eviction
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ def early_rounds(
         drop_one: frees memory that nobody is using; False if there is none.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
-    needed = slots_of_next_step(requests, joining, page_size) - sum(plan.freed_slots for _, plan in due)
+    needed = slots_of_next_step(requests, joining, page_size)
+    if has_window_pool(scheduler):
+        WindowPool(scheduler).make_room(requests, needed, drop_one)
+    needed -= sum(plan.freed_slots for _, plan in due)
     while needed > free_slots(scheduler) and drop_one():
         pass
     missing = needed - free_slots(scheduler)
@@ -61,7 +65,7 @@ def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, p
 
 def free_slots(scheduler: Scheduler) -> int:
     """KV slots that are free, or that the tree gives up on demand."""
-    return scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    return row_allocator(scheduler.token_to_kv_pool_allocator).available_size() + scheduler.tree_cache.evictable_size()
 
 
 def worthwhile(candidates: Iterator[tuple[int, Req]], page_size: int) -> Iterator[tuple[int, Plan]]:

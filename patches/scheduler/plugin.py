@@ -22,7 +22,7 @@ from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import reporting
 from sglang_triattn.patches.observability.census import Census, is_wanted
 from sglang_triattn.patches.observability.metrics import RoundMetrics
-from sglang_triattn.patches.scheduler import chunked_prefill, positions
+from sglang_triattn.patches.scheduler import chunked_prefill, positions, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.scheduler.conversations import Conversations
@@ -72,6 +72,7 @@ class Compression:
             *self._admission.hooks(),
             *positions.hooks(),
             *chunked_prefill.hooks(),
+            *window_pool.hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read),
@@ -141,6 +142,7 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     runner = scheduler.tp_worker.model_runner
     check_pool(runner)
     check_windows(attention_layers(runner.model), config.window)
+    window_pool.check_reach(scheduler, config.window)
     shape = served_shape(scheduler)
     if scheduler.tp_group.rank_in_group == 0:
         for line in notices.at_launch(scheduler, config):

@@ -19,10 +19,12 @@ from sglang_triattn.patches.scheduler.request import (
     frozen_of,
     keep_private,
     owner_of,
+    settings_of,
     show_all_ids,
     tokens_tell_all,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.window_pool import slide_window
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
@@ -50,12 +52,14 @@ class Rows:
         frozen: each retraction would raise the request's memory for good.
         """
         prompt_length = len(req.origin_input_ids)
-        if not req.retracted_stain or req.skip_radix_cache_insert or end_of_chunk(req) <= prompt_length:
+        if req.skip_radix_cache_insert or not req.retracted_stain or end_of_chunk(req) <= prompt_length:
             original(req, tree_cache)
-            return
-        if req.kv.cache_protected_len < prompt_length:
-            tree_cache.checkpoint(req, up_to=prompt_length)
-        keep_private(req)
+        else:
+            if req.kv.cache_protected_len < prompt_length:
+                tree_cache.checkpoint(req, up_to=prompt_length)
+            keep_private(req)
+        if settings_of(req) is not None and (req.skip_radix_cache_insert or end_of_chunk(req) > prompt_length):
+            slide_window(req, tree_cache)
 
     def release(self, original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
         """Writes the request's report, and gives its row to its conversation or back to SGLang."""
@@ -91,8 +95,11 @@ def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
     """Gives the tree the first `exact` entries of a finished row, if that is more than it has.
 
     It gets no more than SGLang's release counts as the request's own: with --strip-thinking-cache that frees what was
-    generated.
+    generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed that K/V of theirs
+    (`window_pool`), and SGLang matches no prefix without it.
     """
+    if tree_cache.supports_swa():
+        return
     exact = min(exact, req.owned_kv_len())
     exact -= exact % tree_cache.page_size
     if exact > req.kv.cache_protected_len:

@@ -62,6 +62,11 @@ _ARCHITECTURES: dict[str, tuple[Callable[[Fields], Any], str]] = {
 }
 
 
+def has_covered_pool(architectures: list[str] | None) -> bool:
+    """Whether rounds are known to leave whole the pool that window layers of the first of `architectures` have."""
+    return bool(architectures) and architectures[0] in _POOLS_COVERED
+
+
 def unsupported(config: Fields) -> str | None:
     """Why compression does not cover a model, to complete "because ...", or None if its config.json shows no reason.
 
@@ -112,7 +117,7 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
         (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
         (others, f"some of its layers are of the type {min(others, default='')}"),
         (
-            WINDOW in kinds and has_window_pool(fields) and architecture(fields) not in _POOLS_COVERED,
+            WINDOW in kinds and has_window_pool(fields) and not has_covered_pool([architecture(fields)]),
             "some of its layers attend to a sliding window, and have a KV pool of their own",
         ),
         (WINDOW in kinds and FULL not in kinds, f"it attends to a sliding window of {window} tokens"),

@@ -20,6 +20,7 @@ CASES = {
     "gemma2": (WINDOWED, WINDOWED),
     "gemma3": (WINDOWED, WINDOWED),
     "olmo3": (WINDOWED, WINDOWED),
+    "gpt-oss": (WINDOWED, WINDOWED),
     "exaone4": (WINDOWED, ()),
     "cohere2": (WINDOWED, ()),
     "smollm3": (ALL, (0, 1, 2)),

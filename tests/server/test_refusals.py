@@ -120,7 +120,7 @@ from sglang.srt.server_args import prepare_server_args
 load_plugins()
 record = prepare_server_args(["--model-path", sys.argv[1], "--enable-triattention"])
 file = pathlib.Path(sys.argv[1], "config.json")
-file.write_text(json.dumps(json.loads(file.read_text()) | {"no_rope_layers": [1, 1, 0]}))
+file.write_text(json.dumps(json.loads(file.read_text()) | {"attention_chunk_size": 64}))
 record.resolve_once()
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_swa_tokens, kv_private_tokens
 
 from content import contents
 from memory import ROWS
@@ -19,9 +19,9 @@ def check_books(sim: Simulation) -> None:
     idle = sim.conversations.records()
     private = sum(kv_private_tokens(kv, page) for kv in (*(running.req.kv for running in sim.running), *idle.values()))
     tree = sim.tree.evictable_size() + sim.tree.protected_size()
-    counted = sim.allocator.available_size() + tree + private
+    counted = sim.slots.available_size() + tree + private
     assert counted == sim.pool_size, f"free, tree and private slots are {counted} of {sim.pool_size}"
-    free = sim.allocator.get_all_free_pages().tolist()
+    free = sim.slots.get_all_free_pages().tolist()
     owned = dict.fromkeys(free, "free")
     assert len(owned) == len(free), "a page is free twice"
     if sim.radix:
@@ -35,8 +35,28 @@ def check_books(sim: Simulation) -> None:
         claim(owned, pages(slots, page), name)
     assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
     assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
+    if sim.window:
+        check_windows(sim)
     # Last, so that these checks, not the census, notice a planted fault.
     take_census(sim)
+
+
+def check_windows(sim: Simulation) -> None:
+    """Every slot of the window layers' pool is owned once, and the next query finds its window there."""
+    own, page = sim.allocator.swa_attn_allocator, sim.page_size
+    holders = [*(running.req.kv for running in sim.running), *sim.conversations.records().values()]
+    private = sum(kv_private_swa_tokens(kv, page) for kv in holders)
+    counted = own.available_size() + sim.tree.swa_evictable_size() + sim.tree.swa_protected_size() + private
+    assert counted == own.size, f"free, tree and private slots of the windows are {counted} of {own.size}"
+    for running in sim.running:
+        length = running.positions.shape[-1]
+        newest = sim.row(running)[max(length - sim.window + 1, 0) :].long()
+        peers = sim.allocator.full_to_swa_index_mapping[newest]
+        positions = running.positions[..., max(length - sim.window + 1, 0) :]
+        tainted = positions >= (running.first_tainted if running.first_tainted is not None else len(running.tokens))
+        expected = contents(running.tokens, positions, torch.where(tainted, running.req.serial, 0))[:, 0, 0]
+        assert (peers > 0).all(), f"{running.req.rid} has lost K/V that its window layers read"
+        assert torch.equal(sim.window_keys[peers], expected), f"the windows of {running.req.rid} hold other content"
 
 
 def check_locks(sim: Simulation) -> None:
@@ -82,7 +102,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     last_slots = {running: int(sim.row(running)[-1]) for running in requests}
     tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
     tree_bytes = sim.content(tree_slots)
-    free = sim.allocator.available_size()
+    free = sim.slots.available_size()
     missing = slots_of_next_step(sim) - free - sim.tree.evictable_size()
     idle, room = idle_slots(sim), room_for_others(sim)
     batch = sim.compress(chunked)
@@ -96,11 +116,12 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
             continue
         first = frozen_length(sim, running)
         length = old.shape[-1]
-        due = length - first >= kept_private(settings, first) + settings.interval
+        due = length - first >= kept_private(settings, first) + max(settings.interval, settings.round_to)
         if running.evicted == evicted:
             assert not due, "a due round did not run"
             continue
         keep = kept_private(settings if due else settings.under_pressure(), first)
+        keep += (length - first - keep) % settings.round_to
         running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
         if running.first_tainted is None:
             running.first_tainted = length
@@ -115,7 +136,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         assert len(set(map(int, lengths))) == 1, "the batch has other lengths than the rows"
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted, "positions would be wrong"
     sim.early_rounds += early
-    came_back = sim.allocator.available_size() - free - (idle - idle_slots(sim))
+    came_back = sim.slots.available_size() - free - (idle - idle_slots(sim))
     # When the tree is given a chunk, it frees what it already held.
     promised = sum(freed.values())
     assert came_back == promised or (chunked and came_back > promised), f"{came_back} slots came back, not {promised}"
@@ -128,7 +149,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
 def room_for_others(sim: Simulation) -> int:
     """Slots that no request holds and that no compressed request may still take."""
     page = sim.page_size
-    room = sim.allocator.available_size() + sim.tree.evictable_size()
+    room = sim.slots.available_size() + sim.tree.evictable_size()
     for running in (running for running in sim.running if running.settings is not None):
         held = -(-running.req.kv.kv_allocated_len // page) * page
         room -= max(-(-max_kv_tokens_of(running.req, page) // page) * page - held, 0)
@@ -165,7 +186,8 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int,
 
 def kept_private(config, frozen: int) -> int:
     """Private tokens that the settings guarantee to a request with `frozen` frozen tokens."""
-    return config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
+    budget = config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
+    return max(budget, config.recent + config.round_to - 1)
 
 
 def frozen_length(sim: Simulation, running: Running) -> int:

@@ -190,7 +190,7 @@ class Histories(RuleBasedStateMachine):
         assert (release_memory if unmap else flush)(sim, granted=granted) == granted
         if granted:
             assert not sim.conversations.records(), "a flushed row is still kept"
-            assert (sim.allocator.available_size(), sim.rows.available_size()) == (sim.pool_size, ROWS)
+            assert (sim.slots.available_size(), sim.rows.available_size()) == (sim.pool_size, ROWS)
             self.counts["rows lost by flushes"] += len(idle)
         else:
             assert list(sim.conversations.records()) == idle, "a refused flush took a conversation's row"

@@ -6,20 +6,24 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_serving
 
 from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.patches.scheduler import window_pool
 from sglang_triattn.patches.scheduler.compressor import Compressor, make_mover
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
@@ -37,6 +41,8 @@ class Memory:
         force_miss: SGLang's SGLANG_RADIX_FORCE_MISS: every prompt is computed again, and the tree receives a copy of
             what it already has, as it does for prompts that are admitted together.
         eviction: SGLang's --radix-eviction-policy.
+        window: tokens that a query of a window layer sees, one layer beside the others with a KV pool of its own; 0 for
+            none.
         settings: fields of the server's Config.
     """
 
@@ -49,18 +55,24 @@ class Memory:
         strip_thinking: bool = False,
         force_miss: bool = False,
         eviction: str = "lru",
+        window: int = 0,
         **settings,
     ) -> None:
         self.page_size, self.pool_size = page_size, pool
         self.strip_thinking, self.force_miss = strip_thinking, force_miss
         self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
+        if window:
+            self.config = self.config.for_windows(window, page_size)
         self.radix = radix
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
             pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
         )
         plain = {"dtype": torch.float32, "device": "cpu", "kvcache": self.pool, "need_sort": False}
-        if page_size == 1:
+        self.window = window
+        if window:
+            self.allocator, self.window_keys = self._two_pools(pool)
+        elif page_size == 1:
             self.allocator = TokenToKVPoolAllocator(pool, **plain)
         else:
             self.allocator = PagedTokenToKVPoolAllocator(pool, page_size, **plain)
@@ -70,7 +82,8 @@ class Memory:
                 req_to_token_pool=self.rows,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=page_size,
-                tree_components=(ComponentType.FULL,),
+                tree_components=(ComponentType.FULL, ComponentType.SWA) if window else (ComponentType.FULL,),
+                sliding_window_size=window - 1 if window else None,
                 eviction_policy=eviction,
             )
         )
@@ -104,6 +117,39 @@ class Memory:
             make_mover(self.config, page_size, self.pool, range(self.pool.layer_num), kernels=kernels),
             self.conversations,
         )
+
+    def _two_pools(self, size: int) -> tuple[SWATokenToKVPoolAllocator, torch.Tensor]:
+        """An allocator of slots in two pools, and the keys of the smaller one."""
+        smaller = size * 3 // 4 // self.page_size * self.page_size
+        both = SWAKVPool(
+            size,
+            smaller,
+            self.page_size,
+            torch.float32,
+            KV_HEADS,
+            HEAD_DIM,
+            swa_attention_layer_ids=[LAYERS],
+            full_attention_layer_ids=list(range(LAYERS)),
+            device="cpu",
+        )
+        self.pool = both.full_kv_pool
+        allocator = SWATokenToKVPoolAllocator(size, smaller, self.page_size, torch.float32, "cpu", both, False)
+        return allocator, both.swa_kv_pool.get_key_buffer(0)
+
+    @property
+    def slots(self) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
+        """The allocator of the slots that rows list."""
+        return window_pool.row_allocator(self.allocator)
+
+    def slide(self, req: Req) -> None:
+        """SGLang's freeing of what a window has left behind, before a decode step."""
+        if not self.window:
+            return
+        batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, tree_cache=self.tree)
+        reach, interval = self.window - 1, 5
+        due = ScheduleBatch._swa_eviction_trigger(batch, reach, interval)
+        if window_pool._due_by_row(due, batch, reach, interval)(req):
+            window_pool._slide_by_row(ScheduleBatch._evict_swa, batch, req, req.seqlen - 1)
 
     def stash(self, req: Req) -> None:
         self.ends.checkpoint(checkpoint_kv_cache, req, self.tree)

@@ -187,6 +187,7 @@ class Simulation(Memory):
         kv = running.req.kv
         length = kv.kv_allocated_len
         position = length + running.evicted
+        self.slide(running.req)
         if position + 1 >= CONTEXT or not self.make_room(self.page_size):
             return False
         row = self.rows.req_to_token[kv.req_pool_idx]
@@ -262,7 +263,8 @@ class Simulation(Memory):
             self.stripped += exact > len(req.origin_input_ids)
             exact = min(exact, len(req.origin_input_ids))
         exact -= exact % self.page_size
-        return exact, exact
+        # Without the window at its end, SGLang finds no prefix.
+        return 0 if self.window else exact, exact
 
     def matched(self, tokens: list[int]) -> int:
         """How many of the first `tokens` the tree has K/V for."""
@@ -284,6 +286,8 @@ class Simulation(Memory):
         for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
             k[slots.long()] = content[:, layer, 0]
             v[slots.long()] = content[:, layer, 1]
+        if self.window:
+            self.window_keys[self.allocator.full_to_swa_index_mapping[slots.long()]] = content[:, 0, 0]
 
     def _next_token(self, running: Running) -> int:
         # Depends only on what came before, so that retracted and repeated requests continue alike.

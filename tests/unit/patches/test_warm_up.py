@@ -61,6 +61,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
         schedule_stream=Stream("schedule", device),
         tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
         metrics_collector=None,
+        token_to_kv_pool_allocator=None,
     )
 
 

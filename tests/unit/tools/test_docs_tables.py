@@ -106,7 +106,8 @@ def test_refused_settings():
         for names, reason, remedy in rows
         for name in re.findall(r"`--([\w-]+)", names)
     }
-    known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in launch_settings.SETTINGS}
+    refusals = (*launch_settings.SETTINGS, *launch_settings.BESIDE_WINDOW_POOL)
+    known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")
     assert {code(name)[0]: reason for name, reason in variables} == launch_settings.ENVIRONMENT

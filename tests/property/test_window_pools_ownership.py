@@ -1,0 +1,21 @@
+"""Random histories where window layers have a KV pool of their own: two pools, each with every slot owned once."""
+
+from __future__ import annotations
+
+import pytest
+
+from histories import run_histories
+
+LENGTHS = {"budget": 24, "interval": 8, "recent": 14, "pressure_budget": 20, "window": 10}
+
+
+@pytest.mark.parametrize("prompt", ["frozen", "compact"])
+@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_random_histories_with_two_pools(page_size, selection, prompt):
+    """Prevents a slot of either pool from being lost or owned twice, and a window from losing what it still reads."""
+    counts = run_histories(
+        8, page_size=page_size, selection=selection, prompt=prompt, pool=max(192, 24 * page_size), **LENGTHS
+    )
+    assert counts["rounds"] > 8
+    assert counts["resumed turns"] > 0
