@@ -83,6 +83,9 @@ class WindowPool:
 
     Args:
         scheduler: one for which `has_window_pool` holds.
+
+    Attributes:
+        page_size: slots per page, as in the other pool.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -119,7 +122,8 @@ class WindowPool:
     def before_rounds(self, launches: Iterable[Launch]) -> None:
         """Frees the peers of all entries before the newest tokens, and moves the cursors as the rounds move the rest.
 
-        Called before the rows change.
+        Called before the rows change. In the page in which the newest tokens begin, a round may write K/V of others to
+        the entries before them; their peers stay, are behind every window, and are never read.
 
         Raises:
             RuntimeError: a round would empty or overwrite what window layers still read.

@@ -19,3 +19,10 @@ def test_random_histories_with_two_pools(page_size, selection, prompt):
     )
     assert counts["rounds"] > 8
     assert counts["resumed turns"] > 0
+
+
+@pytest.mark.parametrize("options", [{"radix": False}, {"force_miss": True}], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories_with_two_pools_and_another_tree(page_size, options):
+    """Prevents the same without a tree, and where a prompt that the tree has is computed again."""
+    assert run_histories(6, page_size=page_size, **options, **LENGTHS)["rounds"] > 6
