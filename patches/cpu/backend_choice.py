@@ -89,7 +89,7 @@ def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     settings = resolving_view(server_args)
-    gpu_only = model_config_of(server_args).hf_config.architectures[0] in _GPU_ONLY
+    gpu_only = not set(model_config_of(server_args).hf_config.architectures or ()).isdisjoint(_GPU_ONLY)
     if _asked(server_args) in (None, NAME):
         declare_resolution(server_args, NAME, attention_backend="triton" if gpu_only else _STAND_IN)
         previous(server_args)

@@ -118,7 +118,7 @@ def watching_queries(layers: Sequence[AttentionLayer], see: Callable[[int, Call]
     def watched(place: int, attention: RadixAttention) -> Callable:
         forward = attention.forward
 
-        def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def wrapper(*args: Any, **kwargs: Any) -> object:
             query = args[0] if args else kwargs["q"]
             batch = args[3] if len(args) > 3 else kwargs["forward_batch"]
             see(place, Call(attention, query, batch, kwargs))

@@ -8,7 +8,7 @@ from the one that serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +114,7 @@ class Oracle:
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
         cache = RoundedCache(self.stored)
         # What each layer's KV heads may see.
-        visible = torch.zeros(len(self.model.model.layers), self.num_kv_heads, len(ids), dtype=torch.bool)
+        visible = torch.zeros(len(self._layers()), self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
         chunk = chunk or prompt_length
         done, size = 0, cached or min(chunk, prompt_length)
@@ -170,7 +170,7 @@ class Oracle:
                 hook.remove()
         return output.logits[0].float()
 
-    def _layers(self) -> Iterable[torch.nn.Module]:
+    def _layers(self) -> torch.nn.ModuleList:
         return self.model.model.layers
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +39,7 @@ class VisionOracle(Oracle):
     positions: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 0, dtype=torch.int64))
     media: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def _layers(self) -> Iterable[torch.nn.Module]:
+    def _layers(self) -> torch.nn.ModuleList:
         return self.model.model.language_model.layers
 
     @property
