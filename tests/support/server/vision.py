@@ -91,6 +91,7 @@ class Accounts:
             budget=BUDGET,
             interval=INTERVAL,
             recent=RECENT,
+            unrotated=stats["unrotated_mean"],
             interleaved=self.tiny.interleaved,
             value_share=0.0,
             positions=positions,
