@@ -1,9 +1,11 @@
 """README.md and docs/*.md as tools and tests read them: sections, code blocks, tables, generated parts."""
 
+import argparse
 import re
 from pathlib import Path
 
 from checkout import ROOT
+from env import fail
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -96,3 +98,16 @@ def generated(file: Path, name: str) -> tuple[str, str, str]:
     if not (found and closed):
         raise LookupError(f"{file.name} lacks the markers of {name}")
     return before + begin, middle, end + behind
+
+
+def write_generated(file: Path, name: str, text: str, subject: str) -> None:
+    """The command line of tools/`name`.py: puts `text` between its markers in `file`, or with --check only compares."""
+    parser = argparse.ArgumentParser(
+        description=f"Write the table of {subject} in docs/{file.name}.", allow_abbrev=False
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the table is stale")
+    before, found, behind = generated(file, name)
+    if not parser.parse_args().check:
+        file.write_text(before + text + behind)
+    elif found != text:
+        fail(f"the table of {subject} in {file.name} is stale: run python tools/{name}.py.")

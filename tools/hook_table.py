@@ -4,13 +4,12 @@ python tools/hook_table.py            writes it
 python tools/hook_table.py --check    fails if what stands there is stale
 """
 
-import argparse
 import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from documents import DOCS, generated
+from documents import DOCS, generated, write_generated
 from env import fail
 from sglang_triattn.config import Config
 from sglang_triattn.patches import request_validation
@@ -121,16 +120,7 @@ def is_stale() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write the table of hooks in docs/architecture.md.", allow_abbrev=False
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the table is stale")
-    if parser.parse_args().check:
-        if is_stale():
-            fail(f"the table of hooks in {FILE.name} is stale: run python tools/{NAME}.py.")
-        return
-    before, _, behind = generated(FILE, NAME)
-    FILE.write_text(before + "".join(lines()) + behind)
+    write_generated(FILE, NAME, "".join(lines()), "hooks")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ python tools/model_table.py            writes it
 python tools/model_table.py --check    fails if what stands there is stale
 """
 
-import argparse
 import json
 from collections.abc import Iterator
 
 from checkout import ROOT
-from documents import DOCS, generated
-from env import fail
+from documents import DOCS, generated, write_generated
 from sglang_triattn.config import Config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words
 
@@ -58,16 +56,7 @@ def is_stale() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write the table of known models in docs/compatibility.md.", allow_abbrev=False
-    )
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the table is stale")
-    if parser.parse_args().check:
-        if is_stale():
-            fail(f"the table of models in {FILE.name} is stale: run python tools/{NAME}.py.")
-        return
-    before, _, behind = generated(FILE, NAME)
-    FILE.write_text(before + "".join(lines()) + behind)
+    write_generated(FILE, NAME, "".join(lines()), "known models")
 
 
 if __name__ == "__main__":

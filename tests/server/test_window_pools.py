@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from families import WINDOW
-from family_servers import RECENT, prepared, started
+from family_servers import compare_with_account, prepared, started
 from harness import assert_pool_is_whole, compression, prompt, served_logprobs
-from oracle import TOLERANCE, Oracle
+from oracle import TOLERANCE
 from storm import FLAGS, RETRACTING, retractions, storm
 
 CASES = [
@@ -20,30 +20,8 @@ CASES = [
 def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, page_size, selection):
     """Prevents window layers from reading slots of the other pool, slots that were given back, or other tokens than
     the newest; and rounds from touching any but the layers that see all tokens."""
-    tiny, account = prepared(tmp_path, "gpt-oss")
-    account.selection = selection
-    tokens = 280
-    if page_size > 16:
-        # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
-        account.budget, account.interval = RECENT + page_size - 1, page_size
-        tokens = 450
-    client = started(serve, tiny, "gpt-oss", "--page-size", str(page_size), "--triattention-selection", selection)
-    stem = prompt(8, 40)
-    prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
-    client.generate(stem, 1)
-    for ids, response in zip(prompts, client.generate_all(prompts, tokens, logprobs=True), strict=True):
-        report = compression(response)
-        frozen = len(ids) - len(ids) % page_size
-        everything = ids + response["output_ids"][:-1]
-        expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
-        assert report["rounds"] == rounds >= 5
+    for report in compare_with_account(serve, tmp_path, "gpt-oss", page_size, selection):
         assert report["freed_slots"] == report["evicted_tokens"] > 0
-        values, top = served_logprobs(response)
-        assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
-        dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
-        assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
-    assert_pool_is_whole(client)
-    serve.stop(client)
 
 
 def test_answer_longer_than_either_pool(serve, tmp_path):

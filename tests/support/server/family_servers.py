@@ -6,9 +6,17 @@ import torch
 from safetensors.torch import load_file
 
 from families import FAMILIES, WINDOW, build_family
-from harness import BUDGET, INTERVAL, unused_architectures
+from harness import (
+    BUDGET,
+    INTERVAL,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+    unused_architectures,
+)
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
-from oracle import Oracle
+from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import save_random_stats
 
@@ -71,3 +79,38 @@ def started(serve, tiny, family, *flags, env=None):
         **(env or {}),
     }
     return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
+
+
+def compare_with_account(serve, folder, family: str, page_size: int, selection: str) -> list[dict[str, int]]:
+    """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
+
+    Returns:
+        What compression reports of each.
+    """
+    tiny, account = prepared(folder, family)
+    account.selection = selection
+    tokens = 280
+    if page_size > 16:
+        # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
+        account.budget, account.interval = RECENT + page_size - 1, page_size
+        tokens = 450
+    client = started(serve, tiny, family, "--page-size", str(page_size), "--triattention-selection", selection)
+    stem = prompt(8, 40)
+    prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
+    client.generate(stem, 1)
+    reports = []
+    for ids, response in zip(prompts, client.generate_all(prompts, tokens, logprobs=True), strict=True):
+        report = compression(response)
+        reports.append(report)
+        frozen = len(ids) - len(ids) % page_size
+        assert report["frozen_length"] == max(frozen, 4)
+        everything = ids + response["output_ids"][:-1]
+        expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
+        assert report["rounds"] == rounds >= 5
+        values, top = served_logprobs(response)
+        assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
+        dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+        assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
+    assert_pool_is_whole(client)
+    serve.stop(client)
+    return reports
