@@ -118,7 +118,7 @@ class Compressor:
             around: a context to run planned rounds in; not entered if there are none.
         """
         due = self._plan(batch.reqs)
-        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one)
+        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one, self._windows)
         due += pressed
         self.totals.pressure_rounds += len(pressed)
         rounds = [(batch.reqs[index], plan) for index, plan in due]

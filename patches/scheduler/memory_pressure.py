@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_in_use
-from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
+from sglang_triattn.patches.scheduler.window_pool import WindowPool, row_allocator
 from sglang_triattn.rounds.plan import Plan, plan_eviction
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def early_rounds(
     joining: ScheduleBatch | None,
     due: Sequence[tuple[int, Plan]],
     drop_one: Callable[[], bool],
+    windows: WindowPool | None,
 ) -> list[tuple[int, Plan]]:
     """(index in requests, plan) of rounds that free the slots that the next decode step lacks, largest first.
 
@@ -34,11 +35,12 @@ def early_rounds(
         joining: as for `Compressor.run_due_rounds`.
         due: the rounds that run anyway.
         drop_one: frees memory that nobody is using; False if there is none.
+        windows: the window layers' own KV pool, if they have one.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     needed = slots_of_next_step(requests, joining, page_size)
-    if has_window_pool(scheduler):
-        WindowPool(scheduler).make_room(requests, needed, drop_one)
+    if windows is not None:
+        windows.make_room(requests, needed, drop_one)
     needed -= sum(plan.freed_slots for _, plan in due)
     while needed > free_slots(scheduler) and drop_one():
         pass

@@ -161,12 +161,12 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
     from sglang_triattn.rounds.plan import scored_tokens
 
     num_tokens, longest = scored_tokens(config, sizes.context)
-    scored = [sizes.layout.layers[number] for number in sizes.layout.scored]
     return WorkspacePlan(
-        layers=len(scored),
+        layers=len(sizes.layout.scored),
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
-        frequencies=max(layer.rotary_dim for layer in scored) // 2 or sizes.head_dim // 2,
+        # As the server reserves it, which cannot know yet how many dims RoPE turns.
+        frequencies=sizes.head_dim // 2,
         num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,

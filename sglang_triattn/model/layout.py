@@ -119,7 +119,7 @@ def read_layout(config: Fields) -> AttentionLayout:
         )
     kinds = kinds[:layers]
     rotates = rotated_layers(fields, kinds)
-    found = tuple(_layer(fields, number, kind, rotates[number]) for number, kind in enumerate(kinds))
+    found = tuple(_layer(fields, number, kinds, rotates[number]) for number in range(layers))
     return AttentionLayout(
         layers=found,
         window_pool=WINDOW in kinds and has_window_pool(fields),
@@ -153,10 +153,11 @@ def _interleaved(fields: Fields) -> bool:
     return architecture(fields) in _INTERLEAVED if style is None else not style
 
 
-def _layer(fields: Fields, number: int, kind: str, rotates: bool) -> Layer:
+def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Layer:
+    kind = kinds[number]
     if kind == NONE and fields.get("block_configs"):
         # SGLang's pool has as much room for these layers as for the others.
-        attending = layer_kinds(fields).index(FULL) if FULL in layer_kinds(fields) else number
+        attending = kinds.index(FULL) if FULL in kinds else number
         return Layer(kind, 0, 0, kv_heads(fields, attending), head_dim(fields), head_dim(fields))
     if kind in (LINEAR, NONE):
         return Layer(kind)
