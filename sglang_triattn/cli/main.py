@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sglang_triattn.cli import calibrate as calibrate_command
 from sglang_triattn.cli import check as check_command
+from sglang_triattn.cli import doctor as doctor_command
 from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
 from sglang_triattn.errors import TriAttentionError
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_stats(subcommands)
     _add_plan(subcommands)
     _add_check(subcommands)
+    _add_doctor(subcommands)
     _add_score_case(subcommands)
     return parser
 
@@ -99,6 +101,16 @@ def _add_check(subcommands) -> None:
         allow_abbrev=False,
     )
     check_command.add_options(parser)
+
+
+def _add_doctor(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "doctor",
+        help="say what is right and wrong with this installation",
+        description="Looks at versions, plugins, GPUs, kernels, kept statistics, and at everything in the installed "
+        "SGLang that this package hooks or uses. Exits with 1 if something is wrong. Starts no server.",
+    )
+    doctor_command.add_options(parser)
 
 
 def _add_score_case(subcommands) -> None:
