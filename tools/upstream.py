@@ -18,10 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkout import ROOT
 from env import cache_root, exclusive_lock, fail
-
-sys.path.insert(0, str(ROOT))
 from sglang_triattn.patches.hooks import SGLANG_VERSION
 
 DOCTOR = "import sys; from sglang_triattn.cli.main import main; sys.exit(main(['doctor', '--json']))"
@@ -36,6 +33,7 @@ def newest() -> str:
     found = re.match(r"sglang \(([^)]+)\)", done.stdout)
     if done.returncode or found is None:
         fail(f"pip found no SGLang on its registry ({(done.stderr.strip().splitlines() or ['no answer'])[-1]}).")
+    assert found is not None
     return found[1]
 
 
@@ -62,7 +60,7 @@ def install(version: str) -> Path:
 
 def examine(folder: Path) -> tuple[int, list[dict[str, str]]]:
     """Exit status and rows of `doctor` where the SGLang in `folder` comes first on the path."""
-    path = os.pathsep.join([str(folder), str(ROOT)])
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-c", DOCTOR]
     done = subprocess.run(
         command, cwd="/", env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, timeout=1800
@@ -85,7 +83,7 @@ def report(version: str, rows: list[dict[str, str]]) -> str:
             f"         {row['found']}",
             f"         → {row['consequence']}",
         ]
-    return "\n".join([*lines, "", f"{len(rows)} rows, {len(faults)} faults"])
+    return "\n".join([*lines, "", f"{len(rows)} rows, {len(faults)} fault{'s' * (len(faults) != 1)}"])
 
 
 def main() -> int:

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"ok": not faults, "rows": list(_plain(found))}, indent=1))
     else:
         _print_tables(found)
-        print(f"{len(rows)} rows, {faults} faults" if faults else f"{len(rows)} rows, all is well")
+        said = f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well"
+        print(f"{len(rows)} rows, {said}")
     return FAULTY if faults else 0
 
 

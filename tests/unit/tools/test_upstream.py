@@ -44,7 +44,7 @@ def test_what_would_break_is_printed(ran, tmp_path, capsys):
     """Prevents an upgrade of the pinned environment, and faults that are found and not told."""
     assert upstream.main() == 1
     output = capsys.readouterr().out
-    assert "changed  b\n         takes (x)\n         → nothing works\n\n2 rows, 1 faults\n" in output
+    assert "changed  b\n         takes (x)\n         → nothing works\n\n2 rows, 1 fault\n" in output
     assert "(self)" not in output
     install, doctor = ran[1:]
     folder = str(upstream.folder_of("9.9.9"))
