@@ -37,6 +37,7 @@ from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
 from sglang_triattn.patches.scheduler.request import (
     can_compact,
+    decoded_in,
     end_of_chunk,
     lengths_of,
     long_enough,
@@ -117,11 +118,14 @@ class Compressor:
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
             around: a context to run planned rounds in; not entered if there are none.
         """
-        due = self._plan(batch.reqs)
-        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one, self._windows)
+        # Those of a mixed batch do not decode in the running batch for as long as prompts are being prefilled.
+        beside = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
+        requests = [*batch.reqs, *beside] if beside else batch.reqs
+        due = self._plan(requests)
+        pressed = early_rounds(self._scheduler, requests, joining, due, self._conversations.drop_one, self._windows)
         due += pressed
         self.totals.pressure_rounds += len(pressed)
-        rounds = [(batch.reqs[index], plan) for index, plan in due]
+        rounds = [(requests[index], plan) for index, plan in due]
         between_chunks = self._plan_chunked(chunked)
         if chunked is not None and between_chunks is not None:
             rounds.append((chunked, between_chunks))
@@ -130,8 +134,10 @@ class Compressor:
         reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
         with around:
             self._compact(rounds)
-            if due:
-                self._shorten(batch, due)
+            self._shorten(batch, [(index, plan) for index, plan in due if index < len(batch.reqs)])
+            if joining is not None and beside:
+                first = len(joining.reqs) - len(requests)
+                self._shorten(joining, [(first + index, plan) for index, plan in due if index >= len(batch.reqs)])
             if chunked is not None and between_chunks is not None:
                 resume_behind(chunked, between_chunks.new_length)
         # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
@@ -225,6 +231,8 @@ class Compressor:
 
         The length tensors are replaced, never written, because queued work still refers to the old ones.
         """
+        if not due:
+            return
         evicted = [0] * len(batch.seq_lens_cpu)
         for index, plan in due:
             evicted[index] = plan.evicted_tokens

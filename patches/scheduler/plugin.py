@@ -119,7 +119,8 @@ class Compression:
         if self.compressor is None:
             return
         self._conversations.make_rows(scheduler.waiting_queue)
-        if not (running_batch.reqs or scheduler.chunked_req):
+        mixed = last_batch is not None and last_batch.forward_mode.is_mixed()
+        if not (running_batch.reqs or mixed or scheduler.chunked_req):
             return
         around = nullcontext() if self._census is None else self._census.around_rounds(running_batch, last_batch)
         self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req, around=around)

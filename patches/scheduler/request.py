@@ -16,7 +16,7 @@ from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align, frozen_length
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req, ReqKvInfo
+    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req, ReqKvInfo, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
@@ -70,6 +70,13 @@ def end_of_chunk(request: Req) -> int:
 def evicted_of(request: Req) -> int:
     """Tokens evicted from the request's current row."""
     return owner_of(request).evicted_tokens
+
+
+def decoded_in(batch: ScheduleBatch) -> list[Req]:
+    """The requests of a batch that decode a token in it; behind the others, if it prefills as well (mixed chunks)."""
+    if batch.forward_mode.is_decode():
+        return batch.reqs
+    return list(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else []
 
 
 def media_of(request: Req) -> set[str]:
