@@ -145,8 +145,9 @@ def gather(client: Client, *, shared: bool) -> Evidence:
         start = time.monotonic()
         phase()
         found.seconds[phase.__name__] = round(time.monotonic() - start, 2)
-        found.shared |= _settled(client, found.load_before.used).requests > 0
-    found.load_after, found.after = _settled(client, found.load_before.used), client.state()
+        found.load_after = _settled(client, found)
+        found.shared |= found.load_after.requests > 0
+    found.after = client.state()
     return found
 
 
@@ -156,14 +157,14 @@ def config_of(replica: dict[str, Any]) -> Config:
     return Config(**{name: value for name, value in replica.items() if name in names})
 
 
-def _settled(client: Client, used: int) -> Load:
+def _settled(client: Client, found: Evidence) -> Load:
     """The load once the last of these requests has left the server: no request runs, and no more is held than before.
 
     SGLang sends an answer's last token a step before it frees what the request held.
     """
     deadline = time.monotonic() + SETTLE_S
     load = client.load()
-    while (load.requests or load.used > used) and time.monotonic() < deadline:
+    while not found.shared and (load.requests or load.used > found.load_before.used) and time.monotonic() < deadline:
         time.sleep(POLL_S)
         load = client.load()
     return load
