@@ -13,6 +13,7 @@ from sglang_triattn.cli import check as check_command
 from sglang_triattn.cli import doctor as doctor_command
 from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
+from sglang_triattn.cli import verify as verify_command
 from sglang_triattn.errors import TriAttentionError
 
 USER_ERROR = 2
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(subcommands)
     _add_check(subcommands)
     _add_doctor(subcommands)
+    _add_verify(subcommands)
     _add_score_case(subcommands)
     return parser
 
@@ -111,6 +113,17 @@ def _add_doctor(subcommands) -> None:
         "SGLang that this package hooks or uses. Exits with 1 if something is wrong. Starts no server.",
     )
     doctor_command.add_options(parser)
+
+
+def _add_verify(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "verify",
+        help="check on a live server that it compresses, and that its answers are still right",
+        description="Sends some twenty small requests to a server that compresses, and says for each check what was "
+        "seen. Needs nothing but its URL, and may run beside other users. The exit status is 0 if no check failed, 1 "
+        "if one failed, 2 if they could not be made; a check that is not tested, for the reason shown, does not fail.",
+    )
+    verify_command.add_options(parser)
 
 
 def _add_score_case(subcommands) -> None:

@@ -17,6 +17,7 @@ from sglang_triattn.patches.observability import metrics
 from sglang_triattn.request import lifecycle
 from sglang_triattn.request.options import FIELDS, LONGEST_NAME
 from sglang_triattn.rounds.plan import Report
+from sglang_triattn.verify.checks import CHECKS
 
 CONFIGURATION, COMPATIBILITY = DOCS / "configuration.md", DOCS / "compatibility.md"
 ANY = "…"
@@ -82,6 +83,13 @@ def test_metrics():
     """Prevents a dashboard of counters that do not exist."""
     rows = table(DOCS / "operations.md", "The whole server", "counter")
     assert {code(row[0])[0] for row in rows} == {f"sglang:triattention_{name}_total" for name in metrics._COUNTERS}
+
+
+def test_checks_of_verify():
+    """Prevents a row of `sglang-triattn verify` whose failure nobody can look up."""
+    rows = table(DOCS / "operations.md", "Is it right?", "check")
+    known = {name: " ".join((check.__doc__ or "").split()) for name, check in CHECKS.items()}
+    assert {name: f"Finds {finds}." for name, finds in rows} == known
 
 
 def test_transitions():
