@@ -11,10 +11,10 @@ SGLang's chat and completion endpoints wait for the first chunk, so an error in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quotable
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.patches.scheduler.request import kinds_of
@@ -77,11 +77,19 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
     return await original(obj, request)
 
 
-def _check(
-    config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None, media: Collection[str]
-) -> None:
-    asked = with_media(read_request(config, custom_params), media)
-    if asked.conversation is not None and (beam_width or 1) > 1:
+def _check(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+    """Raises TriAttentionError for what a client must not ask for.
+
+    Args:
+        custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
+    """
+    try:
+        if custom_params is not None and not isinstance(custom_params, Mapping):
+            raise TriAttentionError(f"custom_params is {custom_params!r}, but it must be an object.")
+        asked = with_media(read_request(config, custom_params), media)
+    except TriAttentionError as error:
+        raise TriAttentionError(quotable(str(error))) from None
+    if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise TriAttentionError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
             "compressed and leaves no row behind: leave one of the two out."
