@@ -48,6 +48,7 @@ kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, s
 
 upstream: ## say what the newest SGLang, or VERSION=..., would break
 	@$(ENV) && "$$py" tools/upstream.py $(if $(VERSION),--version $(VERSION))
+
 dist: ## build the sdist and the wheel of the last commit into dist/, and check them
 	@$(ENV) && "$$py" tools/build_dist.py
 
