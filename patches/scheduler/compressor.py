@@ -29,6 +29,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
@@ -75,6 +76,7 @@ class Compressor:
     ) -> None:
         self.config = config
         self.totals = Totals()
+        self.times = Untimed()
         self._scheduler = scheduler
         self._scorer = scorer
         self._allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
@@ -128,7 +130,7 @@ class Compressor:
         if not rounds:
             return
         reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
-        with around:
+        with around, self.times.host():
             self._compact(rounds)
             if due:
                 self._shorten(batch, due)
@@ -148,7 +150,8 @@ class Compressor:
         launches = snapshot(self._rows, rounds, self._kind_of)
         if self._windows is not None:
             self._windows.before_rounds(launches)
-        with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
+        borrowed = [part for launch in launches for part in (launch.slots, launch.facts)]
+        with self._on_forward_stream(*borrowed), self.times.device():
             done = [self.score_and_move(launch) for launch in launches]
             positions = read_later(torch.cat([first for _, first in done]))
         self._give_back(launches, [ordered for ordered, _ in done])
@@ -216,7 +219,7 @@ class Compressor:
         owner = owner_of(request)
         unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
-        self.totals.add(plan)
+        self.totals.add(plan, 0 if self._mover is None else kind.most_moves(plan) * self._mover.token_bytes)
         write_row_length(request, plan.new_length)
         write_tree_rule(request)
 

@@ -15,7 +15,7 @@ from sglang_triattn.model import support
 from sglang_triattn.patches.launch import incompatible
 from sglang_triattn.patches.observability import metrics
 from sglang_triattn.request import lifecycle
-from sglang_triattn.request.options import FIELDS, LONGEST_NAME
+from sglang_triattn.request.options import FIELDS, LONGEST_NAME, REASONS
 from sglang_triattn.rounds.plan import Report
 
 CONFIGURATION, COMPATIBILITY = DOCS / "configuration.md", DOCS / "compatibility.md"
@@ -79,9 +79,17 @@ def test_reports():
 
 
 def test_metrics():
-    """Prevents a dashboard of counters that do not exist."""
-    rows = table(DOCS / "operations.md", "The whole server", "counter")
-    assert {code(row[0])[0] for row in rows} == {f"sglang:triattention_{name}_total" for name in metrics._COUNTERS}
+    """Prevents a metric that nobody explains, and an explanation of one that does not exist."""
+    rows = table(DOCS / "operations.md", "Metrics", "metric")
+    kinds = {
+        "counter": [*metrics.COUNTERS, metrics.REFUSED],
+        "gauge": list(metrics.GAUGES),
+        "histogram": list(metrics.HISTOGRAMS),
+    }
+    known = {(metrics.PREFIX + name, kind) for kind, names in kinds.items() for name in names}
+    assert {(code(row[0])[0], row[1]) for row in rows} == known
+    (refusals,) = (row[2] for row in rows if metrics.REFUSED in row[0])
+    assert code(refusals) == ["reason", *REASONS]
 
 
 def test_transitions():
