@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import requests
 
-from harness import assert_pool_is_whole, compression, greedy, prompt
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
+from sglang_triattn.cli import main as cli
 from sglang_triattn.patches.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, REFUSED
 from sglang_triattn.request.options import REASONS
 from storm import WITHOUT_END
 
+TERMINAL = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
 SMALL_POOL = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
 
 
@@ -75,3 +87,56 @@ def test_sums_are_those_of_the_server(client):
     assert after["round_device_seconds_sum"] > 0
     assert set(GAUGES) <= set(after)
     assert_pool_is_whole(client)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_top_shows_running_requests(client, capsys):
+    """Prevents a view that disagrees with the server about what requests hold."""
+    declines = {"triattention": {"enabled": False}}
+    asked = [(prompt(70, 20), greedy(900)), (prompt(71, 20), greedy(400, custom_params=declines))]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate_each, asked)
+        wait_until(lambda: client.totals()["running_requests"] == 2 and client.totals()["requests"][0]["rounds"])
+        options = ["top", "--url", client.url, "--interval", "0.2", "--once"]
+        assert cli.main([*options, "--json"]) == 0
+        (replica,) = json.loads(capsys.readouterr().out)["replicas"]
+        assert cli.main(options) == 0
+        drawn = capsys.readouterr().out
+        running.result()
+    assert replica["running_requests"] == 2
+    by_rounds = sorted(replica["requests"], key=lambda request: request["rounds"])
+    assert [request["frozen"] for request in by_rounds] == [None, 20]
+    assert by_rounds[0]["physical"] == by_rounds[0]["logical"]
+    assert by_rounds[1]["physical"] <= 20 + BUDGET + INTERVAL < by_rounds[1]["logical"]
+    assert all(request["tokens_per_second"] > 0 for request in replica["requests"])
+    assert replica["physical_tokens"] == sum(request["physical"] for request in replica["requests"])
+    assert replica["pool"]["slots"] == 1024
+    assert "running 2, waiting 0" in drawn
+    assert_pool_is_whole(client)
+
+
+def test_top_ends_without_a_trace(client):
+    """Prevents a terminal that Ctrl-C leaves on another screen, and a traceback in it."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-P", "-c", "import sys; from sglang_triattn.cli.main import main; sys.exit(main())"]
+    command += ["top", "--url", client.url, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=TERMINAL)
+    os.close(follower)
+    output = b""
+    while b"running 0" not in output:
+        output += os.read(leader, 4096)
+    process.send_signal(signal.SIGINT)
+    with suppress(OSError):
+        while part := os.read(leader, 4096):
+            output += part
+    assert process.wait() == 0
+    # The other screen and the hidden cursor, each entered and left.
+    assert output.count(b"\x1b[?1049h") == output.count(b"\x1b[?1049l") == 1
+    assert output.count(b"\x1b[?25l") == output.count(b"\x1b[?25h")
+    assert b"Traceback" not in output

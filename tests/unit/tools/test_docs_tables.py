@@ -1,5 +1,6 @@
 """Tables in README.md and docs/, compared with the code."""
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -9,6 +10,7 @@ import pytest
 
 from documents import DOCS, README, code, section, table, tables
 from sglang_triattn import launch_settings
+from sglang_triattn.cli import top
 from sglang_triattn.config import OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.model import support
@@ -154,3 +156,11 @@ def test_tables_are_whole(file):
     """Prevents a row with too many or too few cells, which would be shown wrongly."""
     for rows in tables(file.read_text()):
         assert len({len(row) for row in rows}) == 1, rows[0]
+
+
+def test_options_of_top():
+    """Prevents an option of `top` that nobody finds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    top.add_options(parser)
+    told = {code(row[0])[0].split()[0] for row in table(DOCS / "operations.md", "Top", "option")}
+    assert told == {name for action in parser._actions for name in action.option_strings}
