@@ -93,10 +93,9 @@ class Compression:
             return
         if self._census is not None:
             self._census.attach(scheduler)
-        if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
-            self.metrics = metrics.RoundMetrics(
-                scheduler.metrics_collector, scheduler, self.compressor, self._conversations
-            )
+        collector = scheduler.metrics_collector
+        if collector is not None and scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+            self.metrics = metrics.RoundMetrics(collector, scheduler, self.compressor, self._conversations)
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _start(self, scheduler: Scheduler) -> Compressor:

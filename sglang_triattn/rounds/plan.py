@@ -146,7 +146,8 @@ class Totals:
 
     Attributes:
         pressure_rounds: those of `rounds` that ran early.
-        moved_bytes: bytes of K/V that rounds copied, at most: a token that stays where it is may be among them.
+        moved_bytes: bytes of K/V that rounds copied, at most: a token that stays where it is may be among them. Counted
+            by servers alone.
     """
 
     rounds: int = 0
@@ -155,7 +156,7 @@ class Totals:
     pressure_rounds: int = 0
     moved_bytes: int = 0
 
-    def add(self, plan: Plan, moved_bytes: int) -> None:
+    def add(self, plan: Plan, moved_bytes: int = 0) -> None:
         self.rounds += 1
         self.evicted_tokens += plan.evicted_tokens
         self.freed_slots += plan.freed_slots
