@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -18,12 +19,15 @@ from contextlib import suppress
 import pytest
 import requests
 
+import prometheus
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
 from sglang_triattn.cli import main as cli
 from sglang_triattn.patches.observability.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, REFUSED
 from sglang_triattn.request.options import REASONS
 from storm import WITHOUT_END
 
+# Nothing stops compression here; gauges of the queue are set between requests.
+MAY_BE_ZERO = {"Compression", "waiting", "in the tree, evictable"}
 TERMINAL = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
 SMALL_POOL = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.1")
 
@@ -87,6 +91,29 @@ def test_sums_are_those_of_the_server(client):
     assert after["round_device_seconds_sum"] > 0
     assert set(GAUGES) <= set(after)
     assert_pool_is_whole(client)
+
+
+@pytest.mark.skipif(not prometheus.can_prepare(), reason="neither Prometheus nor Debian's packages are here")
+def test_every_panel_of_the_dashboard_has_data(client, tmp_path):
+    """Prevents panels that stay empty, and queries that Prometheus refuses."""
+    target = client.url.removeprefix("http://")
+    with prometheus.running_prometheus([target], "2s", tmp_path / "prometheus.log") as scraper:
+        start = time.time()
+        # Rates need a look before, and one after.
+        wait_until(lambda: scraper.query('up{job="sglang"} == 1'))
+        refused(client, budget=0)
+        crowd(client)
+        two_turns(client, "dashboard")
+        rounds = client.totals()["rounds"]
+        wait_until(lambda: scraper.query(f"{PREFIX}rounds_total == {rounds} and {PREFIX}conversations_parked > 0"))
+        end = time.time()
+        for panel in prometheus.panels():
+            for asked in panel["targets"]:
+                series = scraper.query_range(prometheus.filled(asked["expr"], "10s"), start, end, 0.5)
+                values = [float(value) for one in series for _, value in one["values"]]
+                assert any(map(math.isfinite, values)), (panel["title"], asked["expr"])
+                if panel["title"] not in MAY_BE_ZERO and asked["legendFormat"] not in MAY_BE_ZERO:
+                    assert any(value > 0 for value in values), (panel["title"], asked["expr"])
 
 
 def wait_until(condition: Callable[[], object]) -> None:
