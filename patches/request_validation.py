@@ -17,8 +17,9 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError, quotable
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
+from sglang_triattn.patches.observability.metrics import Refusals
 from sglang_triattn.patches.scheduler.request import kinds_of
-from sglang_triattn.request.options import KEY, read_request, with_media
+from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 # Fields of a request to /generate are named after what they hold.
 _MEDIA = ("image", "video", "audio")
+_refusals = Refusals()
 
 
 def main_hooks() -> list[Hook]:
     """Hooks for the main process."""
     return [
+        *_refusals.hooks(),
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
             "after",
@@ -78,19 +81,25 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
 
 
 def _check(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
-    """Raises TriAttentionError for what a client must not ask for.
+    """Raises TriAttentionError for what a client must not ask for, and counts it.
 
     Args:
         custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
     """
     try:
-        if custom_params is not None and not isinstance(custom_params, Mapping):
-            raise TriAttentionError(f"custom_params is {custom_params!r}, but it must be an object.")
-        asked = with_media(read_request(config, custom_params), media)
-    except TriAttentionError as error:
+        _check_settings(config, custom_params, beam_width, media)
+    except RequestError as error:
+        _refusals.count(error.reason)
         raise TriAttentionError(quotable(str(error))) from None
+
+
+def _check_settings(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+    if custom_params is not None and not isinstance(custom_params, Mapping):
+        raise RequestError(f"custom_params is {custom_params!r}, but it must be an object.")
+    asked = with_media(read_request(config, custom_params), media)
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
-        raise TriAttentionError(
+        raise RequestError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
-            "compressed and leaves no row behind: leave one of the two out."
+            "compressed and leaves no row behind: leave one of the two out.",
+            CONFLICT,
         )

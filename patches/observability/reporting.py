@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
@@ -27,8 +27,15 @@ KEY = "triattention"
 _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
 
-def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Hook]:
-    """Hooks for the scheduler process; `read()` returns its settings and totals, or None before it is built."""
+def scheduler_hooks(
+    read: Callable[[], tuple[Config, Totals] | None], describe: Callable[[], dict[str, Any]]
+) -> list[Hook]:
+    """Hooks for the scheduler process.
+
+    Args:
+        read: returns its settings and totals, or None before it is built.
+        describe: returns what else `/server_info` shows of a scheduler that is built.
+    """
 
     def add_to_log_line(parts: list[str], _: object) -> list[str]:
         found = read()
@@ -46,7 +53,7 @@ def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Ho
         found = read()
         if found is not None:
             config, totals = found
-            output.internal_state[KEY] = {**dataclasses.asdict(config), **dataclasses.asdict(totals)}
+            output.internal_state[KEY] = {**dataclasses.asdict(config), **dataclasses.asdict(totals), **describe()}
 
     components = "sglang.srt.managers.scheduler_components"
     return [

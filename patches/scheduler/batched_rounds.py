@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact.reference import cut_column, needs_order
+from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
@@ -38,6 +38,10 @@ class Kind(NamedTuple):
     strategy: str
     cut: int
     width: int
+
+    def most_moves(self, plan: Plan) -> int:
+        """Most tokens whose K/V a round copies, in each layer and head; how many it is, only the device knows."""
+        return 0 if self.strategy == "remap" else moves_of(self.strategy, self.num_kept, plan.private_length)
 
     def unordered_len(self, plan: Plan, before: int) -> int:
         """Entries at the front of a row that are out of order after a round; `before` is their number before it."""

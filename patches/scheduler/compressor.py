@@ -29,6 +29,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
@@ -76,6 +77,7 @@ class Compressor:
     ) -> None:
         self.config = config
         self.totals = Totals()
+        self.times = Untimed()
         self._scheduler = scheduler
         self._scorer = scorer
         self._allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
@@ -132,7 +134,7 @@ class Compressor:
         if not rounds:
             return
         reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
-        with around:
+        with around, self.times.host():
             self._compact(rounds)
             self._shorten(batch, [(index, plan) for index, plan in due if index < len(batch.reqs)])
             if joining is not None and beside:
@@ -154,7 +156,8 @@ class Compressor:
         launches = snapshot(self._rows, rounds, self._kind_of)
         if self._windows is not None:
             self._windows.before_rounds(launches)
-        with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
+        borrowed = [part for launch in launches for part in (launch.slots, launch.facts)]
+        with self._on_forward_stream(*borrowed), self.times.device():
             done = [self.score_and_move(launch) for launch in launches]
             positions = read_later(torch.cat([first for _, first in done]))
         self._give_back(launches, [ordered for ordered, _ in done])
@@ -222,7 +225,7 @@ class Compressor:
         owner = owner_of(request)
         unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
-        self.totals.add(plan)
+        self.totals.add(plan, 0 if self._mover is None else kind.most_moves(plan) * self._mover.token_bytes)
         write_row_length(request, plan.new_length)
         write_tree_rule(request)
 

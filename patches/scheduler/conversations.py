@@ -81,6 +81,7 @@ class Conversations:
     """All idle conversations of a scheduler, least recently used first.
 
     Attributes:
+        resumed: turns that resumed a row since the server started.
         windows: the window layers' own KV pool, if they have one.
     """
 
@@ -91,7 +92,13 @@ class Conversations:
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission has acquired.
         self._acquired: Conversation | None = None
+        self.resumed = 0
         self.windows: WindowPool | None = None
+
+    @property
+    def parked(self) -> int:
+        """Idle rows now."""
+        return len(self._idle)
 
     def hooks(self) -> list[Hook]:
         return [
@@ -145,6 +152,7 @@ class Conversations:
         owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
         write_tree_rule(request)
         if idle is not None:
+            self.resumed += 1
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)

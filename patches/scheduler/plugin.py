@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,9 +19,8 @@ from sglang_triattn.patches.model.layers import attention_layers, check_windows
 from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.patches.model.stats_source import find_stats
 from sglang_triattn.patches.model.workspace import Workspace
-from sglang_triattn.patches.observability import reporting
+from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
-from sglang_triattn.patches.observability.metrics import RoundMetrics
 from sglang_triattn.patches.scheduler import chunked_prefill, positions, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
@@ -47,7 +46,8 @@ class Compression:
         self.config = config
         self.compressor: Compressor | None = None
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
-        self.metrics: RoundMetrics | None = None
+        self.metrics: metrics.RoundMetrics | None = None
+        self._scheduler: Scheduler | None = None
         self._workspace = Workspace(config)
         self._conversations = Conversations(config.conversation_ttl)
         self._admission = Admission(config, self._conversations)
@@ -75,7 +75,8 @@ class Compression:
             *window_pool.hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
-            *reporting.scheduler_hooks(self._read),
+            *reporting.scheduler_hooks(self._read, self._describe),
+            *metrics.scheduler_hooks(lambda: self.metrics),
             *notices.WeightUpdates(self._read).hooks(),
             *(self._census.hooks() if self._census is not None else ()),
         ]
@@ -83,6 +84,7 @@ class Compression:
     def _on_built(self, _: object, scheduler: Scheduler, *__: object, **___: object) -> None:
         self._admission.attach(scheduler)
         self._conversations.attach(scheduler)
+        self._scheduler = scheduler
         try:
             self.compressor = self._start(scheduler)
             self.refusal = None
@@ -91,8 +93,9 @@ class Compression:
             return
         if self._census is not None:
             self._census.attach(scheduler)
-        if scheduler.metrics_collector is not None:
-            self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
+        collector = scheduler.metrics_collector
+        if collector is not None and scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+            self.metrics = metrics.RoundMetrics(collector, scheduler, self.compressor, self._conversations)
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _start(self, scheduler: Scheduler) -> Compressor:
@@ -125,13 +128,21 @@ class Compression:
         around = nullcontext() if self._census is None else self._census.around_rounds(running_batch, last_batch)
         self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req, around=around)
         if self.metrics is not None:
-            self.metrics.publish(self.compressor.totals)
+            self.metrics.after_step()
 
     def _on_init_info(self, info: dict, _: object) -> dict:
         return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
     def _read(self) -> tuple[Config, Totals] | None:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
+
+    def _describe(self) -> dict[str, Any]:
+        """What `/server_info` says besides, once the scheduler is built."""
+        return {
+            "conversations_parked": self._conversations.parked,
+            "conversations_resumed": self._conversations.resumed,
+            **running.describe(cast("Scheduler", self._scheduler)),
+        }
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:

@@ -13,6 +13,7 @@ from sglang_triattn.cli import check as check_command
 from sglang_triattn.cli import doctor as doctor_command
 from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
+from sglang_triattn.cli import top as top_command
 from sglang_triattn.cli import verify as verify_command
 from sglang_triattn.errors import TriAttentionError
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(subcommands)
     _add_verify(subcommands)
     _add_score_case(subcommands)
+    _add_top(subcommands)
     return parser
 
 
@@ -144,6 +146,15 @@ def _add_score_case(subcommands) -> None:
         help="what the keys are stored in (%(default)s)",
     )
     parser.set_defaults(run=_score_case)
+
+
+def _add_top(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "top",
+        help="show what a running server holds",
+        description="Shows a server's running requests, pool, rounds and conversations, until Ctrl-C.",
+    )
+    top_command.add_options(parser)
 
 
 def _score_case(arguments: argparse.Namespace) -> None:
