@@ -172,7 +172,7 @@ def draw_soak(content: dict, path: Path) -> None:
         values = [sample[f"{row['process']} MB"] for sample in samples]
         memory.plot(seconds, [value - values[0] for value in values], label=f"{row['process']}, {values[0]:,.0f} MB")
     memory.set_ylabel("resident memory, MB more\nthan at the start")
-    for key, label in (("used", "in use"), ("kv_evictable", "cached, evictable"), ("waiting", "waiting requests")):
+    for key, label in (("used", "in use"), ("kv_evictable", "cached, evictable")):
         books.plot(seconds, [sample[key] for sample in samples], linewidth=1, label=label)
     books.axhline(setting["pool"], color="black", linestyle="--", linewidth=1)
     books.set_ylabel("KV slots")

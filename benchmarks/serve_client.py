@@ -14,9 +14,12 @@ import statistics
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import requests
-from sglang.benchmark import serving as client
+
+if TYPE_CHECKING:
+    from sglang.benchmark.serving import RequestFuncOutput
 
 OPTIONS = Namespace(
     temperature=0.0,
@@ -118,7 +121,7 @@ def run(url: str, load: Load, vocabulary: int, seed: int) -> Run:
     return Run([output.start_time for output in outputs], [*map(_times, outputs)], rounds_of(url) - before)
 
 
-def _times(output: client.RequestFuncOutput) -> list[float]:
+def _times(output: RequestFuncOutput) -> list[float]:
     """When each token came. First tokens without a text of their own, parts of a character, count with the next."""
     silent = output.output_len - 1 - len(output.itl)
     return list(itertools.accumulate([output.start_time + output.ttft, *[0.0] * silent, *output.itl]))
@@ -130,7 +133,10 @@ def rounds_of(url: str) -> int:
     return state.get("triattention", {}).get("rounds", 0)
 
 
-async def _send(url: str, load: Load, prompts: list[list[int]]) -> list:
+async def _send(url: str, load: Load, prompts: list[list[int]]) -> list[RequestFuncOutput]:
+    # Takes seconds, which --help need not.
+    from sglang.benchmark import serving as client
+
     client.set_global_args(OPTIONS)
     # Special tokens have text too: the client counts a token when the text is longer.
     sampling = {"max_new_tokens": load.tokens, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}

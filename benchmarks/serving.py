@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,6 +47,16 @@ def write_tokenizer(tiny: TinyModel) -> None:
     words = Tokenizer(models.WordLevel({f" w{index}": index for index in range(VOCABULARY)}, unk_token=" w0"))
     words.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f" w{END}").save_pretrained(tiny.path)
+
+
+def threads() -> dict[str, str]:
+    """The environment of a server on CPUs: one thread fewer than there are cores, and nothing on a GPU.
+
+    SGLang's other processes and the client need the last core; threads that wait for one another spin.
+    """
+    if torch.accelerator.is_available():
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Watch(threading.Thread):
 def _family(pid: int) -> dict[str, psutil.Process]:
     """The server's processes by what they are for, as SGLang names all but the main one."""
     server = psutil.Process(pid)
-    titles = {child: " ".join(child.cmdline()) for child in server.children(recursive=True)}
+    titles = {child: " ".join(child.cmdline()).strip() for child in server.children(recursive=True)}
     named = {title.removeprefix("sglang::"): child for child, title in titles.items() if title.startswith("sglang::")}
     return {"main": server, **named}
 
