@@ -47,11 +47,16 @@ class Watch(threading.Thread):
 
 
 def _family(pid: int) -> dict[str, psutil.Process]:
-    """The server's processes by what they are for, as SGLang names all but the main one."""
+    """The server's processes by what they are for, as SGLang titles all but the main one; untitled ones by number."""
     server = psutil.Process(pid)
-    titles = {child: " ".join(child.cmdline()).strip() for child in server.children(recursive=True)}
-    named = {title.removeprefix("sglang::"): child for child, title in titles.items() if title.startswith("sglang::")}
-    return {"main": server, **named}
+    found = {"main": server}
+    for number, child in enumerate(server.children(recursive=True), 1):
+        title = " ".join(child.cmdline()).strip()
+        if title.startswith("sglang::"):
+            found[title.removeprefix("sglang::")] = child
+        elif "resource_tracker" not in title:
+            found[f"child {number}"] = child
+    return found
 
 
 def books(url: str) -> dict[str, float]:
