@@ -163,6 +163,7 @@ def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
-    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
+    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's, and
+    # tests/server/test_serving_benchmarks.py those of the serving benchmarks.
+    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality", "serve"}:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
