@@ -32,6 +32,7 @@ WHY = {
     (MAIN, "TokenizerManager.update_request_meta_info"): "puts the report into `meta_info`",
     (MAIN, "TokenizerManager._create_tokenized_object"): "refuses a bad request field, whichever endpoint",
     (MAIN, "serve_generate_request"): "refuses it with status 400 before a stream of `/generate` begins",
+    (MAIN, "TokenizerManager.init_metric_collector_watchdog"): "counts refusals beside SGLang's own metrics",
     (CONTROLLER, "DataParallelController._record_scheduler_init_infos"): "reads the replicas' answers",
     (CONTROLLER, "DataParallelController.get_init_info"): "passes them on to the main process",
     (SCHEDULER, "Scheduler.__init__"): "finds the statistics, builds the compressor, rehearses its rounds",
@@ -60,6 +61,7 @@ WHY = {
     (SCHEDULER, "release_kv_cache"): "parks, publishes or retracts a row, and writes the report",
     (SCHEDULER, "PoolStats.get_decode_usage_msg_parts"): "adds the sums to the decode log line",
     (SCHEDULER, "SchedulerInternalStateController.get_internal_state"): "adds them to `/server_info`",
+    (SCHEDULER, "SchedulerMetricsCollector.log_stats"): "sets gauges when SGLang sets its own",
     (SCHEDULER, "Scheduler.get_output_streamer_class"): "sends each finished request's report along",
     (SCHEDULER, "SchedulerWeightUpdaterManager.record_weight_version_after_update"): (
         "warns that the statistics are those of the old weights"
