@@ -8,7 +8,6 @@ import pytest
 import requests
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
-from sglang_triattn.errors import LONGEST_ANSWER
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 DENSE = {"triattention": {"enabled": False}}
@@ -96,7 +95,14 @@ def series(client) -> set[str]:
 def test_what_a_client_sends_stays_small(serve):
     """Prevents a client's words from filling answers, logs or the time series of Prometheus, or ending the server."""
     client = serve()
-    client.generate(prompt(1, 9), 100)
+
+    def take_turns(name: str) -> None:
+        """Five conversations of one turn."""
+        for number in range(5):
+            named = {"triattention": {"conversation": f"{name} {number}", "release": True}}
+            client.generate(prompt(1, 9), 100, custom_params=named)
+
+    take_turns("first")
     before = series(client)
     long, lines = "x" * 50_000, "\nINFO forged\n"
     for custom_params, more in (
@@ -114,11 +120,9 @@ def test_what_a_client_sends_stays_small(serve):
         assert response.status_code == 400, response.text[:300]
         if not more:
             message = response.json()["error"]["message"]
-            assert len(message) <= LONGEST_ANSWER
+            assert len(message) <= 600
             assert message.isprintable()
-    for number in range(5):
-        named = {"triattention": {"conversation": f"secret {number}", "release": True}}
-        client.generate(prompt(1, 9), 100, custom_params=named)
+    take_turns("secret")
     assert series(client) == before
     log = client.server.log_path.read_text()
     assert not re.search("forged|secret|x{200}", log)
