@@ -21,7 +21,6 @@ from sglang_triattn import config
 from sglang_triattn.patches.hooks import SGLANG_VERSION
 
 COMPOSE = ROOT / "docker" / "compose.yaml"
-MONITORING = ROOT / "monitoring"
 IMAGE = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+")
 
 
@@ -128,7 +127,7 @@ def test_the_composition_names_what_exists(services):
     for name, service in services.items():
         for mount in service["volumes"]:
             source = mount.split(":")[0]
-            assert source in volumes or (COMPOSE.parent / source).exists() or not MONITORING.exists(), (name, source)
+            assert source in volumes or (COMPOSE.parent / source).exists(), (name, source)
         mode, _, other = service.get("network_mode", "").partition(":")
         assert not mode or (mode == "service" and other in services), name
     assert (COMPOSE.parent / services["server"]["build"]["context"]).resolve() == ROOT
