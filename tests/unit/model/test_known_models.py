@@ -39,7 +39,7 @@ MODELS = {
     "llama-3.3-70b": ({"full": 80}, {(128, 0): 80}, 327680, None),
     "longcat-flash": ({"latent": 56}, {}, 56 * 576 * 2, MLA),
     "magistral-small-2509": ({"full": 40}, {(128, 0): 40}, 163840, None),
-    "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, POOL),
+    "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, None),
     "minimax-m2": ({"full": 62}, {(64, 64): 62}, 253952, None),
     "ministral-3-8b": ({"full": 34}, {(128, 0): 34}, 139264, None),
     "mistral-7b": ({"full": 32}, {(128, 0): 32}, 131072, None),
