@@ -32,7 +32,7 @@ _STATE_SPACE = (
 _ASYMMETRIC = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
 
 # Of the models whose window layers have a KV pool of their own, those that rounds are known to leave whole.
-_POOLS_COVERED = ("GptOssForCausalLM", *_ASYMMETRIC)
+_POOLS_COVERED = ("GptOssForCausalLM", "Step3p5ForCausalLM", *_ASYMMETRIC)
 
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"

@@ -1,4 +1,4 @@
-"""Models whose window layers have a KV pool of their own, against the same account as others with windows."""
+"""Models whose window layers have a KV pool of their own (gpt-oss), against the same account as others with windows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ CASES = [
     *(("gpt-oss", page_size, selection) for page_size in (1, 16) for selection in ("per-layer-head", "shared-mean")),
     ("gpt-oss", 64, "per-layer-head"),
     *(("mimo-v2", 1, "shared-mean"), ("mimo-v2", 16, "per-layer-head"), ("mimo-v2", 64, "per-layer-head")),
+    *(("step-3.5", 1, "shared-mean"), ("step-3.5", 16, "per-layer-head"), ("step-3.5", 64, "per-layer-head")),
 ]
 
 

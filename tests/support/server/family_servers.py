@@ -18,15 +18,16 @@ from harness import (
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
+from step_family import build_step
 from tiny_model import save_random_stats
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
-SEE_ONE_MORE = ("cohere2", "mimo-v2")
+SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
 # Models that transformers does not write.
-BUILDERS = {"nemotron-nas": build_nemotron_nas}
-MODULES = {"nemotron-nas": ("nemotron_nas", "llama")}
+BUILDERS = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
+MODULES = {"nemotron-nas": ("nemotron_nas", "llama"), "step-3.5": ("step3p5",)}
 WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
 
 

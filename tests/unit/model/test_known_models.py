@@ -9,7 +9,7 @@ from plan_cases import CONFIGS
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 from sglang_triattn.model.support import unsupported
 
-MLA, STATES, AFTER, POOL = "latent attention", "state-space", "after their rotation", "a KV pool of their own"
+MLA, STATES, AFTER = "latent attention", "state-space", "after their rotation"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -61,7 +61,7 @@ MODELS = {
     "qwq-32b": ({"full": 64}, {(128, 0): 64}, 262144, None),
     "seed-oss-36b": ({"full": 64}, {(128, 0): 64}, 262144, None),
     "smollm3-3b": ({"full": 36}, {(128, 0): 27, (0, 128): 9}, 73728, None),
-    "step-3.5-flash": ({"full": 12, "window": 33}, {(64, 64): 12}, 12 * 8 * 512, POOL),
+    "step-3.5-flash": ({"full": 12, "window": 33}, {(64, 64): 12}, 12 * 8 * 512, None),
 }
 
 

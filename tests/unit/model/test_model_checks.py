@@ -32,7 +32,7 @@ REFUSED = [
     ("Gemma4ForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
     ("MiMoV2ForCausalLM", {"vision_config": {"depth": 2}, "audio_config": {"x": 1}}, "images or sound"),
     ("LlamaForCausalLM", {"v_head_dim": 16}, "different widths"),
-    ("Step3p5ForCausalLM", {"layer_types": [FULL, SLIDING]}, "sliding window"),
+    ("Step3p7ForConditionalGeneration", {"layer_types": [FULL, SLIDING]}, "a KV pool of their own"),
     ("LlamaForCausalLM", {"sliding_window": 4096, "layer_types": ["linear_attention", FULL]}, "linear-attention"),
     ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "local to chunks"),
     ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": True}, "by length"),
@@ -87,6 +87,7 @@ ACCEPTED_FIELDS = [
     ("Cohere2ForCausalLM", {"sliding_window": 4096}),
     ("Exaone4ForCausalLM", {"sliding_window": 4096, "layer_types": [SLIDING, FULL]}),
     ("GptOssForCausalLM", {"layer_types": [SLIDING, FULL], "sliding_window": 128}),
+    ("Step3p5ForCausalLM", {"layer_types": [FULL, SLIDING], "sliding_window": 512}),
     (
         "MiMoV2FlashForCausalLM",
         {"sliding_window": 128, "head_dim": 192, "v_head_dim": 128, "hybrid_layer_pattern": [0, 1, 1, 0]},
