@@ -6,7 +6,7 @@ SGLang part: `moe_forward_native` (sglang/srt/layers/moe/fused_moe_native.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn import functional
@@ -31,7 +31,8 @@ def _bounded(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         others = moe_runner_config.activation != "silu" or moe_runner_config.gemm1_alpha is not None
         if limit is None or others or moe_runner_config.apply_router_weight_on_input:
             return original(layer, x, topk_output, moe_runner_config)
-        return bounded_experts(x, layer.w13_weight, layer.w2_weight, topk_output[0], topk_output[1], limit)
+        inner, outer = (cast(torch.Tensor, weight) for weight in (layer.w13_weight, layer.w2_weight))
+        return bounded_experts(x, inner, outer, topk_output[0], topk_output[1], limit)
 
     return forward
 
