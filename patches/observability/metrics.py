@@ -10,6 +10,7 @@ from sglang_triattn.rounds.plan import Totals
 _COUNTERS = {
     "rounds": "Rounds of compaction, each of one request.",
     "evicted_tokens": "Tokens evicted from private suffixes.",
+    "failed_rounds": "Rounds that failed; none of them is among the rounds.",
     "freed_slots": "KV slots given back to the allocator by rounds.",
 }
 

@@ -18,7 +18,7 @@ from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class Kind(NamedTuple):
@@ -75,6 +75,12 @@ class Launch:
             place = torch.arange(first, kind.num_kept, device=rows.device)
             source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
+
+    def put_back(self, rows: torch.Tensor) -> None:
+        """Undoes `close_up`, before anything of the rows is freed."""
+        row, frozen, lengths, _ = self.facts.unsqueeze(-1)
+        column = torch.arange(self.slots.shape[1], device=rows.device)
+        rows[row, frozen + column.minimum(lengths - 1)] = self.slots
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
         """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
@@ -141,6 +147,20 @@ def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Ca
         slots = rows[row, frozen + column.minimum(length - 1)]
         launches.append(Launch(kind, group, slots, part))
     return launches
+
+
+def shortened(batch: ScheduleBatch, due: Sequence[tuple[int, Plan]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A batch's `seq_lens_cpu` and `seq_lens` after the rounds `due`, (index, plan); None if there are none.
+
+    `orig_seq_lens`, the logical length, stays.
+    """
+    if not due:
+        return None
+    evicted = [0] * len(batch.seq_lens_cpu)
+    for index, plan in due:
+        evicted[index] = plan.evicted_tokens
+    on_host = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
+    return on_host, batch.seq_lens - to_device(evicted, batch.seq_lens.device)
 
 
 def to_device(values: list, device: torch.device) -> torch.Tensor:

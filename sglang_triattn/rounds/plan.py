@@ -142,12 +142,16 @@ def ceil_align(length: int, page_size: int) -> int:
 
 @dataclass
 class Totals:
-    """Sums over all requests since the server started; `pressure_rounds` counts those of `rounds` that ran early."""
+    """Sums over all requests since the server started.
+
+    `pressure_rounds` counts those of `rounds` that ran early; `failed_rounds` are not among `rounds`.
+    """
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
     pressure_rounds: int = 0
+    failed_rounds: int = 0
 
     def add(self, plan: Plan) -> None:
         self.rounds += 1
