@@ -81,7 +81,8 @@ def _check(
     config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None, media: Collection[str]
 ) -> None:
     asked = with_media(read_request(config, custom_params), media)
-    if asked.conversation is not None and (beam_width or 1) > 1:
+    # SGLang itself refuses a width that is no number.
+    if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise TriAttentionError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
             "compressed and leaves no row behind: leave one of the two out."

@@ -34,6 +34,7 @@ from sglang_triattn.patches.scheduler.request import (
     leave_row,
     owner_of,
     rows_of,
+    show_all_ids,
     take_row,
     tokens_tell_all,
     write_row_length,
@@ -110,6 +111,9 @@ class Conversations:
             self._survive(error, f"conversation {name[:64]!r} could not be resumed, and starts afresh")
             if self._acquired is not None:
                 self.rollback(request)
+                # The scheduler had looked the prompt up before.
+                show_all_ids(request)
+                request.init_next_round_input(self._scheduler.tree_cache)
             return False
         return True
 
