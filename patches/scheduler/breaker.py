@@ -104,3 +104,16 @@ def all_or_nothing(size: Callable[[], int]) -> Iterator[None]:
                 f"Integrity: {freed} slots were freed by a call that failed ({said(error)})."
             ) from error
         raise
+
+
+@contextmanager
+def unbroken(what: str) -> Iterator[None]:
+    """For calls to SGLang that change its books in several places: raises IntegrityError for whatever they raise.
+
+    Args:
+        what: the start of a sentence, "a row was freed".
+    """
+    try:
+        yield
+    except Exception as error:
+        raise IntegrityError(f"Integrity: {what} only in part ({said(error)}).") from error

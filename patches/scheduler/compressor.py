@@ -33,7 +33,7 @@ from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, shortened, snapshot
 from sglang_triattn.patches.scheduler.bounds import reserved_of
-from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing
+from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
@@ -241,7 +241,8 @@ class Compressor:
         settings = settings_in_use(request)
         if plan_round(settings, **lengths_of(request, self._page_size)) is None:
             return None
-        self._scheduler.stash_chunked_request(request)
+        with unbroken("a chunk of a prefill has entered the tree"):
+            self._scheduler.stash_chunked_request(request)
         # The tree may have taken tokens that counted as private.
         return plan_round(settings, **lengths_of(request, self._page_size))
 

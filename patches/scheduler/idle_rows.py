@@ -9,8 +9,7 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.census import IntegrityError
-from sglang_triattn.patches.scheduler.breaker import all_or_nothing, said
+from sglang_triattn.patches.scheduler.breaker import all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.request import settings_of, tokens_tell_all, wants_prompt_logprobs
 from sglang_triattn.patches.scheduler.window_pool import row_allocator
 from sglang_triattn.request.row_record import RowRecord
@@ -55,12 +54,10 @@ class Conversation:
         Raises:
             IntegrityError: it failed.
         """
-        try:
+        with unbroken("a conversation's row was freed"):
             scheduler.tree_cache.unlock(self.lock)
             # It frees the row of the record `kv`, and looks at nothing else of its argument.
             scheduler.req_to_token_pool.free(cast("Req", self))
-        except Exception as error:
-            raise IntegrityError(f"Integrity: a conversation's row was freed only in part ({said(error)}).") from error
         self.kv.mark_kv_released()
 
 

@@ -165,7 +165,8 @@ class WindowPool:
         if needed <= self._free():
             return
         for request in requests:
-            slide_window(request, self._scheduler.tree_cache)
+            with all_or_nothing(self._allocator.swa_available_size):
+                slide_window(request, self._scheduler.tree_cache)
         while needed > self._free() and drop_one():
             pass
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sglang_triattn.files import remove_unfinished
 from sglang_triattn.stats.file import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def keep_stats(stats: QueryStats) -> Path | None:
     path = cached_path(stats.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path)
         save_stats(stats, path)
     except OSError as error:
         logger.warning("TriAttention cannot create %s (%s); the next launch will measure again", path.parent, error)

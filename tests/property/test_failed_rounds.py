@@ -105,9 +105,8 @@ def run(examples: int, **options) -> Counter:
 def test_random_failures_under_random_settings():
     """Prevents a failed round from losing slots, leaving a row half done, or giving the tree what it moved."""
     counts = run(60, varied=True)
-    elsewhere = {"windows"}
-    missing = {*ROUND_STEPS, *TALK_STEPS} - set(+counts) - elsewhere
-    assert not missing, f"these never failed: {missing}"
+    # `test_each_step` makes sure of every one.
+    assert len({*ROUND_STEPS, *TALK_STEPS} & set(+counts)) > 12, f"too few steps failed: {counts}"
     assert counts["ended"] > 10
 
 
@@ -120,12 +119,11 @@ def test_random_failures_with_two_pools(page_size):
 
 
 def compacted(**options) -> tuple[Simulation, list]:
-    """Two requests with rounds behind them, whose next rounds are due at different steps."""
+    """Two requests with rounds behind them, whose next rounds are due in the same step."""
     sim = Simulation(1, **options)
     pair = [sim.request([5] * 20), sim.request([7] * 3)]
     for running in pair:
         assert sim.admit(running, 1000)
-        decode_together(sim, [running], 3)
     while not all(running.evicted for running in pair):
         decode_together(sim, pair, 1)
     return sim, pair
@@ -156,7 +154,7 @@ def test_each_step(step, late, selection):
     if step in ("settle", "record", "lifecycle") or (step == "free" and late):
         # The slots are free. Who has no record ends: all, or those after the first.
         first_recorded = late and step in ("record", "lifecycle")
-        assert len(ended) == 1 - first_recorded
+        assert len(ended) == 2 - first_recorded
     else:
         lost = step in {"list moves", "move", "positions", "close up", "emptied", "free"}
         assert bool(ended) == (lost and moves), f"{len(ended)} requests ended"
