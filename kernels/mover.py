@@ -19,6 +19,9 @@ class Mover:
         k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are.
         kernels: whether to use the Triton kernel; by default if the pool is on a CUDA device.
 
+    Attributes:
+        begun: calls of `move` so far, also of those that raised.
+
     Raises:
         ValueError: the kernel cannot read or move what the pool holds.
     """
@@ -30,6 +33,7 @@ class Mover:
         *,
         kernels: bool | None = None,
     ) -> None:
+        self.begun = 0
         self._layers = len(k_buffers)
         k, v = k_buffers[0], v_buffers[0]
         self.token_bytes = sum(buffer[0].nbytes for buffer in (*k_buffers, *v_buffers))
@@ -65,6 +69,7 @@ class Mover:
         Raises:
             ValueError: the strategy is unknown.
         """
+        self.begun += 1
         if self._pools is None:
             sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
             for group in self._buffers:

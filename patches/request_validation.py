@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
-from sglang_triattn.errors import TriAttentionError, quotable
+from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.patches.observability.metrics import Refusals
@@ -90,13 +90,12 @@ def _check(config: Config, custom_params: object, beam_width: object, media: Col
         _check_settings(config, custom_params, beam_width, media)
     except RequestError as error:
         _refusals.count(error.reason)
-        raise TriAttentionError(quotable(str(error))) from None
+        raise
 
 
 def _check_settings(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
-    if custom_params is not None and not isinstance(custom_params, Mapping):
-        raise RequestError(f"custom_params is {custom_params!r}, but it must be an object.")
     asked = with_media(read_request(config, custom_params), media)
+    # SGLang itself refuses a width that is no number.
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise RequestError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "

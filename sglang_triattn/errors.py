@@ -1,6 +1,6 @@
-"""The exception for user errors, and one-line forms of other messages."""
+"""The exception for user errors, and short forms of what its messages quote."""
 
-LONGEST_ANSWER = 600
+import reprlib
 
 
 class TriAttentionError(ValueError):
@@ -11,17 +11,24 @@ class TriAttentionError(ValueError):
     """
 
 
+_QUOTES = reprlib.Repr()
+_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 2, 64, 64, 64
+_QUOTES.maxlist = _QUOTES.maxtuple = _QUOTES.maxdict = 8
+LONGEST_QUOTE = 200
+
+
+def quoted(value: object) -> str:
+    """A value for a message: its repr in ASCII, at most LONGEST_QUOTE characters, whatever a client or file gave."""
+    try:
+        text = _QUOTES.repr(value)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits.
+        text = f"of type {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 3]}..."
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or else its type name, short enough to quote in a sentence."""
     text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text[:200].rstrip(". ")
-
-
-def quotable(text: str) -> str:
-    """A message that quotes what a client sent, made safe to answer and to log: printable, at most LONGEST_ANSWER long.
-
-    Of a longer one both ends stay, because the quotation is in the middle.
-    """
-    end = LONGEST_ANSWER // 2
-    cut = text if len(text) <= LONGEST_ANSWER else f"{text[: end - 3]}...{text[-end:]}"
-    return "".join(character if character.isprintable() else "?" for character in cut)

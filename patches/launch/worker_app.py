@@ -7,8 +7,9 @@ app from. Workers load no plugins, so this module is named there, and importing 
 from sglang.srt.entrypoints.http_server import app
 
 from sglang_triattn.patches import hooks, request_validation
-from sglang_triattn.patches.observability import reporting
+from sglang_triattn.patches.observability import reporting, stopped
 
 __all__ = ["app"]
 
 hooks.install([*reporting.main_hooks(), *request_validation.main_hooks()])
+stopped.watch_health()

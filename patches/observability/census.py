@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
-    from sglang_triattn.patches.scheduler.conversations import Conversation
+    from sglang_triattn.patches.scheduler.idle_rows import Conversation
     from sglang_triattn.patches.sglang_parts import BeamGroup, Scheduler
 
 VARIABLE = "SGLANG_TRIATTN_CHECK"

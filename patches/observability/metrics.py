@@ -32,6 +32,7 @@ COUNTERS = {
     "evicted_tokens_total": "Tokens evicted from private suffixes.",
     "freed_slots_total": "KV slots given back to the allocator by rounds.",
     "pressure_rounds_total": "Rounds that ran early because memory was short.",
+    "failed_rounds_total": "Rounds that failed; none of them is among the rounds.",
     "moved_bytes_total": "Most bytes of K/V that rounds may have copied.",
     "conversations_resumed_total": "Turns that resumed the row of their conversation.",
 }

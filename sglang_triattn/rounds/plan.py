@@ -146,6 +146,7 @@ class Totals:
 
     Attributes:
         pressure_rounds: those of `rounds` that ran early.
+        failed_rounds: rounds that failed; not among `rounds`.
         moved_bytes: bytes of K/V that rounds copied, at most: a token that stays where it is may be among them. Counted
             by servers alone.
     """
@@ -154,6 +155,7 @@ class Totals:
     evicted_tokens: int = 0
     freed_slots: int = 0
     pressure_rounds: int = 0
+    failed_rounds: int = 0
     moved_bytes: int = 0
 
     def add(self, plan: Plan, moved_bytes: int = 0) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_triattn.files import who_else_writes
+from sglang_triattn.files import remove_unfinished, who_else_writes
 from sglang_triattn.stats.file import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def keep_stats(stats: QueryStats) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _is_ours(path):
             return None
+        remove_unfinished(path)
         save_stats(stats, path)
     except OSError as error:
         logger.warning("TriAttention cannot create %s (%s); the next launch will measure again", path.parent, error)

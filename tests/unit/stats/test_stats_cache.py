@@ -2,6 +2,9 @@
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -161,3 +164,42 @@ def test_files_follow_the_umask():
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+KEEPER = """
+import os, resource, signal, sys
+sys.path[:0] = sys.argv[2:]
+from sample_stats import stats
+from sglang_triattn.stats import cache
+import sglang_triattn.files as files
+how = sys.argv[1]
+if how == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+if how == "killed":
+    files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+with cache.measuring_alone("f" * 32):
+    print("kept" if cache.keep_stats(stats()) else "not kept")
+"""
+
+
+def keep_in_a_process(cache, how: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
+    command = [sys.executable, "-P", "-c", KEEPER, how, *(path for path in sys.path if "tests" in path)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_write_that_finds_no_room_leaves_nothing(cache):
+    """Prevents a full disk from ending a launch, or from leaving a part of a file."""
+    done = keep_in_a_process(cache, "full")
+    assert (done.returncode, done.stdout) == (0, "not kept\n"), done.stderr
+    assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_server_killed_while_it_keeps_statistics(cache):
+    """Prevents a killed server from blocking the next launch by its lock, or by half a file."""
+    assert keep_in_a_process(cache, "killed").returncode == -signal.SIGKILL
+    assert load_cached(shape()) is None
+    done = keep_in_a_process(cache, "well")
+    assert (done.returncode, done.stdout) == (0, "kept\n"), done.stderr
+    assert load_cached(shape()) is not None
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".safetensors"]
