@@ -36,7 +36,7 @@ COUNTERS = {
     "moved_bytes_total": "Most bytes of K/V that rounds may have copied.",
     "conversations_resumed_total": "Turns that resumed the row of their conversation.",
 }
-REFUSED = "refused_requests_total"
+REFUSED, STOPPED = "refused_requests_total", "stopped"
 GAUGES = {
     "physical_tokens": "KV entries that running requests hold.",
     "logical_tokens": "KV entries that running requests would hold without compression.",

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from sglang_triattn.patches.observability.metrics import PREFIX, STOPPED
+
 CHECKS = ("/health_generate", "/ready")
 
 Message = MutableMapping[str, Any]
@@ -73,7 +75,7 @@ class StoppedGauge:
         from prometheus_client import Gauge
 
         text = "1 once rounds have failed so often that compression has stopped, else 0."
-        gauge = Gauge("sglang:triattention_stopped", text, labelnames=list(labels), multiprocess_mode="mostrecent")
+        gauge = Gauge(PREFIX + STOPPED, text, labelnames=list(labels), multiprocess_mode="mostrecent")
         self._gauge = gauge.labels(**labels)
         self._gauge.set(0)
 

@@ -86,7 +86,7 @@ def test_metrics():
     rows = table(DOCS / "operations.md", "Metrics", "metric")
     kinds = {
         "counter": [*metrics.COUNTERS, metrics.REFUSED],
-        "gauge": list(metrics.GAUGES),
+        "gauge": [*metrics.GAUGES, metrics.STOPPED],
         "histogram": list(metrics.HISTOGRAMS),
     }
     known = {(metrics.PREFIX + name, kind) for kind, names in kinds.items() for name in names}
