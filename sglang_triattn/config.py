@@ -38,9 +38,9 @@ class Config:
     Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
     budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0.
 
-    Two fields are not settings but facts of a served model with window layers, see `for_windows`: `window`, the most
-    tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that a round
-    evicts are a multiple (else 1).
+    Some fields are not settings but facts of a served model. Of one with window layers, see `for_windows`: `window`,
+    the most tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that
+    a round evicts are a multiple (else 1). `images` says whether requests with images may be compressed.
 
     `profile` only says where values come from: `read_settings` has put them in.
 
@@ -63,6 +63,7 @@ class Config:
     profile: str | None = None
     window: int = 0
     round_to: int = 1
+    images: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -230,7 +231,7 @@ OPTIONS = (
     ),
 )
 
-_FACTS = ("window", "round_to")
+_FACTS = ("window", "round_to", "images")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config) if field.name not in _FACTS}
 
 

@@ -17,6 +17,7 @@ from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.sizes import element_bytes, kv_dtype_of
 from sglang_triattn.model.support import refused_model, unsupported
+from sglang_triattn.model.vision import covers_images
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
     reason = unsupported(content)
     dtype = server.given.get("kv_cache_dtype", "auto")
     dtype = kv_dtype_of(fields) if dtype == "auto" else str(dtype)
-    config, layout, refusal = server.config, None, None
+    config = dataclasses.replace(server.config, images=covers_images(content["architectures"]))
+    server = dataclasses.replace(server, config=config)
+    layout, refusal = None, None
     try:
         layout = read_layout(content)
     except TriAttentionError:

@@ -17,7 +17,8 @@ its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one 
 Dims u that RoPE does not turn, behind the rotated ones, meet the key alike from every position. There the mean over
 future queries of q_u . K_u is mean(q_u) . K_u exactly, which is added once, without s: RoPE scales rotated dims alone.
 In a layer without RoPE nothing depends on the position: its score is mean(q) . K over the whole head, with exp() and
-g_f put to 1, s to 1 and the spread to 0.
+g_f put to 1, s to 1 and the spread to 0. Dims that are left alone between those that turn are pairs of frequency 0:
+there exp() and g_f are 1, and the spread is put to 0.
 
 Shape symbols: R requests, L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated dims), U other
 dims, N keys.

@@ -21,7 +21,8 @@ class ScoreTables:
     center: torch.Tensor
     """[L, H_q, F] complex64: s * mu * g, the mean over OFFSETS folded in; mu in layers without RoPE."""
     spread: torch.Tensor
-    """[L, H_q, F] float32: s * (a - |mu|), never negative; 0 in layers without RoPE."""
+    """[L, H_q, F] float32: s * (a - |mu|), never negative; 0 where nothing turns: in layers without RoPE, and at
+    frequency 0."""
     unrotated: torch.Tensor
     """[L, H_q, U] float32: mean query in the dims behind `rotary_dim`; U is 0 if these are not scored."""
     rotates: torch.Tensor
@@ -65,7 +66,7 @@ def build_tables(
     Args:
         mean: [L, H_q, F] complex64, mean pre-RoPE query.
         abs_mean: [L, H_q, F] float32, mean of its absolute value; ignored in layers without RoPE.
-        inv_freq: [F], radians per token.
+        inv_freq: [F], radians per token; 0 for pairs of dims that RoPE leaves as they are.
         attention_scaling: RoPE's factor on cos and sin, 1.0 except for YaRN-like types; folded in, so that rotated
             and other dims have the weights that they have in the attention's logits.
         style: "half" or "interleaved", see `ScoreTables`.
@@ -104,7 +105,7 @@ def build_tables(
     return ScoreTables(
         mean=mean.to(torch.complex64).to(device),
         center=(mean * gain).to(torch.complex64).to(device),
-        spread=(spread * turning[:, None, None]).float().to(device),
+        spread=(spread * turning[:, None, None] * (inv_freq > 0)).float().to(device),
         unrotated=unrotated.float().contiguous().to(device),
         rotates=turning.float().to(device),
         inv_freq=inv_freq.to(device),

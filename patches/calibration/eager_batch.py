@@ -66,7 +66,11 @@ def on_forward_stream(scheduler: Scheduler) -> Iterator[None]:
 
 
 class EagerBatch:
-    """Requests that are prefilled together and then decode in step. It must be closed, even after an error."""
+    """Requests that are prefilled together and then decode in step. It must be closed, even after an error.
+
+    Attributes:
+        positions: [tokens] int64, those of the pass that runs or ran last, as the model was given them.
+    """
 
     def __init__(self, scheduler: Scheduler, texts: Sequence[Sequence[int]]) -> None:
         """Makes the requests.
@@ -76,6 +80,7 @@ class EagerBatch:
         """
         self._scheduler = scheduler
         self._requests = [_request(scheduler, index, ids) for index, ids in enumerate(texts)]
+        self.positions: torch.Tensor
         self._batch: ScheduleBatch
 
     def prefill(self, positions: Sequence[int] | None = None) -> torch.Tensor:
@@ -137,6 +142,8 @@ class EagerBatch:
             forward.positions = torch.tensor(positions, dtype=forward.positions.dtype, device=forward.positions.device)
             if forward.mrope_positions is not None:
                 forward.mrope_positions = forward.positions.to(forward.mrope_positions.dtype).expand(3, -1).contiguous()
+        # Some models move the positions that they are given (Gemma-4).
+        self.positions = forward.positions.clone()
         output = cast("LogitsProcessorOutput", runner.forward(forward).logits_output)
         return cast(torch.Tensor, output.next_token_logits)
 

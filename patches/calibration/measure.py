@@ -21,6 +21,7 @@ from sglang_triattn.patches.model.layers import (
     Call,
     UnsupportedModel,
     attention_layers,
+    numbers_of,
     scored_layers,
     watching_queries,
 )
@@ -64,10 +65,15 @@ def calibrate_scheduler(
             f"The model {path} cannot be calibrated, because {error.reason}: use another model."
         ) from error
     _check_room(scheduler, job)
-    sums = QuerySums(shape.rope, shape.rotates)
+    sums = QuerySums(shape.rope, shape.rotates, [shape.layers.index(layer.number) for layer in layers])
     free = _free(scheduler)
-    with on_forward_stream(scheduler), eager(runner), _capture(layers, sums):
-        total = _Run(scheduler, job, sums, on_progress).run()
+    run = _Run(scheduler, job, sums, on_progress)
+    with (
+        on_forward_stream(scheduler),
+        eager(runner),
+        _capture(layers, sums, lambda: run.batch.positions + shape.first_position),
+    ):
+        total = run.run()
     if _free(scheduler) != free:
         raise RuntimeError(f"calibration changed the free slots and rows from {free} to {_free(scheduler)}")
     check_count(total.count)
@@ -75,7 +81,13 @@ def calibrate_scheduler(
 
 
 class _Run:
-    """The passes of one job on one rank; every rank makes the same decisions."""
+    """The passes of one job on one rank; every rank makes the same decisions.
+
+    Attributes:
+        batch: the one whose passes run.
+    """
+
+    batch: EagerBatch
 
     def __init__(
         self, scheduler: Scheduler, job: CalibrationJob, sums: QuerySums, on_progress: Callable | None
@@ -110,7 +122,7 @@ class _Run:
         return self._total()
 
     def _run_window(self, ids: Sequence[int]) -> None:
-        batch = EagerBatch(self._scheduler, [ids])
+        self.batch = batch = EagerBatch(self._scheduler, [ids])
         try:
             batch.prefill()
         finally:
@@ -123,7 +135,7 @@ class _Run:
         prompts = job.prompts[first : first + count]
         samplers = [_Sampler(job, first + index) for index in range(count)]
         ends = self._scheduler.model_config.hf_eos_token_id or set()
-        batch = EagerBatch(self._scheduler, prompts)
+        self.batch = batch = EagerBatch(self._scheduler, prompts)
         try:
             logits = batch.prefill()
             self._end_pass(sum(map(len, prompts)))
@@ -188,8 +200,15 @@ class _Sampler:
 
 
 @contextmanager
-def _capture(layers: Sequence[AttentionLayer], sums: QuerySums) -> Iterator[None]:
-    """While open, adds the queries that reach each of `layers` to `sums`."""
+def _capture(
+    layers: Sequence[AttentionLayer], sums: QuerySums, positions_of_pass: Callable[[], torch.Tensor]
+) -> Iterator[None]:
+    """While open, adds the queries that reach each of `layers` to `sums`.
+
+    Args:
+        positions_of_pass: returns what the tokens of the pass that runs are turned by, [tokens].
+    """
+    numbers = numbers_of(layers)
 
     def see(place: int, call: Call) -> None:
         reason = call.unfinished()
@@ -199,8 +218,8 @@ def _capture(layers: Sequence[AttentionLayer], sums: QuerySums) -> Iterator[None
                 f"attention {reason} and become final only within its backend: calibrate with another "
                 "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
             )
-        positions = call.batch.positions[: call.query.shape[0]]
-        sums.add(place, call.heads(len(positions)), positions)
+        positions = positions_of_pass()[: call.query.shape[0]]
+        sums.add(numbers.index(layers[place].number), call.heads(len(positions)), positions)
 
     with watching_queries(layers, see):
         yield

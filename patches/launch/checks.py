@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import check_model, check_settings, check_window_pool, window_of
 from sglang_triattn.patches.launch.model_config import check_model_file
@@ -62,6 +64,8 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_window_pool(settings, model)
         window = window_of(model)
         if window:
-            args_patch.replace_config(server_args, config.for_windows(window, settings.page_size))
+            config = config.for_windows(window, settings.page_size)
+        config = dataclasses.replace(config, images=covers_images(model.hf_config.architectures))
+        args_patch.replace_config(server_args, config)
     except TriAttentionError as error:
         args_patch.refuse(server_args, error)

@@ -12,7 +12,7 @@ import torch
 from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.rope import Rope, ropes_of_buffers, same_rope
-from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, scored_layers
+from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
@@ -47,9 +47,12 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
     numbers, kept = [layer.number for layer in layers], range(model_runner.token_to_kv_pool.layer_num)
-    # Only a model that says so has layers without attention; their share of the pool stays empty.
-    whole = set(numbers) <= set(kept) if getattr(config.hf_config, "block_configs", None) else numbers == list(kept)
-    if not whole:
+    # Only a model that says so has layers without attention, or without KV; their share of the pool stays empty.
+    text = config.hf_text_config
+    gaps = getattr(config.hf_config, "block_configs", None)
+    if getattr(text, "num_kv_shared_layers", None):
+        gaps = len(layers) == len(kept) == len(numbers_of(layers)) + text.num_kv_shared_layers
+    if not (set(numbers) <= set(kept) if gaps else numbers == list(kept)):
         raise UnsupportedModel(f"{len(layers)} attention layers were found for {len(kept)} KV layers")
     q_heads = config.get_total_num_attention_heads()
     # On CPUs SGLang adds empty heads until they split evenly.
@@ -62,8 +65,9 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         head_dim=first.attention.head_dim,
         rope=rotation.rope,
         fingerprint=model_fingerprint(model_runner.model_config.model_path),
-        layers=tuple(layer.number for layer in scored),
+        layers=numbers_of(scored),
         rotates=rotation.rotates,
+        first_position=rotation.first_position,
     )
 
 
@@ -102,12 +106,12 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
-    from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import Gemma4RotaryEmbedding, Llama3RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
     scaling = 1.0
     # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
-    if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding, MRotaryEmbedding):
+    if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding, MRotaryEmbedding, Gemma4RotaryEmbedding):
         frequencies = rotary._compute_inv_freq(rotary.base)
     elif type(rotary) is YaRNScalingRotaryEmbedding or type(rotary) is YaRNScalingMRotaryEmbedding:
         frequencies = rotary._compute_inv_freq(rotary.scaling_factor)

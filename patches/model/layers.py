@@ -139,6 +139,9 @@ def watching_queries(layers: Sequence[AttentionLayer], see: Callable[[int, Call]
 def scored_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """The layers that attend to all tokens: what they need decides what stays.
 
+    Where some read the KV of another (Gemma-4), all of these have its number, and it is scored once: by the queries of
+    all that read it.
+
     Raises:
         UnsupportedModel: there are none.
     """
@@ -146,6 +149,28 @@ def scored_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     if not scored:
         raise UnsupportedModel("all of its layers attend to a sliding window, so old tokens cost it nothing")
     return scored
+
+
+def numbers_of(layers: Sequence[AttentionLayer]) -> tuple[int, ...]:
+    """The numbers of the layers whose KV `layers` read, ascending, each once."""
+    return tuple(sorted({layer.number for layer in layers}))
+
+
+@contextmanager
+def watching_positions(model: torch.nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While open, `see` gets the positions that a rotary embedding of `model` is called with, before it runs."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    def watch(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        see(args[0] if args else kwargs["positions"])
+
+    found = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
+    handles = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check_windows(layers: Sequence[AttentionLayer], window: int) -> None:

@@ -23,6 +23,7 @@ from sglang_triattn.patches.model.layers import (
     UnsupportedModel,
     attention_layers,
     scored_layers,
+    watching_positions,
     watching_queries,
 )
 
@@ -45,11 +46,13 @@ class Rotation:
     """
     Attributes:
         rope: the rotation in all layers that rotate their queries.
-        rotates: whether a layer does, for each.
+        rotates: whether a layer does, for each that is scored.
+        first_position: what a text's first token is turned by.
     """
 
     rope: Rope
     rotates: tuple[bool, ...]
+    first_position: int = 0
 
 
 def served_shape(scheduler: Scheduler) -> ModelShape:
@@ -62,8 +65,9 @@ def served_shape(scheduler: Scheduler) -> ModelShape:
     layers = scored_layers(attention_layers(runner.model))
     ropes = read_ropes(runner.model, layers[0].attention.head_dim)
     position = min(POSITION, scheduler.model_config.context_len - 1)
-    seen = _queries_at(scheduler, layers, position)
-    return read_shape(runner, ranks, match_rotation(seen, [layer.number for layer in layers], ropes, position))
+    seen, first = _queries_at(scheduler, layers, position)
+    rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)
+    return read_shape(runner, ranks, replace(rotation, first_position=first))
 
 
 def match_rotation(
@@ -77,14 +81,14 @@ def match_rotation(
     Args:
         seen: of each layer, the token's queries at position 0 and at `position`; None where a backend finishes them
             out of sight. Such a model is believed if it has only one rotary embedding.
-        layers: numbers of the layers, for messages.
+        layers: numbers of the layers; layers that read one KV have one number.
         ropes: the model's rotary embeddings.
 
     Raises:
         UnsupportedModel: a layer turns its queries otherwise, or unlike another layer, or none turns them.
     """
     found: Rope | None = None
-    rotates = []
+    rotates: dict[int, bool] = {}
     for number, pair in zip(layers, seen, strict=True):
         if pair is None:
             if len(ropes) != 1:
@@ -99,10 +103,11 @@ def match_rotation(
         if rope is not None and found is not None and not same_rope(rope, found):
             raise UnsupportedModel(f"layer {number} has another rotary embedding than the layers before")
         found = found or rope
-        rotates.append(rope is not None)
+        if rotates.setdefault(number, rope is not None) != (rope is not None):
+            raise UnsupportedModel(f"not all layers that read the KV of layer {number} rotate their queries")
     if found is None:
         found = _unused(ropes)
-    return Rotation(found, tuple(rotates))
+    return Rotation(found, tuple(rotates.values()))
 
 
 def _unused(ropes: Sequence[Rope]) -> Rope:
@@ -112,16 +117,25 @@ def _unused(ropes: Sequence[Rope]) -> Rope:
     return ropes[0]
 
 
-def _queries_at(scheduler: Scheduler, layers: Sequence[AttentionLayer], position: int) -> list[Queries | None]:
-    """`seen` of `match_rotation`, on the CPU in float64."""
+def _queries_at(
+    scheduler: Scheduler, layers: Sequence[AttentionLayer], position: int
+) -> tuple[list[Queries | None], int]:
+    """`seen` of `match_rotation`, on the CPU in float64, and the position that a text's first token is turned by."""
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
+    turned: list[int] = []
+    model = scheduler.tp_worker.model_runner.model
 
     def see(place: int, call: Call) -> None:
         if call.unfinished() is None:
             seen[place].append(call.heads(1)[:, 0].double().cpu())
 
     token = scheduler.model_config.vocab_size // 2
-    with on_forward_stream(scheduler), eager(scheduler.tp_worker.model_runner), watching_queries(layers, see):
+    with (
+        on_forward_stream(scheduler),
+        eager(scheduler.tp_worker.model_runner),
+        watching_queries(layers, see),
+        watching_positions(model, lambda positions: turned.append(int(positions.flatten()[0]) - place)),
+    ):
         # One after the other: with --max-running-requests 1 there is one row.
         for place in (0, position):
             batch = EagerBatch(scheduler, [[token]])
@@ -129,7 +143,10 @@ def _queries_at(scheduler: Scheduler, layers: Sequence[AttentionLayer], position
                 batch.prefill([place])
             finally:
                 batch.close()
-    return [(queries[0], queries[1]) if queries else None for queries in seen]
+    if len(set(turned)) > 1:
+        raise UnsupportedModel("its layers turn a token by different positions")
+    # A backend that turns queries itself does it by the positions that it is given.
+    return [(queries[0], queries[1]) if queries else None for queries in seen], turned[0] if turned else 0
 
 
 def _fits(query: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.model.layers import attention_layers, scored_layers
+from sglang_triattn.patches.model.layers import attention_layers, numbers_of, scored_layers
 from sglang_triattn.rounds.plan import scored_tokens
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> Workspa
     q_heads, kv_heads = layers[0].heads
     num_tokens, longest = scored_tokens(config, configurator.model_config.context_len)
     return WorkspacePlan(
-        layers=len(layers),
+        layers=len(numbers_of(layers)),
         q_heads=q_heads,
         kv_heads=kv_heads,
         # Most that a head can have: how many it has shows only once the pool is there.

@@ -31,7 +31,7 @@ from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.request import give_up_waiting
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.rounds.plan import Totals
-from sglang_triattn.rounds.scoring import build_scorer
+from sglang_triattn.rounds.scoring import build_scorer, counted_from
 from sglang_triattn.stats.file import QueryStats
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Compression:
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
-    """Statistics of all heads of the served model; every tensor-parallel rank calls this.
+    """Statistics of all heads of the served model, for scores of its pool; every tensor-parallel rank calls this.
 
     Raises:
         TriAttentionError: the model, its KV pool or its statistics do not allow compression.
@@ -176,7 +176,7 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     if scheduler.tp_group.rank_in_group == 0:
         for line in notices.of_stats(config, stats):
             logger.warning(line)
-    return stats
+    return counted_from(stats, shape.first_position)
 
 
 def build_compressor(

@@ -15,7 +15,7 @@ from sglang_triattn.model.rope import Rope, to_complex, unrotate
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums over `count` tokens, on the CPU.
+    """Sums over `count` tokens, on the CPU. Of a layer whose KV others read too, each is their mean over all readers.
 
     Attributes:
         total: [L, H_q, F] complex128, of the complex components.
@@ -79,10 +79,13 @@ class QuerySums:
     Args:
         rope: how the layers that have RoPE turn their queries.
         rotates: for each scored layer, whether it has RoPE.
+        reads: for each layer of the model that reads the KV of a scored one, the place of that one among the scored;
+            by default each scored layer reads its own, and no other does.
     """
 
-    def __init__(self, rope: Rope, rotates: Sequence[bool]) -> None:
+    def __init__(self, rope: Rope, rotates: Sequence[bool], reads: Sequence[int] = ()) -> None:
         self._rope, self._rotates = rope, tuple(rotates)
+        self._reads = sorted(reads or range(len(self._rotates)))
         # Of each scored layer: [H_q, F] complex128, [H_q, F] float64 and [H_q, head_dim - 2F] float64, as in `Sums`.
         self._parts: list[tuple[torch.Tensor, ...] | None] = [None] * len(self._rotates)
         self._seen: list[tuple[int, int]] = []  # (index, tokens) since the last end_pass
@@ -93,7 +96,7 @@ class QuerySums:
         """Adds the queries of one layer in one forward pass.
 
         Args:
-            index: the layer's place among the scored ones.
+            index: the place among the scored layers of the one whose KV the layer reads.
             query: [H_q, S, head_dim], any float dtype, as it meets the cached keys.
             positions: [S], the positions of its tokens.
         """
@@ -103,6 +106,7 @@ class QuerySums:
         z = to_complex(query, self._rope)  # [H_q, S, F]
         unrotated = query[..., self._rope.rotary_dim :].sum(1, dtype=torch.float64)
         parts = (z.sum(1, dtype=torch.complex128), z.abs().sum(1, dtype=torch.float64), unrotated)
+        parts = tuple(part / self._reads.count(index) for part in parts)
         before = self._parts[index]
         self._parts[index] = parts if before is None else tuple(map(torch.add, before, parts))
         self._seen.append((index, query.shape[1]))
@@ -112,11 +116,11 @@ class QuerySums:
         """Ends a forward pass.
 
         Raises:
-            CalibrationError: unless each scored layer was added exactly once, with `tokens` tokens, since the last
-                call.
+            CalibrationError: unless each layer that reads the KV of a scored one was added exactly once, with `tokens`
+                tokens, since the last call.
         """
-        layers = len(self._parts)
-        if sorted(self._seen) != [(layer, tokens) for layer in range(layers)]:
+        if sorted(self._seen) != [(layer, tokens) for layer in self._reads]:
+            layers = len(self._parts)
             raise CalibrationError(
                 f"Only {len({layer for layer, _ in self._seen})} of {layers} layers could be observed "
                 f"({len(self._seen)} times), but TriAttention needs the queries of all, each once: use another model."

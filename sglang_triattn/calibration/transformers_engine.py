@@ -21,7 +21,7 @@ from sglang_triattn.calibration.job import (
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
-from sglang_triattn.model.layers import scored_layers
+from sglang_triattn.model.layers import kv_heads, readers, scored_layers
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
 from sglang_triattn.model.vision import is_covered
 from sglang_triattn.stats.file import QueryStats
@@ -91,8 +91,8 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     except RopeError as error:
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
     layers, rotates = scored_layers(config)
-    places = {layer: index for index, layer in enumerate(layers)}
-    sums = QuerySums(rope, rotates)
+    places = {reader: layers.index(layer) for reader, layer in readers(config).items()}
+    sums = QuerySums(rope, rotates, list(places.values()))
     start = load_progress(job)
     saved = 0
     done = sum(map(job.tokens_of, range(start.done)))
@@ -118,7 +118,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        num_kv_heads=kv_heads(config),
         head_dim=total.head_dim,
         rope=rope,
         fingerprint=model_fingerprint(model_path),

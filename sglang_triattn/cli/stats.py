@@ -61,7 +61,8 @@ def _facts(stats) -> list[str]:
 
 
 def _rope_words(rope) -> str:
-    words = f"{rope.style} pairs, {rope.rotary_dim} dims turn, attention scaling {rope.attention_scaling:g}"
+    turning = 2 * int(rope.inv_freq.count_nonzero())
+    words = f"{rope.style} pairs, {turning} dims turn, attention scaling {rope.attention_scaling:g}"
     theta = _theta(rope)
     scaled = "scaled frequencies" if theta is None else f"theta {theta:,.0f}"
     return f"{words}, {scaled}"
@@ -73,8 +74,9 @@ def _theta(rope) -> float | None:
     if len(frequencies) < 2 or not 0 < frequencies[1] < 1:
         return None
     theta = frequencies[1] ** -len(frequencies)
-    expected = (theta ** (-index / len(frequencies)) for index in range(len(frequencies)))
-    fits = all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(frequencies, expected, strict=True))
+    turning = [frequency for frequency in frequencies if frequency]
+    expected = [theta ** (-index / len(frequencies)) for index in range(len(turning))]
+    fits = all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(turning, expected, strict=True))
     return theta if fits else None
 
 

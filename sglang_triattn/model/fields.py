@@ -13,7 +13,10 @@ _FLOAT = (int, float)
 # Field -> (types of its value, types of the entries if it is a list, the same in words). None is allowed everywhere.
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
     **dict.fromkeys(
-        ("text_config", "rope_scaling", "rope_parameters", "linear_attn_config", "attention_other_setting"),
+        (
+            *("text_config", "rope_scaling", "rope_parameters", "linear_attn_config", "attention_other_setting"),
+            "per_layer_config",
+        ),
         ((dict,), None, "an object"),
     ),
     **dict.fromkeys(

@@ -39,10 +39,11 @@ class Layer:
 
     Attributes:
         kind: one of KINDS.
-        rotary_dim: leading dims of a query and key that RoPE turns; 0 if it turns none.
-        kv_heads: heads that the KV cache holds of each token; 0 if the layer has none or reads another layer's.
+        rotary_dim: dims of a query and key that RoPE turns; 0 if it turns none.
+        kv_heads: heads that the KV cache holds of each token; 0 if the layer has none.
         window: most tokens that a query sees, its own included; 0 unless the kind is "window".
         sinks: the softmax has one more, learned, logit per head.
+        reads_other: it reads the KV of a layer before it. SGLang's pool has room for it all the same.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Layer:
     v_head_dim: int = 0
     window: int = 0
     sinks: bool = False
+    reads_other: bool = False
 
     @property
     def unrotated_dim(self) -> int:
@@ -81,8 +83,8 @@ class AttentionLayout:
 
     @property
     def scored(self) -> tuple[int, ...]:
-        """Numbers of the layers whose keys are scored: those that attend to all tokens."""
-        return tuple(number for number, layer in enumerate(self.layers) if layer.kind == FULL)
+        """Numbers of the layers whose keys are scored: those that attend to all tokens, and have keys of their own."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kind == FULL and not layer.reads_other)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -171,14 +173,18 @@ def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Laye
     heads["v_head_dim"] = fields.get("v_head_dim") or heads["head_dim"]
     for field, change in _OTHER_HEADS.get((name, kind), {}).items():
         heads[field] = change(fields, heads[field])
+    own = (fields.get("per_layer_config") or {}).get(str(number))
+    if isinstance(own, dict):
+        # What transformers writes in place of the fields for layers with full attention.
+        heads["kv_heads"] = _own("num_key_value_heads")(own, heads["kv_heads"])
+        heads["head_dim"] = heads["v_head_dim"] = _own("head_dim")(own, heads["head_dim"])
     shared = fields.get("num_kv_shared_layers") or 0
-    if shared and number >= count_layers(fields) - shared:
-        heads["kv_heads"] = 0
     return Layer(
         kind,
         rotary_dim=_rotary_dim(fields, heads["head_dim"], number, kind) if rotates else 0,
         window=window_of(fields, name) if kind == WINDOW else 0,
         sinks=name in _SINKS or bool(kind == WINDOW and fields.get("add_swa_attention_sink_bias")),
+        reads_other=bool(shared) and number >= count_layers(fields) - shared,
         **heads,
     )
 

@@ -3,6 +3,7 @@
 RoPE turns complex component f of a vector at position p: `x_f -> s * x_f * exp(i w_f p)` (spec section 0).
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 
-STATIC_TYPES = ("default", "linear", "llama3", "yarn")
+STATIC_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """RoPE types of transformers whose frequencies never change while serving."""
 
 STYLES = ("half", "interleaved")
@@ -33,7 +34,7 @@ class Rope:
 
     Attributes:
         inv_freq: [F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included; exact, whatever
-            dtype the model computes in.
+            dtype the model computes in. 0 for pairs of dims that stay as they are between others (proportional).
         attention_scaling: factor s on cos and sin: 1.0 except for YaRN-like types.
         rotary_dim: 2F, the leading dims of a head that are rotated.
         style: half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1]).
@@ -177,8 +178,11 @@ def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
     positions = torch.tensor(_PROBE_POSITIONS, device=device)
     probe = torch.randn(1, 1, len(positions), rope.rotary_dim, generator=torch.Generator().manual_seed(0))
     probe = probe.to(device)
+    # Some functions turn queries and keys at once, others one of them (Gemma 4).
+    single = next(iter(inspect.signature(apply).parameters)) == "x"
     try:
-        turned = apply(probe, probe, *rotary(probe, positions[None], *kind))[0].double()
+        tables = rotary(probe, positions[None], *kind)
+        turned = (apply(probe, *tables) if single else apply(probe, probe, *tables)[0]).double()
     except (TypeError, ValueError, RuntimeError) as error:
         raise RopeError(f"cannot tell how a model of {name} turns its queries; it is not supported") from error
     for style in STYLES:

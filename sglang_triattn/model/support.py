@@ -32,8 +32,13 @@ _STATE_SPACE = (
 _ASYMMETRIC = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
 
 # Of the models whose window layers have a KV pool of their own, those that rounds are known to leave whole.
-_POOLS_COVERED = ("GptOssForCausalLM", "Step3p5ForCausalLM", *_ASYMMETRIC)
+_POOLS_COVERED = ("GptOssForCausalLM", "Step3p5ForCausalLM", "Gemma4ForConditionalGeneration", *_ASYMMETRIC)
 
+# Layers of these may read the KV of layers before them, which are scored by the queries of all that read them; and RoPE
+# may leave dims alone between those that it turns.
+_GEMMA = ("Gemma4ForConditionalGeneration",)
+
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
 _NO_ROPE = "its attention has no rotary embedding"
@@ -136,7 +141,11 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
             "its layers attend to selected blocks of tokens",
         ),
         (len(groups) > 1, "its layers differ from one another"),
-        (fields.get("use_cla") or fields.get("num_kv_shared_layers"), "its layers share KV with one another"),
+        (
+            fields.get("use_cla") or (fields.get("num_kv_shared_layers") and architecture(fields) not in _GEMMA),
+            "its layers share KV with one another",
+        ),
+        (fields.get("use_bidirectional_attention") == "all", "its tokens attend to those behind them"),
         (
             (fields.get("attn_temperature_len") or 0) > 0 or fields.get("attn_temperature_tuning"),
             "it scales its attention by length",
@@ -177,7 +186,8 @@ def _by_position(fields: Fields, kinds: list[str]) -> str | None:
             "its rotary embedding has several position axes",
         ),
         (
-            kind not in ("default", "linear", "llama3", "yarn", "mrope") or rope.get("use_fope"),
+            kind not in (*_ROPE_KINDS, *(("proportional",) if architecture(fields) in _GEMMA else ()))
+            or rope.get("use_fope"),
             f"its rotary embedding is of the kind {'fope' if rope.get('use_fope') else kind}, which cannot be scored "
             "yet",
         ),

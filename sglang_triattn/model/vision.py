@@ -12,6 +12,7 @@ from typing import Any
 
 COVERED = frozenset(
     {
+        "Gemma4ForConditionalGeneration",
         "Glm4vForConditionalGeneration",
         "Glm4vMoeForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
@@ -21,18 +22,27 @@ COVERED = frozenset(
         "Qwen3VLMoeForConditionalGeneration",
     }
 )
-"""Architectures whose image prompts SGLang computes causally, as one run of tokens in the request's own row."""
+"""Architectures of which compression covers text at least."""
+
+_TEXT_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
+"""Those among them whose image prompts are not covered. SGLang computes those of all others causally, as one run of
+tokens in the request's own row; here, tokens of an image see those behind them."""
 
 _MEDIA = ("vision_config", "audio_config", "sound_config", "thinker_config")
 
 
 def is_covered(architectures: list[str] | None) -> bool:
-    """Whether compression covers the first of `architectures`, with its images and, if it has them, several axes."""
+    """Whether compression covers the first of `architectures` and, if it has them, its several axes."""
     return bool(architectures) and architectures[0] in COVERED
 
 
+def covers_images(architectures: list[str] | None) -> bool:
+    """Whether a model may be compressed while its request has images, as far as the first of `architectures` says."""
+    return not architectures or architectures[0] not in _TEXT_ALONE
+
+
 def takes_other_media(config: Mapping[str, Any]) -> bool:
-    """Whether a model takes images or sound in a way that compression does not cover.
+    """Whether a model takes images or sound and is none of those that compression covers.
 
     Args:
         config: content of its config.json.

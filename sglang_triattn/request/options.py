@@ -112,6 +112,12 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
     if not kinds or options.settings is None:
         return options
     others = sorted(set(kinds) - {"image"})
+    if not options.settings.images:
+        raise RequestError(
+            f"The prompt has {min(kinds)}, but compression covers only the text of this model: leave it out, or set "
+            f"custom_params.{KEY}.enabled to false.",
+            MEDIA,
+        )
     if others:
         raise RequestError(
             f"The prompt has {others[0]}, but of what is not text compression covers images alone: leave it out, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -31,6 +32,18 @@ def score_tables(
         unrotated=None if stats.unrotated_mean is None else stats.unrotated_mean[:, heads],
         rotates=stats.rotates,
     )
+
+
+def counted_from(stats: QueryStats, first_position: int) -> QueryStats:
+    """Statistics for a pool in which a text's first key is turned by `first_position` instead of 0.
+
+    Scores take the next token's place in the text for its position. The mean queries are turned by what is missing.
+    """
+    rope = cast(Rope, stats.rope)
+    turns = torch.tensor(stats.rotates)[:, None, None] * first_position
+    angles = turns * rope.inv_freq.to(stats.mean.device)
+    mean = stats.mean * torch.polar(torch.ones_like(angles), angles)
+    return replace(stats, mean=mean.to(stats.mean.dtype)) if first_position else stats
 
 
 def build_scorer(

@@ -20,10 +20,12 @@ def concentration(stats: QueryStats) -> torch.Tensor:
     """[L, H_q] float64 between 0 and 1: how alike the pre-RoPE queries of each head are.
 
     It is the sum over frequencies of |mean q| divided by that of mean |q|, so frequencies are weighted by size. At 1
-    all queries are equal, and the score of a key is exact.
+    all queries are equal, and the score of a key is exact. It always is in dims of frequency 0, which do not count.
     """
-    absolute = stats.abs_mean.double().sum(-1)
-    return stats.mean.to(torch.complex128).abs().sum(-1) / absolute.clamp_min(torch.finfo(torch.float64).tiny)
+    turns = torch.ones(stats.mean.shape[-1]) if stats.rope is None else (stats.rope.inv_freq > 0).cpu()
+    absolute = (stats.abs_mean.double() * turns).sum(-1)
+    size = (stats.mean.to(torch.complex128).abs() * turns).sum(-1)
+    return size / absolute.clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def outlook(stats: QueryStats) -> str:

@@ -23,6 +23,7 @@ class ModelShape:
         layers: the model's numbers of the layers that are scored, ascending.
         fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
         rotates: for each scored layer, whether RoPE turns its queries and keys; empty stands for all.
+        first_position: what a text's first token is turned by; not 0 where SGLang counts positions from 1 (Gemma-4).
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,7 @@ class ModelShape:
     rope: Rope
     fingerprint: str | None
     rotates: tuple[bool, ...] = ()
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         _fill(self, "rotates", (True,) * len(self.layers))
@@ -48,7 +50,8 @@ class QueryStats:
 
     Attributes:
         mean: [L, H_q, F] complex64: mean over tokens of the query's complex components, after any q_norm. In layers
-            without RoPE, components of the query itself, paired up in the same way.
+            without RoPE, components of the query itself, paired up in the same way. Where several layers read one KV,
+            the mean is over them all.
         abs_mean: [L, H_q, F] float32: mean over tokens of their absolute values; never below |mean|. Of no use in
             layers without RoPE.
         token_count: tokens that the means were taken over.

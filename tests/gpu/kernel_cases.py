@@ -51,7 +51,7 @@ class KernelCase:
 
     def __init__(self, *, lengths, device="cpu", layers=2, kv_heads=2, group=3, head_dim=64, rotary_dim=None,
                  value_dim=None, style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0,
-                 unrotated=True, rotates=None):  # fmt: skip
+                 unrotated=True, rotates=None, turning=None):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
@@ -60,6 +60,7 @@ class KernelCase:
         self.frequencies = half = (rotary_dim or head_dim) // 2
         self.style, heads, count = style, kv_heads * group, sum(lengths)
         inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        inv_freq[turning or half :] = 0
         self.mean = torch.complex(randn(layers, heads, half), randn(layers, heads, half)) * scaling
         abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
         # Without means, the dims behind the rotated ones are not scored.
@@ -70,6 +71,7 @@ class KernelCase:
         )
         self.spread, self.inv_freq = abs_mean.double() - self.mean.abs().double(), inv_freq
         self.spread[~torch.tensor(self.rotates)] = 0
+        self.spread[..., turning or half :] = 0
         order = torch.randperm(count + 9, generator=generator)
         slots = torch.full((len(lengths), max(lengths)), POISON_SLOT)
         pool = torch.full((layers, count + 9, kv_heads, head_dim), float("nan"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import harness
 from families import WINDOW, build_family
 from family_servers import SEE_ONE_MORE, modules_of, remote_code
+from gemma4_family import build_gemma4
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.stats.query_stats import QueryStats
@@ -76,23 +78,46 @@ def test_calibration_in_sglang_agrees_with_transformers(forkserver, tmp_path, fa
         assert (one - other).norm() <= 1e-3 * other.norm(), name
 
 
-def test_calibration_in_sglang_agrees_with_queries_before_their_rotation(forkserver, tmp_path):
-    """Prevents wrong queries of Step-3.5, which calibration with transformers cannot load: taken before their norm,
-    turned back by the frequencies of window layers, or of those layers' other heads."""
-    model = with_tokenizer(build_step(tmp_path), tmp_path / "model")
-    measured = measured_in_sglang(forkserver, tmp_path, "step-3.5", model)
-    layers, ids = (1, 3), word_tokenizer()(text(0, 900))["input_ids"]
+def normed_queries(account: torch.nn.Module, layers: Sequence[int]) -> torch.Tensor:
+    """[layers, tokens, H_q, D] float64: the queries before their rotation, on the text that was measured."""
+    ids = word_tokenizer()(text(0, 900))["input_ids"]
     seen: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-    account = model.load()
-    # SGLang lets a query see one token more.
-    account.model.config.sliding_window = WINDOW + 1
     for layer in layers:
         norm = account.model.layers[layer].self_attn.q_norm
         norm.register_forward_hook(lambda module, given, query, layer=layer: seen[layer].append(query[0].double()))
     with torch.no_grad():
         for start in range(0, 900, 300):
             account(input_ids=torch.tensor([ids[start : start + 300]]))
-    queries = torch.stack([torch.cat(parts) for parts in seen.values()])  # [layers, tokens, H_q, D]
+    return torch.stack([torch.cat(parts) for parts in seen.values()])
+
+
+@pytest.mark.parametrize(("family", "readers"), [("gemma-4", (3,)), ("gemma-4-shared", (3, 4, 6))])
+def test_calibration_of_gemma4(forkserver, tmp_path, family, readers):
+    """Prevents queries turned back from other positions than SGLang's, which start at 1 here; and, where layers read
+    the KV of another, statistics of that one alone."""
+    model = build_gemma4(tmp_path, family)
+    measured = measured_in_sglang(forkserver, tmp_path, family, model)
+    expected = calibrate(str(model.path), str(tmp_path / "text.txt"), window=300, device="cpu", progress=False)
+    queries = torch.complex(*normed_queries(model.load(), (1, *readers)).chunk(2, dim=-1))
+    means, sizes = queries.mean(1), queries.abs().mean(1)
+    for stats in (measured, expected):
+        assert (stats.layers, stats.rotates, stats.token_count) == ((1, 3), (True, True), 900)
+        assert (stats.num_kv_heads, stats.head_dim, stats.rope.rotary_dim) == (2, 64, 64)
+        assert stats.rope.inv_freq.count_nonzero() == 8
+        for found, each in ((stats.mean, means), (stats.abs_mean, sizes)):
+            own = torch.stack([each[0], each[1:].mean(0)])
+            assert (found - own).norm() < 1e-3 * own.norm()
+
+
+def test_calibration_in_sglang_agrees_with_queries_before_their_rotation(forkserver, tmp_path):
+    """Prevents wrong queries of Step-3.5, which calibration with transformers cannot load: taken before their norm,
+    turned back by the frequencies of window layers, or of those layers' other heads."""
+    model = with_tokenizer(build_step(tmp_path), tmp_path / "model")
+    measured = measured_in_sglang(forkserver, tmp_path, "step-3.5", model)
+    layers, account = (1, 3), model.load()
+    # SGLang lets a query see one token more.
+    account.model.config.sliding_window = WINDOW + 1
+    queries = normed_queries(account, layers)
     turning = torch.complex(queries[..., :8], queries[..., 8:16])
     assert (measured.layers, measured.rotates, measured.token_count) == (layers, (True, True), 900)
     pairs = (

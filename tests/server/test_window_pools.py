@@ -6,7 +6,8 @@ import pytest
 
 from families import WINDOW
 from family_servers import compare_with_account, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs
+from gemma4_family import VARIANTS
+from harness import Client, assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE
 from storm import FLAGS, RETRACTING, retractions, storm
 
@@ -15,6 +16,8 @@ CASES = [
     ("gpt-oss", 64, "per-layer-head"),
     *(("mimo-v2", 1, "shared-mean"), ("mimo-v2", 16, "per-layer-head"), ("mimo-v2", 64, "per-layer-head")),
     *(("step-3.5", 1, "shared-mean"), ("step-3.5", 16, "per-layer-head"), ("step-3.5", 64, "per-layer-head")),
+    *(("gemma-4", 1, "shared-mean"), ("gemma-4", 16, "per-layer-head"), ("gemma-4", 64, "per-layer-head")),
+    *(("gemma-4-shared", 1, "per-layer-head"), ("gemma-4-shared", 16, "shared-mean")),
 ]
 
 
@@ -24,6 +27,12 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
     the newest; and rounds from touching any but the layers that see all tokens."""
     for report in compare_with_account(serve, tmp_path, family, page_size, selection):
         assert report["freed_slots"] == report["evicted_tokens"] > 0
+
+
+@pytest.mark.parametrize(("family", "selection"), [("mimo-v2", "per-layer-head"), ("gemma-4", "shared-mean")])
+def test_logits_on_two_ranks(serve, tmp_path, family, selection):
+    """Prevents a rank from scoring by another's heads where layers of one model have different numbers of them."""
+    compare_with_account(serve, tmp_path, family, 1, selection, "--tp-size", "2", env=two_cores())
 
 
 def test_answer_longer_than_either_pool(serve, tmp_path):
@@ -41,19 +50,38 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
     serve.stop(client)
 
 
-@pytest.mark.parametrize(("page_size", "ratio", "interval"), [(16, 0.8, 16), (1, 0.2, 128)])
-def test_storm(serve, tmp_path, page_size, ratio, interval):
+@pytest.mark.parametrize(
+    ("family", "page_size", "ratio", "interval", "requests"),
+    [
+        ("gpt-oss", 16, 0.8, 16, 80),
+        ("gpt-oss", 1, 0.2, 128, 80),
+        ("mimo-v2", 1, 0.8, 16, 40),
+        ("gemma-4-shared", 16, 0.8, 16, 40),
+    ],
+)
+def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):
     """Prevents leaks in either pool, hangs, and a slot that is given back while window layers still read it."""
-    tiny, account = prepared(tmp_path, "gpt-oss")
+    tiny, account = prepared(tmp_path, family)
     flags = ("--page-size", str(page_size), "--max-total-tokens", "1024", "--swa-full-tokens-ratio", str(ratio))
     env = {**RETRACTING, "SGLANG_SWA_EVICTION_INTERVAL": str(interval)}
-    client = started(serve, tiny, "gpt-oss", *flags, *FLAGS, env=env)
-    _, finished = storm(client, 1, 80, (WINDOW, account.budget), 1500, conversations=6)
-    assert len(finished) > 40
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 30
+    client = started(serve, tiny, family, *flags, *FLAGS, env=env)
+    _, finished = storm(client, 1, requests, (WINDOW, account.budget), 1500, conversations=6)
+    assert len(finished) > requests // 2
+    assert retractions(finished) > requests // 26
+    assert client.totals()["rounds"] > requests // 3
+    if family in VARIANTS:
+        assert_images_are_refused(client)
     assert_pool_is_whole(client)
     serve.stop(client)
+
+
+def assert_images_are_refused(client: Client) -> None:
+    """Prevents rounds behind an image, and a refusal that comes once a stream has begun."""
+    for stream in (False, True):
+        body = {"image_data": ["data:image/png;base64,"], "sampling_params": {"max_new_tokens": 4}, "stream": stream}
+        response = client.post("/generate", input_ids=prompt(5, 9), **body)
+        assert response.status_code == 400
+        assert "compression covers only the text of this model" in response.text
 
 
 @pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])

@@ -109,7 +109,7 @@ def test_windows_raise_what_follows_from_the_budget():
         Config(budget=2048, recent=600).for_windows(1024, 1)
 
 
-@pytest.mark.parametrize("name", ["window", "round_to"])
+@pytest.mark.parametrize("name", ["window", "round_to", "images"])
 def test_facts_of_a_model_are_no_settings(name):
     """Prevents a user from setting what only the model decides."""
     with pytest.raises(TriAttentionError, match=f"triattention_{name} is not a setting"):

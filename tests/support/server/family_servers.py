@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from safetensors.torch import load_file
 
 from families import FAMILIES, WINDOW, build_family
+from gemma4_family import VARIANTS, build_gemma4
 from harness import (
     BUDGET,
     INTERVAL,
@@ -25,9 +28,14 @@ RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
 SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
-# Models that transformers does not write.
-BUILDERS = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
-MODULES = {"nemotron-nas": ("nemotron_nas", "llama"), "step-3.5": ("step3p5",)}
+# Models that bring their configuration along, and those in a class that takes images.
+OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
+BUILDERS = {**OWN_CODE, **{family: partial(build_gemma4, family=family) for family in VARIANTS}}
+MODULES = {
+    "nemotron-nas": ("nemotron_nas", "llama"),
+    "step-3.5": ("step3p5",),
+    **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
+}
 WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
 
 
@@ -46,6 +54,10 @@ def prepared(folder, family):
     model = tiny.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
+    own = len(kinds) - (getattr(model.config, "num_kv_shared_layers", None) or 0)
+    # Layers that read the KV of the last one before them that has some.
+    reads = {number: max(layer for layer in layers if layer < own) for number in layers if number >= own}
+    layers = tuple(number for number in layers if number < own)
     if family == "nemotron-nas":
         layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
     rope = rope_of(model, family)
@@ -66,6 +78,7 @@ def prepared(folder, family):
         scored=layers,
         rotates=rotates,
         window=WINDOW + (family in SEE_ONE_MORE),
+        reads=reads,
     )
     return tiny, account
 
@@ -77,7 +90,8 @@ def modules_of(family: str) -> tuple[str, ...]:
 
 def remote_code(family: str) -> list[str]:
     """The flag of models that bring their configuration along."""
-    return ["--trust-remote-code"] if family in BUILDERS or FAMILIES[family].code else []
+    own = family in OWN_CODE or (family in FAMILIES and FAMILIES[family].code)
+    return ["--trust-remote-code"] if own else []
 
 
 def started(serve, tiny, family, *flags, env=None):
@@ -92,7 +106,9 @@ def started(serve, tiny, family, *flags, env=None):
     return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
 
 
-def compare_with_account(serve, folder, family: str, page_size: int, selection: str) -> list[dict[str, int]]:
+def compare_with_account(
+    serve, folder, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str] | None = None
+) -> list[dict[str, int]]:
     """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
 
     Returns:
@@ -105,7 +121,8 @@ def compare_with_account(serve, folder, family: str, page_size: int, selection: 
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
         tokens = 450
-    client = started(serve, tiny, family, "--page-size", str(page_size), "--triattention-selection", selection)
+    flags = ("--page-size", str(page_size), "--triattention-selection", selection, *flags)
+    client = started(serve, tiny, family, *flags, env=env)
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
     client.generate(stem, 1)

@@ -9,7 +9,7 @@ from the one that serves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import load_file
@@ -59,6 +59,7 @@ class Oracle:
         scored: the layers that the statistics are of; None for all.
         rotates: whether each of them has RoPE; None for all.
         window: tokens that a query of the other layers sees.
+        reads: layers that read the keys and values of a scored one before them, and which one.
         value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
             of their values from the mean of the newest; None for the server's default.
     """
@@ -82,6 +83,7 @@ class Oracle:
     scored: tuple[int, ...] | None = None
     rotates: tuple[bool, ...] | None = None
     window: int = 0
+    reads: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.scored is None:
@@ -153,8 +155,9 @@ class Oracle:
 
         def mask_of(layer: int):
             seen = within[None]  # [H_q or 1, S, total]
-            if layer in self.scored:
-                seen = causal & visible[layer, :, None, :total].repeat_interleave(group, 0)
+            source = self.reads.get(layer, layer)
+            if source in self.scored:
+                seen = causal & visible[source, :, None, :total].repeat_interleave(group, 0)
             mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
             return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask})
 
@@ -236,7 +239,9 @@ class Oracle:
         mean = self.mean[layer, head].to(torch.complex128)
         phase = (mean * plain.conj()).angle()
         size = mean.abs() * plain.abs()
-        spread = ((self.abs_mean[layer, head].double() - mean.abs()) * plain.abs()).sum(-1)
+        # Pairs that do not turn are met by the mean query alone.
+        uneven = (self.abs_mean[layer, head].double() - mean.abs()) * (self.inv_freq > 0)
+        spread = (uneven * plain.abs()).sum(-1)
         distance = next_position - positions[:, None]
         terms = [(size * torch.cos(self.inv_freq * (distance + offset) + phase)).sum(-1) for offset in OFFSETS]
         future = torch.stack(terms)

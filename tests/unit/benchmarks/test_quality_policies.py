@@ -113,8 +113,9 @@ def test_default_is_what_a_server_derives(bench):
     found = named.config(64, 16)
     assert (found.budget, found.interval, found.recent) == (64, 16, 16)
     assert (found.selection, found.aggregation, found.sinks) == ("per-layer-head", "max", 2)
+    others = ("budget", "stats", "window", "round_to", "images")
     for field in dataclasses.fields(Config):
-        if field.name not in ("budget", "stats", "window", "round_to") and isinstance(field.default, int | float | str):
+        if field.name not in others and isinstance(field.default, int | float | str):
             name = f"settings:{field.name}={field.default if field.name != 'recent' else 8}"
             assert bench.choices.read_choice(name).control is None
     for wrong in ("sorted", "dense:recent=1", "settings:budget=3", "settings:recent", "newest:recent=two",

@@ -40,11 +40,13 @@ def attend(query: torch.Tensor, **extra) -> tuple[Recorder, Backend]:
     """One call of a real attention layer while its queries are captured."""
     sums, backend = Recorder(), Backend()
     layer = RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, layer_id=2)
+    # Some models move these while they run.
     forward = SimpleNamespace(
-        positions=torch.arange(5, 5 + TOKENS), forward_mode=ForwardMode.EXTEND, global_num_token_non_padded_cpu=None
+        positions=torch.arange(1, 1 + TOKENS), forward_mode=ForwardMode.EXTEND, global_num_token_non_padded_cpu=None
     )
+    positions = torch.arange(5, 5 + TOKENS)
     key = torch.zeros(TOKENS, HEADS * HEAD_DIM)
-    with forward_context(ForwardContext(backend)), _capture([AttentionLayer(layer)], sums):
+    with forward_context(ForwardContext(backend)), _capture([AttentionLayer(layer)], sums, lambda: positions):
         layer(query, key, key, forward, **extra)
     return sums, backend
 

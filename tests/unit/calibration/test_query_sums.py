@@ -56,6 +56,24 @@ def test_sums_of_dims_and_layers_without_rope():
     torch.testing.assert_close(unrotated.double(), queries[..., 8:].double().mean(2), rtol=1e-5, atol=1e-5)
 
 
+def test_queries_of_all_layers_that_read_one_kv():
+    """Prevents statistics of one reader alone, and a reader that was not seen from being overlooked."""
+    queries = torch.randn(4, 2, 30, 8)
+    sums, where = QuerySums(ROPE, [True, True], [0, 1, 1, 1]), torch.arange(30)
+    for place, query in zip((0, 1, 1, 1), queries, strict=True):
+        sums.add(place, rotate(query, where, ROPE), where)
+    sums.end_pass(30)
+    mean, abs_mean, _ = sums.read().means()
+    z = to_complex(queries.double(), ROPE)
+    for found, each in ((mean.to(torch.complex128), z), (abs_mean.double(), z.abs())):
+        torch.testing.assert_close(found[0], each[0].mean(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[1], each[1:].mean((0, 2)), rtol=1e-5, atol=1e-5)
+    for place in (0, 1, 1):
+        sums.add(place, queries[0], where)
+    with pytest.raises(CalibrationError, match="of 2 layers could be observed"):
+        sums.end_pass(30)
+
+
 def test_memory_does_not_grow_with_the_text():
     """Prevents buffering the queries of all tokens."""
     sums = QuerySums(ROPE, [True])

@@ -44,6 +44,13 @@ def test_layers_without_attention_keep_their_room(rows):
     assert rows("nemotron-super-49b")[0]["dense"][0] == 327680
 
 
+def test_heads_of_two_widths_and_layers_that_read_others(rows):
+    """Prevents KV of heads as wide as those of window layers, and promising memory that SGLang's pool has for layers
+    which read the KV of another."""
+    assert rows("gemma-4-31b")[0]["dense"][0] == 10 * 4 * 2 * 512 * 2
+    assert rows("gemma-4-e2b")[0]["dense"][0] == 7 * 2 * 512 * 2
+
+
 def test_a_pool_for_windows_takes_its_share(rows):
     """Prevents counting a window layer's whole trace, or forgetting that its pool takes memory too."""
     found, output = rows("gpt-oss-20b", "--length", "32768", "--prompt", "1000", "--page-size", "1")

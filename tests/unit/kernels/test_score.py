@@ -33,7 +33,8 @@ def definition(keys, positions, next_position, mean, abs_mean, unrotated, inv_fr
     k = pairs(keys, inv_freq.numel(), style)
     mean, abs_mean, inv_freq = mean.to(torch.complex128), abs_mean.double(), inv_freq.double()
     phi = torch.angle(mean * k.conj())
-    extra = (scaling**2 * (abs_mean - mean.abs()) * k.abs()).sum(-1)
+    # Pairs that never turn add the mean logit alone.
+    extra = (scaling**2 * (abs_mean - mean.abs()) * k.abs() * (inv_freq > 0)).sum(-1)
     if aggregation == "norm":
         return extra
     per_offset = []
@@ -50,7 +51,8 @@ class Case:
     """A random model and requests: pools, slots, and the reference's answers."""
 
     def __init__(self, *, lengths, layers=2, kv_heads=2, group=3, head_dim=16, rotary_dim=None, style="half",
-                 scaling=1.0, dtype=torch.float32, poison=True, seed=0, unrotated=True, rotates=None):  # fmt: skip
+                 scaling=1.0, dtype=torch.float32, poison=True, seed=0, unrotated=True, rotates=None,
+                 turning=None):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
@@ -59,6 +61,7 @@ class Case:
         half = (rotary_dim or head_dim) // 2
         self.style, self.scaling = style, scaling
         self.inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
+        self.inv_freq[turning or half :] = 0
         self.mean = torch.complex(randn(layers, kv_heads * group, half), randn(layers, kv_heads * group, half))
         self.abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
         # Without means, the dims behind the rotated ones are not scored.
@@ -139,6 +142,8 @@ CASES = {
     "yarn-scaling-partial": {"lengths": [12], "head_dim": 20, "rotary_dim": 12, "scaling": 1.3466},
     "more-unrotated": {"lengths": [12], "head_dim": 40, "rotary_dim": 6},
     "unscored-dims": {"lengths": [12], "head_dim": 20, "rotary_dim": 10, "unrotated": False},
+    "left-alone-between": {"lengths": [12, 5], "turning": 2},
+    "left-alone-interleaved": {"lengths": [12], "turning": 3, "style": "interleaved"},
     "without-rope": {"lengths": [12, 5], "layers": 3, "rotates": [True, False, True], "scaling": 1.3466},
     "no-rope-at-all": {"lengths": [12], "rotates": [False, False], "style": "interleaved"},
     "partial-without-rope": {"lengths": [12], "head_dim": 20, "rotary_dim": 10, "rotates": [False, True]},

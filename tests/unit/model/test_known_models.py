@@ -1,5 +1,6 @@
-"""What the config.json of 47 known models says about their layers, and whether they are compressed."""
+"""What the config.json of 48 known models says about their layers, and whether they are compressed."""
 
+import copy
 import json
 from collections import Counter
 
@@ -24,7 +25,9 @@ MODELS = {
     "falcon-h1-7b": ({"full": 44}, {(128, 0): 44}, 45056, STATES),
     "gemma-2-9b": ({"full": 21, "window": 21}, {(256, 0): 21}, 344064, None),
     "gemma-3-1b": ({"full": 4, "window": 22}, {(256, 0): 4}, 26624, None),
-    "gemma-4-31b": ({"full": 10, "window": 50}, {(128, 384): 10}, 10 * 4 * 2048, "images or sound"),
+    "gemma-4-31b": ({"full": 10, "window": 50}, {(128, 384): 10}, 10 * 4 * 2048, None),
+    # Four of the seven read the KV of the third, and SGLang's pool has room for all of them.
+    "gemma-4-e2b": ({"full": 7, "window": 28}, {(128, 384): 3}, 7 * 2048, None),
     "glm-4.5v": ({"full": 46}, {(64, 64): 46}, 188416, None),
     "glm-4.6": ({"full": 92}, {(64, 64): 92}, 376832, None),
     "glm-4.7-flash": ({"latent": 47}, {}, 47 * 576 * 2, MLA),
@@ -107,6 +110,7 @@ def test_every_file_is_known():
         ("gemma-2-9b", [1, 3, 5], 4096, False),
         ("gemma-3-1b", [5, 11, 17], 512, False),
         ("gemma-4-31b", [5, 11, 17], 1024, True),
+        ("gemma-4-e2b", [4, 9, 14], 512, True),
         ("gpt-oss-20b", [1, 3, 5], 128, True),
         ("mimo-v2-flash", [0, 5, 11], 129, True),
         ("olmo-3-7b", [3, 7, 11], 4096, False),
@@ -130,8 +134,20 @@ def test_a_pool_for_windows_is_counted_by_itself():
     assert layout("gpt-oss-20b").elements(windows=True) == 12 * 8 * 128
     assert layout("mimo-v2-flash").elements(windows=True) == 39 * 8 * (192 + 128)
     assert layout("gemma-4-31b").elements(windows=True) == 50 * 16 * 512
+    assert layout("gemma-4-e2b").elements(windows=True) == 28 * 512
     assert layout("step-3.5-flash").elements(ranks=16, windows=True) == 33 * 256
     assert layout("gemma-3-1b").elements(windows=True) == 0
+
+
+def test_heads_that_transformers_writes_for_each_layer():
+    """Prevents heads of window layers in layers with full attention, where a file was saved by transformers."""
+    published = content("gemma-4-31b")
+    saved = copy.deepcopy(published)
+    text = saved["text_config"]
+    del text["global_head_dim"], text["num_global_key_value_heads"]
+    full = {"head_dim": 512, "num_key_value_heads": 4}
+    text["per_layer_config"] = {str(number): full for number in layout("gemma-4-31b").scored}
+    assert read_layout(saved) == read_layout(published)
 
 
 def test_latent_kv_is_on_every_gpu():

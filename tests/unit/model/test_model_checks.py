@@ -30,6 +30,8 @@ REFUSED = [
     ("HunYuanMoEV1ForCausalLM", {"use_cla": True}, "share KV"),
     ("Gemma3nForCausalLM", {"text_config": {"layer_types": [SLIDING, FULL], "num_kv_shared_layers": 1}}, "share KV"),
     ("Gemma4ForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
+    ("Gemma4UnifiedForConditionalGeneration", {"vision_config": {"x": 1}}, "images or sound"),
+    ("Gemma4ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": "all"}}, "those behind them"),
     ("MiMoV2ForCausalLM", {"vision_config": {"depth": 2}, "audio_config": {"x": 1}}, "images or sound"),
     ("LlamaForCausalLM", {"v_head_dim": 16}, "different widths"),
     ("Step3p7ForConditionalGeneration", {"layer_types": [FULL, SLIDING]}, "a KV pool of their own"),
@@ -91,6 +93,20 @@ ACCEPTED_FIELDS = [
     (
         "MiMoV2FlashForCausalLM",
         {"sliding_window": 128, "head_dim": 192, "v_head_dim": 128, "hybrid_layer_pattern": [0, 1, 1, 0]},
+    ),
+    (
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": {"x": 1},
+            "audio_config": {"x": 1},
+            "text_config": {
+                "layer_types": [SLIDING, FULL, SLIDING, FULL],
+                "sliding_window": 512,
+                "num_kv_shared_layers": 2,
+                "use_bidirectional_attention": "vision",
+                "rope_parameters": {FULL: {"rope_type": "proportional"}, SLIDING: {"rope_type": "default"}},
+            },
+        },
     ),
     ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 1, 1, 0]}),
     ("SeedOssForCausalLM", {}),

@@ -120,6 +120,21 @@ def test_layers_of_several_kinds():
     assert rope.style == "half"
 
 
+def test_dims_left_alone_between_those_that_turn():
+    """Prevents other pairs of dims than those that a quarter of each half makes up (Gemma 4)."""
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    options = {**COMMON, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    options["rope_parameters"] = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    options["rope_parameters"]["full_attention"] = full
+    config = transformers.Gemma4TextConfig(**options, head_dim=8, global_head_dim=32)
+    rope = rope_of_transformers(model_of(config), config)
+    assert (rope.style, rope.rotary_dim) == ("half", 32)
+    expected = 1e6 ** (-torch.arange(4, dtype=torch.float64) / 16)
+    torch.testing.assert_close(rope.inv_freq, torch.cat([expected, torch.zeros(12)]), rtol=1e-6, atol=0)
+    turned = rotate(torch.ones(1, 32), torch.tensor([3]), rope)[0]
+    assert (turned != 1).nonzero().flatten().tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -29,8 +29,8 @@ def queries(by: Rope | None, noise=0.0, seed=0):
     return first, second + noise * torch.randn(HEADS, HEAD_DIM, generator=generator, dtype=torch.float64)
 
 
-def match(seen, ropes):
-    return match_rotation(seen, range(len(seen)), ropes, POSITION)
+def match(seen, ropes, layers=None):
+    return match_rotation(seen, layers or range(len(seen)), ropes, POSITION)
 
 
 LOCAL, GLOBAL = rope(1e4), rope(1e6)
@@ -68,6 +68,14 @@ def test_anything_else_is_refused(seen, words):
     """Prevents scores by wrong phases, which nothing would notice later."""
     with pytest.raises(UnsupportedModel, match=words):
         match(seen, [LOCAL, GLOBAL])
+
+
+def test_layers_that_read_one_kv():
+    """Prevents one entry for each reader of a layer's KV, and one rotation for readers that turn differently."""
+    turned, plain = queries(LOCAL), queries(None)
+    assert match([plain, turned, turned], [LOCAL], [3, 5, 5]).rotates == (False, True)
+    with pytest.raises(UnsupportedModel, match="not all layers that read the KV of layer 5 rotate"):
+        match([turned, turned, plain], [LOCAL], [3, 5, 5])
 
 
 def test_norms_after_the_rotation_are_noticed():

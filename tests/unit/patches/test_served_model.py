@@ -43,6 +43,7 @@ def served(rotaries, **attention):
         model_config=SimpleNamespace(
             model_path="nowhere",
             hf_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(),
             get_total_num_attention_heads=lambda: settings["num_heads"],
             get_total_num_kv_heads=lambda: settings["num_kv_heads"],
         ),
@@ -157,6 +158,29 @@ def test_layers_without_attention_leave_their_kv_empty():
     runner.token_to_kv_pool.layer_num = 4
     runner.model[2].attn.layer_id = 3
     assert shape_of(runner).layers == (0, 1, 3)
+
+
+def test_layers_that_read_the_kv_of_another():
+    """Prevents scoring one KV layer several times, and an attention layer that is missing from being overlooked."""
+    runner = served([rotary()] * 5)
+    runner.model_config.hf_text_config.num_kv_shared_layers = 2
+    for reader in (3, 4):
+        runner.model[reader].attn.layer_id = 2
+    (rope, *_) = read_ropes(runner.model, 32)
+    assert read_shape(runner, 1, Rotation(rope, (True,) * 3, 1)).layers == (0, 1, 2)
+    runner.model_config.hf_text_config.num_kv_shared_layers = 1
+    with pytest.raises(TriAttentionError, match="5 attention layers were found for 5 KV layers"):
+        read_shape(runner, 1, Rotation(rope, (True,) * 3))
+
+
+def test_a_quarter_of_each_half():
+    """Prevents refusing Gemma-4's rotation, or other pairs of dims than those that it turns."""
+    scaling = {"rope_type": "proportional"}
+    embedding = get_rope(64, 64, 4096, 1e6, rope_scaling=scaling, partial_rotary_factor=0.25, dtype=torch.float32)
+    rope = read_rope(embedding)
+    assert (rope.style, rope.rotary_dim) == ("half", 64)
+    expected = 1e6 ** (-torch.arange(8, dtype=torch.float64) / 32)
+    torch.testing.assert_close(rope.inv_freq, torch.cat([expected, torch.zeros(24)]), rtol=1e-6, atol=0)
 
 
 def test_window_layers_are_not_scored():

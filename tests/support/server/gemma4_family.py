@@ -1,0 +1,132 @@
+"""Random Gemma-4 models, in the class that SGLang serves: with an encoder of images, which no test uses.
+
+"gemma-4" is like the large published ones: layers with full attention take their values from the keys' projection. In
+"gemma-4-shared", like the small ones, the last layers read the KV of layers before them, and each layer has an input of
+its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4ImageProcessor, Gemma4Processor
+
+from families import COMMON, HEADS, KV_HEADS, PLAIN_ROPE, WINDOW
+from tiny_model import VOCABULARY, TinyModel
+from words import word_tokenizer
+
+WIDTH, WINDOW_WIDTH = 64, 32
+"""Dims of a head in layers with full attention, and in those with a window."""
+
+WORDS = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+IDS = ("image_token_id", "boi_token_id", "eoi_token_id", "audio_token_id", "boa_token_id", "eoa_token_index")
+TEXT = {
+    **{name: value for name, value in COMMON.items() if name != "tie_word_embeddings"},
+    "vocab_size": VOCABULARY + 16,
+    "head_dim": WINDOW_WIDTH,
+    "global_head_dim": WIDTH,
+    "num_key_value_heads": 2 * KV_HEADS,
+    "num_global_key_value_heads": KV_HEADS,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        "sliding_attention": PLAIN_ROPE,
+    },
+}
+VARIANTS = {
+    "gemma-4": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma-4-shared": {
+        "num_hidden_layers": 7,
+        # The last three read layers 3, 2 and 3.
+        "layer_types": ["sliding_attention", "full_attention"] * 2
+        + ["full_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "attention_k_eq_v": False,
+        "num_key_value_heads": KV_HEADS,
+        "num_global_key_value_heads": None,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY + 16,
+    },
+}
+VISION = {
+    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32},
+    **{"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64, "initializer_range": 0.12},
+}
+
+
+class Account(torch.nn.Module):
+    """What the oracle needs of a model: its layers in `model`, and a call that returns logits."""
+
+    def __init__(self, whole: Gemma4ForConditionalGeneration) -> None:
+        super().__init__()
+        self.model, self.head = whole.model.language_model, whole.lm_head
+        self.config = self.model.config
+
+    def forward(self, **options: Any) -> SimpleNamespace:
+        bound = self.config.final_logit_softcapping
+        logits = self.head(self.model(**options).last_hidden_state)
+        return SimpleNamespace(logits=bound * torch.tanh(logits / bound))
+
+
+class Gemma4(TinyModel):
+    def load(self) -> Account:
+        kind = Gemma4ForConditionalGeneration
+        return Account(kind.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval())
+
+
+def build_gemma4(folder: Path, family: str) -> Gemma4:
+    """Writes the model and its processor. Nothing has written its statistics yet."""
+    torch.manual_seed(0)
+    ids = dict(zip(IDS, range(VOCABULARY, VOCABULARY + len(IDS)), strict=True))
+    text = json.loads(json.dumps({**TEXT, **VARIANTS[family]}))
+    config = Gemma4Config(text_config=text, vision_config=dict(VISION), **ids, video_token_id=VOCABULARY + len(IDS))
+    model = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            # Norms and factors are all equal in a new model, and would hide that they are not applied.
+            if "language_model" in name and ("norm" in name or name.endswith("layer_scalar")):
+                value.add_(0.1 * torch.randn_like(value))
+        # The head is the embedding: without other signs, each token would be followed by itself.
+        model.model.language_model.norm.weight.normal_()
+        # No answer has what stands for an image: of all rows, these have the score 0.
+        model.get_input_embeddings().weight[VOCABULARY:] = 0
+    path = folder / family
+    model.save_pretrained(path)
+    save_processor(path)
+    if family == "gemma-4":
+        as_published(path / "config.json")
+    layers = config.text_config.num_hidden_layers
+    return Gemma4(path, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, WIDTH)
+
+
+def as_published(file: Path) -> None:
+    """Names the two kinds of heads as published files do; transformers writes them for each layer."""
+    fields = json.loads(file.read_text())
+    del fields["text_config"]["per_layer_config"]
+    fields["text_config"] |= {name: TEXT[name] for name in ("global_head_dim", "num_global_key_value_heads")}
+    file.write_text(json.dumps(fields))
+
+
+def save_processor(path: Path) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.pad_token = "<unk>"
+    tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in WORDS.values()])
+    tokenizer._set_model_specific_special_tokens(WORDS)
+    parts = (transformers.Gemma4AudioFeatureExtractor(), Gemma4ImageProcessor(), tokenizer)
+    Gemma4Processor(*parts, transformers.Gemma4VideoProcessor()).save_pretrained(path)
