@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_triattn.errors import TriAttentionError
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -16,10 +18,12 @@ class Refusal:
     reason: str
     remedy: str = ""
 
-    def message(self, value: object) -> str:
+    def message(self, value: object, beside: str = "") -> str:
+        """One sentence for the user; `beside` is another flag without which the setting would be accepted."""
         name = "--" + self.field.replace("_", "-")
         remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
-        return f"{name} {value} does not work with --enable-triattention, because {self.reason}: {remedy}."
+        others = f"--enable-triattention and {beside}" if beside else "--enable-triattention"
+        return f"{name} {value} does not work with {others}, because {self.reason}: {remedy}."
 
 
 def _set(value: object) -> bool:
@@ -46,7 +50,12 @@ def _sparse(value: object) -> bool:
 
 
 SETTINGS = (
-    Refusal("speculative_algorithm", _set, "a draft commits several tokens at a time, past the point of a round"),
+    Refusal(
+        "speculative_algorithm",
+        lambda value: value is not None and str(value).upper() != "NGRAM",
+        "rounds do not compact the KV of a draft model yet",
+        "use --speculative-algorithm NGRAM, or leave --speculative-algorithm out",
+    ),
     Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
     Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
     Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
@@ -109,6 +118,33 @@ BESIDE_WINDOW_POOL = (
         "the copies that it makes of the window layers' own KV pool are not tested with rounds",
     ),
 )
+
+# Only with --speculative-algorithm.
+BESIDE_SPECULATION = (
+    Refusal(
+        "disable_overlap_schedule",
+        lambda value: not value,
+        "a queued step that verifies drafted tokens would write to a row as it was before a round",
+        "add --disable-overlap-schedule",
+    ),
+    Refusal(
+        "enable_deterministic_inference",
+        _set,
+        "the numbers that a seed draws follow from the row's length there, which a round changes",
+    ),
+)
+
+
+def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionError:
+    """The refusal of --speculative-algorithm for one model; `reason` completes "because ..."."""
+    return TriAttentionError(
+        f"--speculative-algorithm {algorithm} does not work with --enable-triattention for {model}, because {reason}: "
+        "leave --speculative-algorithm out."
+    )
+
+
+WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
+IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
 
 # Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {

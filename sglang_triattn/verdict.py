@@ -11,7 +11,15 @@ from typing import Any
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS, SHARED
-from sglang_triattn.launch_settings import BESIDE_WINDOW_POOL, SETTINGS, Refusal
+from sglang_triattn.launch_settings import (
+    BESIDE_SPECULATION,
+    BESIDE_WINDOW_POOL,
+    IMAGES_UNTRIED,
+    SETTINGS,
+    WINDOWS_UNTRIED,
+    Refusal,
+    refused_drafts,
+)
 from sglang_triattn.model.fields import Fields, architecture, text_fields
 from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
@@ -123,6 +131,8 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
         try:
             _check_server(server, SETTINGS)
             config = _check_layout(layout, label, server)
+            if "speculative_algorithm" in server.given:
+                _check_speculation(server, label, config.window, bool(content.get("vision_config")))
         except TriAttentionError as error:
             refusal = str(error)
     return Verdict(label, layout, config, server.page_size, server.ranks, dtype, refusal, reason)
@@ -148,6 +158,17 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
     if layout.window_pool:
         _check_server(server, BESIDE_WINDOW_POOL)
     return config.for_windows(window, server.page_size) if window else config
+
+
+def _check_speculation(server: Server, label: str, window: int, sees: bool) -> None:
+    """Raises TriAttentionError for a setting, or a model, that does not go with speculative decoding."""
+    algorithm = server.given["speculative_algorithm"]
+    for refusal in BESIDE_SPECULATION:
+        value = server.given.get(refusal.field, False)
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
+    if window or sees:
+        raise refused_drafts(algorithm, label, WINDOWS_UNTRIED if window else IMAGES_UNTRIED)
 
 
 def attention_words(layout: AttentionLayout) -> str:

@@ -72,6 +72,17 @@ def __getattr__(name: str):
         def is_pin_memory_available(self, device=None) -> bool:
             return False
 
+        def get_speculative_cache_locs_fn(self):
+            from sglang_triattn.patches.cpu import drafts
+
+            return drafts.read_rows
+
+        def get_speculative_worker_cls(self, algorithm: str) -> None:
+            # SGLang asks right before it imports its own.
+            from sglang_triattn.patches.cpu import speculation
+
+            speculation.install(algorithm)
+
         def apply_server_args_defaults(self, server_args) -> None:
             # The other io backends of --enable-hierarchical-cache are GPU kernels.
             server_args.hicache_io_backend = host_tier.IO_BACKEND

@@ -10,7 +10,13 @@ from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import check_model, check_settings, check_window_pool, window_of
+from sglang_triattn.patches.launch.incompatible import (
+    check_model,
+    check_settings,
+    check_speculation,
+    check_window_pool,
+    window_of,
+)
 from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
@@ -62,6 +68,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         model = model_config_of(server_args)
         check_model(model)
         check_window_pool(settings, model)
+        check_speculation(settings, model)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)

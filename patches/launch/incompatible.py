@@ -10,7 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import BESIDE_WINDOW_POOL, ENVIRONMENT, SETTINGS
+from sglang_triattn.launch_settings import (
+    BESIDE_SPECULATION,
+    BESIDE_WINDOW_POOL,
+    ENVIRONMENT,
+    IMAGES_UNTRIED,
+    SETTINGS,
+    WINDOWS_UNTRIED,
+    refused_drafts,
+)
 from sglang_triattn.model.kinds import served_window
 from sglang_triattn.model.support import has_covered_pool, has_covered_widths, refused_model
 from sglang_triattn.model.vision import is_covered
@@ -62,6 +70,21 @@ def check_window_pool(settings: Any, model: ModelConfig) -> None:
             value = getattr(settings, refusal.field)
             if refusal.applies(value):
                 raise TriAttentionError(refusal.message(value))
+
+
+def check_speculation(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting, or a model, that does not go with speculative decoding."""
+    algorithm = settings.speculative_algorithm
+    if algorithm is None:
+        return
+    for refusal in BESIDE_SPECULATION:
+        value = getattr(settings, refusal.field)
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
+    if model.is_hybrid_swa or window_of(model):
+        raise refused_drafts(algorithm, named(model), WINDOWS_UNTRIED)
+    if model.is_multimodal or model.model_is_mrope:
+        raise refused_drafts(algorithm, named(model), IMAGES_UNTRIED)
 
 
 def window_of(model: ModelConfig) -> int:

@@ -71,6 +71,7 @@ class Census:
 
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._has_reserves = not scheduler.spec_algorithm.is_none()
         self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
 
     def on_idle(self, scheduler: Scheduler) -> None:
@@ -121,7 +122,7 @@ class Census:
         decoding = {id(request) for batch in queued for request in decoded_in(batch)}
         filling = {id(request) for batch in queued for request in batch.reqs if batch.forward_mode.is_extend()}
         filling -= {id(request) for batch in queued if batch.forward_mode.is_mixed() for request in decoded_in(batch)}
-        lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding)
+        lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding, reserve=self._has_reserves)
         fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
         if fault is None and last_batch is not None and last_batch is not running_batch:
             fault = lengths.fault_of_batch(last_batch, chunked)

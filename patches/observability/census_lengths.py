@@ -26,11 +26,14 @@ class Lengths:
     Attributes:
         owners: a request, or the name of a conversation.
         in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
+        reserve: whether rows may have slots behind their computed entries, for drafted tokens. SGLang then leaves
+            `orig_seq_lens` at the prompt's length.
         row, allocated, committed, frozen, evicted: [n] int64, by their own books.
         due: [n] int64: how many entries there must be, evicted ones included unless the row is in prefill.
     """
 
     owners: Sequence[Req | str]
+    reserve: bool
     in_prefill: np.ndarray
     row: np.ndarray
     allocated: np.ndarray
@@ -46,8 +49,10 @@ class Lengths:
 
     def fault(self) -> str | None:
         """Says what is wrong with the first row whose lengths do not fit; None if there is none."""
-        found = self.allocated + np.where(self.in_prefill, 0, self.evicted)
-        in_order = (self.frozen >= 0) & (self.frozen <= self.committed) & (self.committed == self.allocated)
+        found = self.committed + np.where(self.in_prefill, 0, self.evicted)
+        in_order = (self.frozen >= 0) & (self.frozen <= self.committed) & (self.committed <= self.allocated)
+        if not self.reserve:
+            in_order &= self.committed == self.allocated
         right = in_order & (found == self.due)
         if right.all():
             return None
@@ -78,13 +83,15 @@ class Lengths:
         number_of = {id(owner): number for number, owner in enumerate(self.owners)}
         at = np.array([index for index, _ in going_on])
         number = np.array([number_of[id(request)] for _, request in going_on])
-        length = self.allocated[number]
+        length = self.committed[number]
         wanted = {
             "req_pool_indices": self.row[number],
             "seq_lens_cpu": length,
             "seq_lens": length,
             "orig_seq_lens": length + self.evicted[number],
         }
+        if self.reserve:
+            del wanted["orig_seq_lens"]
         for field, expected in wanted.items():
             found = getattr(batch, field).cpu().numpy()[at]
             if (found == expected).all():
@@ -98,13 +105,19 @@ class Lengths:
 
 
 def read_lengths(
-    requests: Sequence[Req], idle: Mapping[str, Conversation], in_prefill: set[int], queued: set[int]
+    requests: Sequence[Req],
+    idle: Mapping[str, Conversation],
+    in_prefill: set[int],
+    queued: set[int],
+    *,
+    reserve: bool = False,
 ) -> Lengths:
     """Reads the lengths of requests, and of idle conversations by their names.
 
     Args:
         in_prefill: ids of requests whose prefill has further chunks, or whose last chunk is queued.
         queued: ids of requests for which a queued step computes a token whose result they do not know yet.
+        reserve: see `Lengths`.
     """
     figures = [
         (*_books(request.kv), evicted_of(request), _due(request, id(request) in in_prefill, id(request) in queued))
@@ -112,7 +125,7 @@ def read_lengths(
     ]
     figures += [(*_books(parked.kv), parked.record.evicted_tokens, len(parked.ids)) for parked in idle.values()]
     filling = [id(request) in in_prefill for request in requests] + [False] * len(idle)
-    return Lengths([*requests, *idle], np.array(filling, bool), *np.array(figures, np.int64).reshape(-1, 6).T)
+    return Lengths([*requests, *idle], reserve, np.array(filling, bool), *np.array(figures, np.int64).reshape(-1, 6).T)
 
 
 def _books(kv: ReqKvInfo) -> tuple[int | None, int, int, int]:

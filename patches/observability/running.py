@@ -27,7 +27,7 @@ def held_tokens(requests: Iterable[Req]) -> tuple[int, int]:
     """(physical, logical) lengths of `requests`, summed. A prefix that several share counts for each of them."""
     physical = evicted = 0
     for request in requests:
-        physical += request.kv.kv_allocated_len
+        physical += request.kv.kv_committed_len
         evicted += evicted_of(request)
     return physical, physical + evicted
 
@@ -42,7 +42,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
     requests, tree = running(scheduler), scheduler.tree_cache
     allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
     physical, logical = held_tokens(requests)
-    longest = heapq.nlargest(LISTED, requests, key=lambda request: request.kv.kv_allocated_len + evicted_of(request))
+    longest = heapq.nlargest(LISTED, requests, key=lambda request: request.kv.kv_committed_len + evicted_of(request))
     return {
         "physical_tokens": physical,
         "logical_tokens": logical,
@@ -56,7 +56,7 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
 
 
 def _describe_one(request: Req, page_size: int) -> dict[str, Any]:
-    physical, settings = request.kv.kv_allocated_len, settings_of(request)
+    physical, settings = request.kv.kv_committed_len, settings_of(request)
     return {
         "id": str(request.rid)[:LONGEST_ID],
         "logical": physical + evicted_of(request),

@@ -32,6 +32,7 @@ from sglang_triattn.patches.scheduler.request import (
     settings_of,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.reserve import reserve_per_row
 from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
 
@@ -56,6 +57,7 @@ class Admission:
         self._conversations = conversations
         self._breaker = breaker
         self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._reserve = 0
 
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
@@ -79,7 +81,7 @@ class Admission:
 
     def attach(self, scheduler: Scheduler) -> None:
         """Called once the scheduler is built, before any request arrives."""
-        self._scheduler = scheduler
+        self._scheduler, self._reserve = scheduler, reserve_per_row(scheduler)
 
     def _bound_adder(self, adder: type[PrefillAdder], _: object) -> type[PrefillAdder]:
         return bounded_adder(adder, self._conversations)
@@ -93,7 +95,7 @@ class Admission:
             options = CompressionOptions(None)
         if self._breaker.reason is not None:
             options = replace(options, settings=None)
-        owner = attach_options(req, options)
+        owner = attach_options(req, options, self._reserve)
         if owner.conversation is not None and owner.settings is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
@@ -159,7 +161,7 @@ class Admission:
         return ceil_align(frozen + settings.trigger(frozen), page_size) + page_size <= self._capacity()
 
     def _capacity(self) -> int:
-        return self._scheduler.max_total_num_tokens
+        return self._scheduler.max_total_num_tokens - self._reserve  # what may hold computed entries
 
     def _page_size(self) -> int:
         return self._scheduler.token_to_kv_pool_allocator.page_size
@@ -226,7 +228,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
         def _get_running_request_total_token_offset(self, req):
             if settings_of(req) is None:
                 return super()._get_running_request_total_token_offset(req)
-            growth = growth_of(req, self.page_size, held=req.kv.kv_allocated_len)
+            growth = growth_of(req, self.page_size, held=req.kv.kv_allocated_len, computed=req.kv.kv_committed_len)
             if self._preempting is not None and req not in self._preempting:
                 # The first call asks what preempting the request would gain, which includes its private slots. The
                 # second, when it is preempted, asks for the reservation alone, because by then the slots count as free.

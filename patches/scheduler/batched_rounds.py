@@ -15,6 +15,7 @@ import torch
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.scheduler.request import rotary_shift_of
+from sglang_triattn.patches.scheduler.reserve import Reserves, read_reserves
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
@@ -60,12 +61,14 @@ class Launch:
         slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
         facts: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
             the next token.
+        reserves: the slots behind their computed entries; None without any.
     """
 
     kind: Kind
     rounds: Sequence[tuple[Req, Plan]]
     slots: torch.Tensor
     facts: torch.Tensor
+    reserves: Reserves | None = None
 
     def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Packs the slots that stay side by side in `rows`, SGLang's `req_to_token`.
@@ -79,12 +82,16 @@ class Launch:
             place = torch.arange(first, kind.num_kept, device=rows.device)
             source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
+        if self.reserves is not None:
+            self.reserves.move_up(rows)
 
     def put_back(self, rows: torch.Tensor) -> None:
         """Undoes `close_up`, before anything of the rows is freed."""
         row, frozen, lengths, _ = self.facts.unsqueeze(-1)
         column = torch.arange(self.slots.shape[1], device=rows.device)
         rows[row, frozen + column.minimum(lengths - 1)] = self.slots
+        if self.reserves is not None:
+            self.reserves.put_back(rows)
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
         """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
@@ -121,7 +128,9 @@ def width_for(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Callable[..., Kind]) -> list[Launch]:
+def snapshot(
+    rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Callable[..., Kind], page_size: int
+) -> list[Launch]:
     """Makes the launches for `rounds` (request, plan), in the order in which their kinds first appear.
 
     All counts go to the device in one copy.
@@ -149,7 +158,9 @@ def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Ca
         row, frozen, length, _ = part.unsqueeze(-1)
         column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
         slots = rows[row, frozen + column.minimum(length - 1)]
-        launches.append(Launch(kind, group, slots, part))
+        emptied_at_end = kind.strategy != "remap" and kind.cut == kind.num_kept
+        reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
+        launches.append(Launch(kind, group, slots, part, reserves))
     return launches
 
 

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.scheduler.request import evicted_of, frozen_of, settings_in_use, wants_prompt_logprobs
+from sglang_triattn.patches.scheduler.request import (
+    evicted_of,
+    frozen_of,
+    owner_of,
+    settings_in_use,
+    wants_prompt_logprobs,
+)
 from sglang_triattn.rounds.plan import ceil_align, max_kv_tokens
 
 if TYPE_CHECKING:
@@ -25,20 +31,26 @@ def longest_answer(request: Req) -> int:
 
 
 def max_kv_tokens_of(request: Req, page_size: int) -> int:
-    """Most KV entries that a request with settings holds while it decodes, as far as known now."""
+    """Most KV entries that a request with settings holds while it decodes, reserve included, as far as known now."""
     settings = settings_in_use(request)
     frozen = frozen_of(request, settings, page_size)
     if not request.kv.holds_kv:
         frozen = max(frozen, request.prefix_len + request.host_hit_length)
-    return max_kv_tokens(settings, frozen=frozen, logical_end=logical_end(request) - evicted_of(request))
+    computed = max_kv_tokens(settings, frozen=frozen, logical_end=logical_end(request) - evicted_of(request))
+    return computed + owner_of(request).reserve
 
 
-def growth_of(request: Req, page_size: int, *, held: int) -> int:
+def growth_of(request: Req, page_size: int, *, held: int, computed: int | None = None) -> int:
     """Slots, in whole pages, that a request may still take on top of `held` entries.
 
-    At least one token's: what was prefilled at once may exceed the bound until the first round.
+    At least those of one step: what was prefilled at once may exceed the bound until the first round.
+
+    Args:
+        computed: how many of the entries are computed; by default all.
     """
-    return ceil_align(max(max_kv_tokens_of(request, page_size), held + 1), page_size) - ceil_align(held, page_size)
+    step_end = (held if computed is None else computed) + max(owner_of(request).reserve, 1)
+    most = ceil_align(max(max_kv_tokens_of(request, page_size), step_end), page_size)
+    return max(most - ceil_align(held, page_size), 0)
 
 
 def reserved_of(request: Req, page_size: int) -> int:

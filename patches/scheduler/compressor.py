@@ -176,7 +176,7 @@ class Compressor:
 
         What allocates comes before the slots are freed, so that hardly anything can fail afterwards.
         """
-        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of)
+        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of, self._page_size)
         attempt.shortened = [(batch, *shortened(batch, attempt.running)) for batch in batches if attempt.running]
         if self._windows is not None:
             attempt.cursors = self._windows.before_rounds(launches)

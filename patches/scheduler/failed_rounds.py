@@ -30,6 +30,7 @@ from sglang_triattn.patches.scheduler.request import (
     write_row_length,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.reserve import allocated_after
 from sglang_triattn.patches.scheduler.window_pool import set_cursor
 from sglang_triattn.rounds.plan import Plan, Totals
 
@@ -71,6 +72,10 @@ class Attempt:
     rewriting: bool = False
     freed: bool = False
 
+    def __post_init__(self) -> None:
+        # Settled from here, because `settle` may be called again once the lengths have changed.
+        self._allocated = allocated_after(self.rounds)
+
     @property
     def rounds(self) -> list[tuple[Req, Plan]]:
         """Request and plan of each round."""
@@ -81,8 +86,8 @@ class Attempt:
 
         The batches' length tensors are replaced, never written, because queued work still refers to the old ones.
         """
-        for request, plan in self.rounds:
-            write_row_length(request, plan.new_length)
+        for (request, plan), allocated in zip(self.rounds, self._allocated, strict=True):
+            write_row_length(request, plan.new_length, allocated)
         for kv, cursor in self.cursors:
             set_cursor(kv, cursor)
         for batch, on_host, on_device in self.shortened:

@@ -10,9 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.scheduler.request import can_compact, lengths_of, recent_of, rows_of, settings_in_use
+from sglang_triattn.patches.scheduler.request import (
+    can_compact,
+    lengths_of,
+    owner_of,
+    recent_of,
+    rows_of,
+    settings_in_use,
+)
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, row_allocator
-from sglang_triattn.rounds.plan import Plan, plan_eviction
+from sglang_triattn.rounds.plan import Plan, ceil_align, plan_eviction
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -59,10 +66,17 @@ def early_rounds(
 
 
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
-    """KV slots, in whole pages, that the next decode step allocates; one per beam, at page size 1."""
+    """KV slots, in whole pages, that the next decode step allocates; one per beam, at page size 1.
+
+    With speculative decoding, what their reserves lack, see `reserve`.
+    """
     others = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
     distinct = {id(request): request for request in (*requests, *others)}.values()
     holders = [request for request in distinct if request.kv.holds_kv and not request.finished()]
+    reserve = owner_of(holders[0]).reserve if holders else 0
+    if reserve:
+        ends = [(request.kv.kv_committed_len + reserve, request.kv.kv_allocated_len) for request in holders]
+        return sum(max(ceil_align(end, page_size) - ceil_align(held, page_size), 0) for end, held in ends)
     return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
 
 

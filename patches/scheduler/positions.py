@@ -62,10 +62,19 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
     Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
     pass, and for every decode batch, so no host flag has to follow requests through merging and filtering.
 
+    Verification of drafted tokens: `positions` is [batch * drafted], as the drafts' trees have them behind the row. No
+    `orig_seq_lens` follows these steps, so the host's count is sent along.
+
     Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
     if forward.forward_mode.is_decode():
         forward.positions = forward.positions + (batch.orig_seq_lens - batch.seq_lens)
+    elif forward.forward_mode.is_target_verify():
+        evicted = evicted_in(batch)
+        if evicted is not None:
+            drafted = len(forward.positions) // len(evicted)
+            shift = torch.repeat_interleave(evicted, drafted, output_size=len(forward.positions))
+            forward.positions = forward.positions + shift
     elif forward.forward_mode.is_extend():
         evicted = evicted_in(batch)
         if evicted is not None:

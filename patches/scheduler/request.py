@@ -31,11 +31,14 @@ _NOT_COMPRESSED = CompressionOptions(None)
 # Reading a request
 
 
-def attach_options(request: Req, options: CompressionOptions) -> CompressedRequest:
-    """Attaches `options` to an arriving request; one with beam search is not compressed."""
-    owner = CompressedRequest(
-        options if request.beam_group is None else _NOT_COMPRESSED, withheld=request.skip_radix_cache_insert
-    )
+def attach_options(request: Req, options: CompressionOptions, reserve: int = 0) -> CompressedRequest:
+    """Attaches `options` to an arriving request; one with beam search is not compressed.
+
+    Args:
+        reserve: see `CompressedRequest`.
+    """
+    options = options if request.beam_group is None else _NOT_COMPRESSED
+    owner = CompressedRequest(options, withheld=request.skip_radix_cache_insert, reserve=reserve)
     setattr(request, _OWNER, owner)
     if owner.settings is not None:
         write_tree_rule(request)
@@ -121,7 +124,7 @@ def long_enough(requests: Sequence[Req]) -> list[int]:
     found = []
     for index, request in enumerate(requests):
         kv, owner = request.kv, owner_of(request)
-        if owner.settings is not None and owner.may_be_due(kv.kv_allocated_len, kv.cache_protected_len):
+        if owner.settings is not None and owner.may_be_due(kv.kv_committed_len, kv.cache_protected_len):
             found.append(index)
     return found
 
@@ -137,7 +140,7 @@ def lengths_of(request: Req, page_size: int) -> dict[str, int]:
     """Arguments of `sglang_triattn.rounds.plan.plan_round`, for a request that has settings and holds a row."""
     return {
         "frozen": frozen_of(request, settings_in_use(request), page_size),
-        "length": request.kv.kv_allocated_len,
+        "length": request.kv.kv_committed_len,
         "evicted_before": evicted_of(request),
         "page_size": page_size,
     }
@@ -154,7 +157,7 @@ def recent_of(request: Req) -> int:
 
     That happens only at page sizes above 1, in early rounds, and in turns with other settings.
     """
-    appended = request.kv.kv_allocated_len - owner_of(request).held_record.unordered_len
+    appended = request.kv.kv_committed_len - owner_of(request).held_record.unordered_len
     return min(settings_in_use(request).recent, appended)
 
 
@@ -171,7 +174,7 @@ def can_compact(request: Req) -> bool:
         and not request.finished()
         and request.to_finish is None
         and not request.is_retracted
-        and request.kv.kv_committed_len == request.kv.kv_allocated_len
+        and (request.kv.kv_committed_len == request.kv.kv_allocated_len or owner_of(request).reserve > 0)
     )
 
 
@@ -197,9 +200,10 @@ def write_tree_rule(request: Req) -> None:
     request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
 
 
-def write_row_length(request: Req, length: int) -> None:
-    """Sets the row's length to `length` entries, all of them computed."""
-    request.kv.kv_committed_len = request.kv.kv_allocated_len = length
+def write_row_length(request: Req, length: int, allocated: int | None = None) -> None:
+    """Sets the row's length to `length` computed entries; with a reserve, `allocated` counts that too."""
+    request.kv.kv_committed_len = length
+    request.kv.kv_allocated_len = length if allocated is None else allocated
 
 
 def resume_behind(request: Req, length: int) -> None:

@@ -60,6 +60,8 @@ class CompressedRequest:
     Attributes:
         options: its options; `options.settings` is None if it is not compressed.
         withheld: whether its row stays out of the tree, because SGLang says so or a round failed.
+        reserve: slots that its row has behind its computed entries while it decodes, for drafted tokens; 0 without
+            speculative decoding.
         stage: its current stage.
         record: record of the row it holds; None without a row.
         rounds, freed_slots: counts since its last admission.
@@ -72,10 +74,11 @@ class CompressedRequest:
         LifecycleError: from every transition called in the wrong stage.
     """
 
-    def __init__(self, options: CompressionOptions, *, withheld: bool) -> None:
+    def __init__(self, options: CompressionOptions, *, withheld: bool, reserve: int = 0) -> None:
         """arrive: the request owns nothing, and the tree keeps what it has."""
         self.options = options
         self.withheld = withheld
+        self.reserve = reserve
         self.stage = Stage.ARRIVED
         self.record: RowRecord | None = None
         self.rounds = self.freed_slots = 0

@@ -94,3 +94,19 @@ def test_random_histories_in_a_full_pool(page_size):
     settings = {"pressure_budget": 6, "interval": 12}
     counts = run(24, least_rounds=1, page_size=page_size, pool=80, **settings)
     assert counts["early rounds"] > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selection": "shared-mean"},
+        {"selection": "per-layer-head"},
+        {"budget": 28, "interval": 16, "recent": 18, "pool": 160},
+        {"budget": 13, "interval": 7, "recent": 10, "prompt": "compact"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_random_histories_of_drafting_requests(page_size, settings):
+    """Prevents the same where rows have reserves behind their computed entries, which move when rounds close up."""
+    run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)

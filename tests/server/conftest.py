@@ -117,14 +117,15 @@ def chat_client(serve, chat_model):
 
 @pytest.fixture(scope="session")
 def probed(serve, tmp_path_factory):
-    """`probed(*args, env=...)` returns a Client and a function that returns what the probe wrote since the last one."""
+    """`probed(*args, **options)`, as `serve`, returns a Client and a function that returns what the probe wrote since
+    the last one."""
     folder = tmp_path_factory.mktemp("probe")
     harness.install_plugin(folder, "probe", Path(probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
-    def start(*args: str, env: dict[str, str] | None = None):
+    def start(*args: str, env: dict[str, str] | None = None, **options):
         probing = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
-        client = serve(*args, env={**(env or {}), **probing})
+        client = serve(*args, env={**(env or {}), **probing}, **options)
 
         def steps():
             found = harness.read_lines(file)

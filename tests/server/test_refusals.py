@@ -15,7 +15,11 @@ from sglang_triattn import launch_settings
 
 # (flags, environment, words that the sentence must contain)
 SETTINGS = [
-    (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
+    (
+        ["--speculative-algorithm", "NGRAM", "--enable-deterministic-inference", "--attention-backend", "triton"],
+        {},
+        ["--enable-deterministic-inference True", "--speculative-algorithm NGRAM"],
+    ),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
     (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
     (

@@ -28,8 +28,8 @@ def check_books(sim: Simulation) -> None:
         claim(owned, pages(sim.tree.all_values_flatten(), page), "the tree")
         check_locks(sim)
     for running in sim.running:
-        protected = running.req.kv.cache_protected_len
-        claim(owned, pages(sim.row(running)[protected:], page), running.req.rid)
+        claim(owned, pages(private_slots(sim, running), page), running.req.rid)
+        check_pages(sim, running)
     for name, kv in idle.items():
         slots = sim.rows.req_to_token[kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len]
         claim(owned, pages(slots, page), name)
@@ -39,6 +39,21 @@ def check_books(sim: Simulation) -> None:
         check_windows(sim)
     # Last, so that these checks, not the census, notice a planted fault.
     take_census(sim)
+
+
+def private_slots(sim: Simulation, running: Running) -> torch.Tensor:
+    """The slots that a request owns, its reserve's included."""
+    kv = running.req.kv
+    return sim.rows.req_to_token[kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len]
+
+
+def check_pages(sim: Simulation, running: Running) -> None:
+    """Behind its frozen part, whole pages follow one another in a row, up to the end of its reserve."""
+    kv, slots = running.req.kv, private_slots(sim, running)
+    place = torch.arange(kv.cache_protected_len, kv.kv_allocated_len)
+    assert (slots % sim.page_size == place % sim.page_size).all(), f"{running.req.rid} has a torn page"
+    spare = len(pages(slots, sim.page_size)) * sim.page_size - len(slots)
+    assert 0 <= spare < sim.page_size, f"{running.req.rid} holds a page twice, or in parts"
 
 
 def check_windows(sim: Simulation) -> None:
@@ -87,8 +102,9 @@ def check_row(sim: Simulation, running: Running) -> None:
     wrong = (held != expected).flatten(1).any(1).nonzero().flatten().tolist()
     assert not wrong, f"{running.req.rid}: entries {wrong} hold other content"
     kv = running.req.kv
-    assert kv.kv_committed_len == kv.kv_allocated_len == positions.shape[-1], "the request's lengths differ"
-    assert kv.kv_allocated_len + running.evicted == len(tokens) - 1, "held and evicted tokens are not all"
+    assert kv.kv_committed_len == positions.shape[-1], "the request's lengths differ"
+    assert sim.reserve or kv.kv_committed_len == kv.kv_allocated_len, "slots behind the row belong to nobody"
+    assert kv.kv_committed_len + running.evicted == len(tokens) - 1, "held and evicted tokens are not all"
 
 
 def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
@@ -107,7 +123,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     idle, room = idle_slots(sim), room_for_others(sim)
     batch = sim.compress(chunked)
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
-    freed, early = {True: 0, False: 0}, 0
+    freed, early, between_chunks = {True: 0, False: 0}, 0, 0
     for running in requests:
         old, evicted = before[running]
         settings = running.settings
@@ -126,13 +142,15 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         if running.first_tainted is None:
             running.first_tainted = length
         check_kept(sim, running, old, first, keep)
-        freed[due] += (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
+        slots = (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
+        freed[due] += slots
+        between_chunks += slots * (running is chunked)
         early += not due
         sim.prefill_rounds += running is chunked
         sim.cut_rounds += sim.compressor.strategies != ("remap",) and int(sim.row(running)[-1]) == last_slots[running]
-    assert not early or missing > freed[True], "a round ran early although memory was there"
+    assert not early or missing > freed[True] - between_chunks, "a round ran early although memory was there"
     for index, running in enumerate(sim.running):
-        lengths = batch.seq_lens_cpu[index], batch.seq_lens[index], running.req.kv.kv_allocated_len
+        lengths = batch.seq_lens_cpu[index], batch.seq_lens[index], running.req.kv.kv_committed_len
         assert len(set(map(int, lengths))) == 1, "the batch has other lengths than the rows"
         assert batch.orig_seq_lens[index] - batch.seq_lens[index] == running.evicted, "positions would be wrong"
     sim.early_rounds += early
@@ -161,7 +179,11 @@ def idle_slots(sim: Simulation) -> int:
 
 
 def slots_of_next_step(sim: Simulation) -> int:
-    return sim.page_size * sum(running.req.kv.kv_allocated_len % sim.page_size == 0 for running in sim.running)
+    page, kvs = sim.page_size, [running.req.kv for running in sim.running]
+    ends = [kv.kv_committed_len + (sim.reserve or 1) for kv in kvs]
+    return sum(
+        max(-(-end // page) - -(-kv.kv_allocated_len // page), 0) * page for end, kv in zip(ends, kvs, strict=True)
+    )
 
 
 def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:

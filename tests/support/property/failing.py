@@ -101,7 +101,7 @@ def step_with(sim: Simulation, fault: Fault, chunked: Running | None = None) -> 
     with fault.planted():
         batch = sim.compress(chunked)
     for index, running in enumerate(sim.running):
-        length = running.req.kv.kv_allocated_len
+        length = running.req.kv.kv_committed_len
         assert int(batch.seq_lens_cpu[index]) == int(batch.seq_lens[index]) == length, "the batch has other lengths"
         assert batch.orig_seq_lens[index] - length == running.evicted, "positions would be wrong"
     for running in requests:

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_serving, get_spec
 
 from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
 from sglang_triattn.config import Config
@@ -43,6 +43,7 @@ class Memory:
         eviction: SGLang's --radix-eviction-policy.
         window: tokens that a query of a window layer sees, one layer beside the others with a KV pool of its own; 0 for
             none.
+        reserve: slots behind a row's computed entries while it decodes, as for drafted tokens.
         settings: fields of the server's Config.
     """
 
@@ -56,6 +57,7 @@ class Memory:
         force_miss: bool = False,
         eviction: str = "lru",
         window: int = 0,
+        reserve: int = 0,
         **settings,
     ) -> None:
         self.page_size, self.pool_size = page_size, pool
@@ -63,7 +65,7 @@ class Memory:
         self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
         if window:
             self.config = self.config.for_windows(window, page_size)
-        self.radix = radix
+        self.radix, self.reserve = radix, reserve
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
             pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False
@@ -156,8 +158,12 @@ class Memory:
 
     @contextmanager
     def flags(self):
-        """SGLang's settings that decide what a row gives to the tree."""
-        with get_serving().override(strip_thinking_cache=self.strip_thinking):
+        """SGLang's settings that decide what a row gives to the tree, and whether it may have a reserve."""
+        algorithm = "NGRAM" if self.reserve else None
+        with (
+            get_serving().override(strip_thinking_cache=self.strip_thinking),
+            get_spec().override(speculative_algorithm=algorithm),
+        ):
             yield
 
     def content(self, slots: torch.Tensor) -> torch.Tensor:

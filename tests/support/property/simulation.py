@@ -24,6 +24,7 @@ from sglang_triattn.patches.scheduler import chunked_prefill
 from sglang_triattn.patches.scheduler import request as requests_patch
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.rounds.plan import ceil_align
 
 THINK_END = 4
 
@@ -75,7 +76,7 @@ class Simulation(Memory):
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
         req.skip_radix_cache_insert = fields.get("barred", False)
-        requests_patch.attach_options(req, asked or CompressionOptions(self.config, conversation))
+        requests_patch.attach_options(req, asked or CompressionOptions(self.config, conversation), self.reserve)
         return Running(req, **fields)
 
     def admit(
@@ -185,16 +186,19 @@ class Simulation(Memory):
     def _compute_last(self, running: Running) -> bool:
         """Computes K/V of the newest token."""
         kv = running.req.kv
-        length = kv.kv_allocated_len
+        length, held = kv.kv_committed_len, kv.kv_allocated_len
+        end = ceil_align(length + self.reserve, self.page_size) if self.reserve else length + 1
         position = length + running.evicted
         self.slide(running.req)
-        if position + 1 >= CONTEXT or not self.make_room(self.page_size):
+        if position + 1 + self.reserve >= CONTEXT or not self.make_room(self.page_size + self.reserve):
             return False
         row = self.rows.req_to_token[kv.req_pool_idx]
-        row[length : length + 1] = self.allocate(row, length, length + 1).to(row.dtype)
+        if end > held:
+            row[held:end] = self.allocate(row, held, end).to(row.dtype)
+            kv.kv_allocated_len = end
         self._write(running, row[length : length + 1], [position])
         running.positions = torch.cat([running.positions, same_for_all([position])], -1)
-        kv.kv_allocated_len = kv.kv_committed_len = length + 1
+        kv.kv_committed_len = length + 1
         return True
 
     def _say(self, running: Running) -> None:
@@ -205,8 +209,8 @@ class Simulation(Memory):
 
     def compress(self, chunked: Running | None = None) -> SimpleNamespace:
         """Runs due rounds of the running batch and of a prefill between two chunks; returns the batch afterwards."""
-        lengths = torch.tensor([r.req.kv.kv_allocated_len for r in self.running])
-        logical = torch.tensor([r.req.kv.kv_allocated_len + r.evicted for r in self.running], dtype=torch.int32)
+        lengths = torch.tensor([r.req.kv.kv_committed_len for r in self.running])
+        logical = torch.tensor([r.req.kv.kv_committed_len + r.evicted for r in self.running], dtype=torch.int32)
         batch = SimpleNamespace(
             reqs=[r.req for r in self.running],
             seq_lens=lengths.clone(),
@@ -278,8 +282,9 @@ class Simulation(Memory):
         self.waiting.append(running)
 
     def row(self, running: Running) -> torch.Tensor:
+        """The slots of its computed entries."""
         kv = running.req.kv
-        return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_allocated_len]
+        return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_committed_len]
 
     def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
         content = contents(running.tokens, same_for_all(positions), running.req.serial if running.evicted else 0)

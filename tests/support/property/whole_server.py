@@ -15,6 +15,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
     """The simulation as a scheduler between two steps, with nothing queued."""
     return SimpleNamespace(
         enable_overlap=False,
+        spec_algorithm=SimpleNamespace(is_none=lambda: not sim.reserve),
         forward_ct=412,
         token_to_kv_pool_allocator=sim.allocator,
         req_to_token_pool=sim.rows,
@@ -28,7 +29,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
 
 
 def batch_of(sim: Simulation) -> SimpleNamespace:
-    held = torch.tensor([running.req.kv.kv_allocated_len for running in sim.running])
+    held = torch.tensor([running.req.kv.kv_committed_len for running in sim.running])
     return SimpleNamespace(
         reqs=[running.req for running in sim.running],
         req_pool_indices=torch.tensor([running.req.kv.req_pool_idx for running in sim.running]),

@@ -14,7 +14,7 @@ from documents import DOCS, fenced_blocks, section
 from plan_cases import CONFIGS, QWEN3_32B, ROOT
 from sglang_triattn.cli import check
 from sglang_triattn.cli import main as cli
-from sglang_triattn.launch_settings import SETTINGS
+from sglang_triattn.launch_settings import IMAGES_UNTRIED, SETTINGS, WINDOWS_UNTRIED
 
 # Values to try for a setting; None stands for a switch.
 VALUES = (None, "2", "buffer_only", "minicpm_flashattn", "something")
@@ -106,6 +106,27 @@ def test_refused_settings(run_check, refusal):
     assert (status, output) == (1, refusal.message(value or True) + "\n")
     if value:
         assert run_check("qwen3-32b", f"{name}={value}")[:2] == (status, output)
+
+
+def test_speculative_decoding(run_check):
+    """Prevents drafts that are accepted here and refused by a launch, or the reverse."""
+    drafts = ("--speculative-algorithm", "ngram")
+    status, output, _ = run_check("qwen3-32b", *drafts)
+    assert status == 1
+    assert output.startswith("--disable-overlap-schedule False does not work with --enable-triattention and --specul")
+    alone = (*drafts, "--disable-overlap-schedule")
+    assert run_check("qwen3-32b", *alone)[0] == 0
+    assert run_check("qwen3-32b", "--disable-overlap-schedule")[0] == 0
+    refused = {
+        ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference True",
+        ("qwen2.5-vl-7b",): IMAGES_UNTRIED,
+        ("gpt-oss-20b",): WINDOWS_UNTRIED,
+    }
+    for words, reason in refused.items():
+        status, output, _ = run_check(*words, *alone)
+        assert status == 1
+        assert reason in output
+        assert run_check(*words)[0] == 0
 
 
 def test_harmless_values_of_refused_settings(run_check):

@@ -151,7 +151,7 @@ def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
 
 def served(length: int, protected: int = 8) -> SimpleNamespace:
     """An SGLang request with 10 prompt tokens that holds `length` entries."""
-    kv = SimpleNamespace(kv_allocated_len=length, cache_protected_len=protected)
+    kv = SimpleNamespace(kv_committed_len=length, cache_protected_len=protected)
     found = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, kv=kv, origin_input_ids=range(10))
     attach_options(found, CompressionOptions(CONFIG)).admit(10, None)
     return found
@@ -172,9 +172,9 @@ def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
     assert long_enough([found]) == [0]
     wait_until_due(found, page_size=1)
     for length in (21, due - 1):
-        found.kv.kv_allocated_len = length
+        found.kv.kv_committed_len = length
         assert long_enough([found, served(5), found]) == [1]
-    found.kv.kv_allocated_len = due
+    found.kv.kv_committed_len = due
     assert long_enough([found]) == [0]
 
 

@@ -84,10 +84,16 @@ def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
         pages = torch.randperm(200, generator=generator)[: -(-(16 + length) // page_size)]
         slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[: 16 + length]
         rows[row, : 16 + length] = slots.int()
-        request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row), multimodal_inputs=None)
+        request = SimpleNamespace(
+            kv=SimpleNamespace(req_pool_idx=row, kv_allocated_len=16 + length), multimodal_inputs=None
+        )
         rounds.append((request, plan_of(16, 16 + length, page_size, keep)))
     settings, before = Config("s", budget=64, interval=16, recent=32), rows.clone()
-    (launch,) = snapshot(rows, rounds, lambda _, plan: kind_for(settings, plan, 32, moves=True, page_size=page_size))
+
+    def kind_of(_, plan):
+        return kind_for(settings, plan, 32, moves=True, page_size=page_size)
+
+    (launch,) = snapshot(rows, rounds, kind_of, page_size)
     launch.close_up(rows, launch.slots)
     for row, (_, plan), freed in zip((1, 2, 3), rounds, launch.emptied(launch.slots, page_size), strict=True):
         old, new = before[row, : plan.old_length].tolist(), rows[row, : plan.new_length].tolist()

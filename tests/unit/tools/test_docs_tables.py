@@ -120,11 +120,12 @@ def test_refused_settings():
     """Prevents a refusal that is missing from the documents, or explained differently."""
     rows = table(COMPATIBILITY, "Refused settings", "setting")
     told = {
-        (name, reason, remedy if remedy.startswith("use ") else "")
+        (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
         for name in re.findall(r"`--([\w-]+)", names)
     }
-    refusals = (*launch_settings.SETTINGS, *launch_settings.BESIDE_WINDOW_POOL)
+    beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_SPECULATION)
+    refusals = (*launch_settings.SETTINGS, *beside)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")

@@ -1,0 +1,154 @@
+"""What SGLang's kernels compute around drafted tokens, in torch: their slots, their tree, and which of them hold.
+
+Nothing here knows SGLang. Each function has the parameters of the one in whose place it stands, and writes to the
+tensors that are marked as outputs there. R is the number of requests, n the drafted tokens of each.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def write_rows(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Writes the slots `out_cache_loc`, those of one request behind those of the other, to columns [start, end) of the
+    requests' rows.
+
+    Stands for `assign_req_to_token_pool_func` (sglang/srt/mem_cache/allocation.py).
+    """
+    request, column = _columns(start_offset, end_offset)
+    req_to_token[req_pool_indices[request].long(), column] = out_cache_loc.to(req_to_token.dtype)
+
+
+def read_rows(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: object,
+) -> torch.Tensor:
+    """[R * n] int64: the slots in columns [start, end) of the requests' rows.
+
+    Stands for `assign_extend_cache_locs_func` (sglang/kernels/ops/speculative/cache_locs.py).
+    """
+    request, column = _columns(start_offset, end_offset)
+    return req_to_token[req_pool_indices[request].long(), column].long()
+
+
+def front_slots(num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor) -> None:
+    """Packs the first `num_front[i]`, [R], of each request's slots `out_cache_loc`, [R * n], into the last argument.
+
+    Stands for `fill_front_out_cache_loc_func` (sglang/kernels/ops/speculative/cache_locs.py).
+    """
+    window = out_cache_loc.view(len(num_front), -1)
+    found = window[torch.arange(window.shape[1]) < num_front[:, None]]
+    front_out_cache_loc[: len(found)] = found
+
+
+def accepted_slots(
+    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor, size: int
+) -> None:
+    """Packs the slots that `accept_index` names, [R, depth] with -1 for none, into `accept_out_cache_loc`.
+
+    Stands for `fill_accept_out_cache_loc_func` (sglang/kernels/ops/speculative/eagle.py).
+    """
+    named = accept_index.flatten()
+    found = out_cache_loc[named[named >= 0].long()]
+    accept_out_cache_loc[: len(found)] = found
+
+
+def describe_trees(
+    tree_mask: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None:
+    """Writes where each drafted token stands, and its first child and next sibling, -1 for none.
+
+    Stands for `reconstruct_indices_from_tree_mask_func` (sglang/kernels/ops/speculative/reconstruct_tree.py), whose
+    docstring is the definition.
+
+    Args:
+        tree_mask: R * n * n bool, which tokens are a token's ancestors or itself.
+        verified_seq_len: [R], tokens before the drafted ones.
+        positions: R * n int64, out; so are the last three.
+    """
+    n = draft_token_num
+    number = torch.arange(n)
+    ancestor = tree_mask.view(-1, n, n).bool() & (number < number[:, None])
+    parent = torch.where(ancestor, number, -1).amax(-1)
+    child = torch.where(ancestor, number[:, None], n).amin(1)
+    beside = (parent[:, :, None] == parent[:, None, :]) & (number[:, None] > number) & (parent >= 0)[:, None, :]
+    sibling = torch.where(beside, number[:, None], n).amin(1)
+    shape = retrieve_index.shape
+    positions.view(-1, n).copy_(ancestor.sum(-1) + verified_seq_len[:, None])
+    retrieve_index.copy_(torch.arange(batch_size * n).view(shape))
+    retrieve_next_token.copy_(child.where(child < n, -1).view(shape))
+    retrieve_next_sibling.copy_(sibling.where(sibling < n, -1).view(shape))
+
+
+def verify_greedily(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+    topk: int = -1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Follows each tree from its root for as long as one of the drafted tokens is what the target predicts.
+
+    Stands for `verify_tree_greedy_func` (sglang/kernels/ops/speculative/spec_tree.py).
+
+    Args:
+        predicts: [R * n] int32, out: what the target predicts behind each accepted token.
+        accept_index: [R, depth] int32, out: numbers of the accepted tokens within the batch, the root first; what is
+            behind them stays.
+        accept_token_num: [R] int32, out: accepted tokens besides the root.
+        candidates: [R, n], the drafted tokens; the first of each request is its root, which holds already.
+        retrieve_index: [R, n], a token's number within the batch.
+        retrieve_next_token, retrieve_next_sibling: [R, n], see `describe_trees`.
+        target_predict: [R, n], the target's prediction behind each token.
+
+    Returns:
+        The three outputs.
+    """
+    for request, accepted in enumerate(accept_index):
+        place, found = 0, [0]
+        while len(found) < len(accepted):
+            token = target_predict[request, place]
+            following = int(retrieve_next_token[request, place])
+            while following >= 0 and candidates[request, following] != token:
+                following = int(retrieve_next_sibling[request, following])
+            if following < 0:
+                break
+            place = following
+            found.append(place)
+        numbers = retrieve_index[request, found]
+        accepted[: len(found)] = numbers.to(accepted.dtype)
+        predicts[numbers.long()] = target_predict[request, found].to(predicts.dtype)
+        accept_token_num[request] = len(found) - 1
+    return predicts, accept_index, accept_token_num
+
+
+def _columns(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and column of each place in the ranges [start, end), both [total] int64."""
+    lengths = (end - start).long()
+    request = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    before = lengths.cumsum(0) - lengths
+    return request, torch.arange(len(request)) + (start - before)[request]

@@ -1,0 +1,54 @@
+"""Speculative decoding on plain CPUs: torch in the place of kernels that are compiled for GPUs alone (`drafts`).
+
+SGLang parts: the kernels' modules in sglang/kernels/ops/speculative, and the modules that import from them by name.
+Everything else of SGLang's speculative decoding runs unchanged.
+
+Drafted tokens are verified greedily, whatever a request's temperature, as SGLang's own engine for CPUs does
+(`_verify_uses_greedy`, sglang/srt/speculative/eagle_utils.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sglang_triattn.patches.cpu import drafts
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+NGRAM = "NGRAM"
+
+
+def install(algorithm: str) -> None:
+    """Called before SGLang imports the worker of `algorithm`, once in each process that drafts."""
+    if algorithm != NGRAM:
+        return
+    reconstruct_tree = import_tree()
+    from sglang.srt.mem_cache import allocation, memory_pool
+    from sglang.srt.speculative import eagle_utils, spec_utils
+
+    reconstruct_tree.reconstruct_indices_from_tree_mask_func = drafts.describe_trees
+    allocation.assign_req_to_token_pool_func = drafts.write_rows
+    memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = _move_by_torch
+    spec_utils.fill_front_out_cache_loc_func = drafts.front_slots
+    spec_utils.fill_accept_out_cache_loc_func = drafts.accepted_slots
+    eagle_utils.verify_tree_greedy_func = drafts.verify_greedily
+    eagle_utils._verify_uses_greedy = lambda **_: True
+
+
+def _move_by_torch(self: MHATokenToKVPool) -> None:
+    """Has a pool move accepted tokens by SGLang's own torch path, in place of warming up a kernel."""
+    self._kv_copy_config, self.use_native_move_kv_cache = None, True
+
+
+def import_tree() -> Any:
+    """SGLang's module `reconstruct_tree`, which imports compiled kernels everywhere but on an XPU."""
+    from sglang.srt import utils
+
+    is_xpu = utils.is_xpu
+    utils.is_xpu = lambda: True
+    try:
+        return importlib.import_module("sglang.kernels.ops.speculative.reconstruct_tree")
+    finally:
+        utils.is_xpu = is_xpu

@@ -1,0 +1,128 @@
+"""Speculative decoding with drafts from the text itself (NGRAM), compressed."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs
+from oracle import TOLERANCE, Oracle, oracle_of
+from repeating import build_repeating_model, in_circle, outside_circle
+from storm import FLAGS, RETRACTING, retractions, storm
+
+DRAFTED = 6
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTED))
+# Equal tokens have equal values in the first layer, where the last bits of sums would decide which of them stay.
+SCORES_ALONE = ("--triattention-value-share", "0")
+# SGLang drafts trees, and chains where pages are larger than one slot.
+PAGES = {1: ("--page-size", "1"), 16: ("--page-size", "16", "--speculative-ngram-max-bfs-breadth", "1")}
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory):
+    return build_repeating_model(tmp_path_factory.mktemp("repeating"))
+
+
+@pytest.fixture
+def drafting(probed, repeating):
+    """`drafting(page_size)` returns the Client of a compressing server that drafts, and the steps of its probe."""
+    return lambda page_size: probed(*NGRAM, *PAGES[page_size], *SCORES_ALONE, model=repeating)
+
+
+def computed_before(steps: list[dict]) -> list[int]:
+    """How many tokens of a request were computed before each step that verifies drafts."""
+    return [request["known"] - 1 for step in steps for request in step["requests"]]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_logits_and_acceptance(drafting, repeating, page_size):
+    """Prevents wrong positions and masks of drafted tokens after a round, K/V of accepted ones that a round loses, and
+    drafts that no longer hold because of it."""
+    client, steps = drafting(page_size)
+    client.flush()
+    steps()
+    ids = prompt(5, 12) + in_circle(38)
+    response = client.generate(ids, 460, logprobs=True)
+    report, frozen = compression(response), len(ids) - len(ids) % page_size
+    assert report["frozen_length"] == frozen
+    output = response["output_ids"]
+    everything = ids + output[:-1]
+    assert output == in_circle(460, 38)
+
+    done = computed_before(steps())
+    assert done[0] == len(ids)
+    account = oracle_of(repeating)
+    account.value_share = 0.0
+    runs = list(zip(done, [*done[1:], len(everything)], strict=True))
+    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs)
+    assert report["rounds"] == rounds >= 10
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    dense = Oracle(**{**vars(account), "budget": 10_000})
+    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs)
+    assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+    # All that a step drafts holds, from where the circle has been seen to the end, before and after rounds alike.
+    accepted = [end - start for start, end in runs if start > len(ids) + 24]
+    assert set(accepted[:-1]) == {DRAFTED}
+
+
+def test_answers_equal_those_without_drafts(drafting, serve, repeating):
+    """Prevents drafts from changing an answer over ten rounds, whether they hold or not."""
+    client, _ = drafting(1)
+    plain = serve("--page-size", "1", *SCORES_ALONE, model=repeating)
+    circle = in_circle(30)
+    assert client.generate(circle, 400)["output_ids"] == plain.generate(circle, 400)["output_ids"]
+    compared = 0
+    for ids in (prompt(6, 40), prompt(7, 21), prompt(9, 33)):
+        client.flush()  # it also forgets drafts
+        ours, theirs = (each.generate(ids, 430, logit_bias=outside_circle()) for each in (client, plain))
+        # Only where no draft holds do rounds come after the same tokens.
+        if not ours["meta_info"]["spec_num_correct_drafts"]:
+            assert ours["output_ids"] == theirs["output_ids"]
+            assert compression(ours) == compression(theirs)
+            assert compression(ours)["rounds"] >= 10
+            compared += 1
+    assert compared
+
+
+def test_bit_identical_below_the_trigger(drafting, serve, repeating):
+    """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
+    client, _ = drafting(1)
+    plain = serve(*NGRAM, *PAGES[1], model=repeating, compressed=False)
+    for server in (client, plain):
+        server.flush()
+    for ids in (prompt(1, 60), in_circle(30), prompt(2, 9) + in_circle(20, 7)):
+        ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for name in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", "spec_num_correct_drafts"):
+            assert ours["meta_info"][name] == theirs["meta_info"][name], name
+        assert ours["output_ids"] == theirs["output_ids"]
+
+
+def test_a_conversation_goes_on(drafting):
+    """Prevents a row that is kept with drafted tokens in it, and a turn whose drafts stand at wrong places."""
+    client, _ = drafting(16)
+    named = {"custom_params": {"triattention": {"conversation": "talk"}}}
+    ids = prompt(8, 20) + in_circle(20)
+    first = client.generate(ids, 200, **named)
+    assert compression(first)["conversation_kept"]
+    ids = ids + first["output_ids"] + in_circle(10, 220)
+    second = client.generate(ids, 200, **named)
+    assert compression(second)["conversation"] == "resumed"
+    assert second["output_ids"] == in_circle(200, 230)
+    assert compression(second)["evicted_tokens"] > compression(first)["evicted_tokens"]
+    assert_pool_is_whole(client)
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_storm(serve, repeating, page_size):
+    """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while
+    they are prefilled."""
+    pool = ("--max-total-tokens", "1024", *FLAGS)
+    client = serve(*NGRAM, *PAGES[page_size], *pool, model=repeating, env=RETRACTING)
+    _, finished = storm(client, 7, 60, (24, BUDGET), 1500, conversations=6)
+    assert len(finished) > 30
+    assert retractions(finished) > 3
+    assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 100
+    assert client.totals()["rounds"] > 20
+    assert_pool_is_whole(client)

@@ -1,0 +1,51 @@
+"""A model that repeats itself, so that drafts from its own text hold, and whose log-probabilities still show every
+token that it attends to.
+
+A few tokens follow one another in a circle, whatever stands before them: the tiny model's logits get one term more for
+the successor. All others keep their logits, which move by several units when a token is evicted or misplaced.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tiny_model import TinyModel, build_tiny_model, save_random_stats
+
+FIRST, LENGTH = 10, 24
+"""The circle's first token and how many it has."""
+
+LOUDNESS, OTHERS = 6.0, 0.3
+"""How much more its tokens, and how much less attention and MLPs, contribute than in the tiny model: the successor
+then leads by at least 2 in the logits."""
+
+
+def build_repeating_model(folder: Path) -> TinyModel:
+    """Writes the model and random statistics for it."""
+    from sglang_triattn.model.rope import rope_of_transformers
+
+    tiny = build_tiny_model(folder)
+    model = tiny.load()
+    circle = torch.arange(LENGTH)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= OTHERS
+            layer.mlp.down_proj.weight *= OTHERS
+        embedding = model.model.embed_tokens.weight
+        embedding[FIRST + circle] *= LOUDNESS
+        model.lm_head.weight[FIRST + (circle + 1) % LENGTH] += embedding[FIRST + circle]
+    model.save_pretrained(tiny.path)
+    torch.manual_seed(0)
+    save_random_stats(tiny, rope_of_transformers(model.model, model.config))
+    return tiny
+
+
+def in_circle(length: int, start: int = 0) -> list[int]:
+    """`length` tokens of the circle."""
+    return [FIRST + (start + place) % LENGTH for place in range(length)]
+
+
+def outside_circle() -> dict[str, float]:
+    """A bias that keeps an answer out of the circle, where the model does not repeat itself."""
+    return {str(token): -1000.0 for token in in_circle(LENGTH)}

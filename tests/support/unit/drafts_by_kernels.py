@@ -1,0 +1,109 @@
+"""The torch functions of `patches/cpu/drafts.py` against SGLang's Triton kernels; run under Triton's interpreter.
+
+See tests/unit/patches/test_cpu_drafts.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+from sglang.srt.mem_cache import allocation
+
+from sglang_triattn.patches.cpu import drafts
+from sglang_triattn.patches.cpu.speculation import import_tree
+
+REQUESTS, DRAFTED, ROWS, COLUMNS = 5, 7, 9, 64
+
+
+@pytest.fixture(params=range(4))
+def random(request):
+    return torch.Generator().manual_seed(request.param)
+
+
+def integers(random, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(high, shape, generator=random)
+
+
+def trees(random, branching: bool) -> torch.Tensor:
+    """[REQUESTS, DRAFTED, DRAFTED] bool: each token's ancestors and itself; chains unless `branching`."""
+    mask = torch.zeros(REQUESTS, DRAFTED, DRAFTED, dtype=torch.bool)
+    for tree in mask:
+        for token in range(DRAFTED):
+            if token:
+                tree[token] = tree[int(integers(random, token, 1)) if branching else token - 1]
+            tree[token, token] = True
+    return mask
+
+
+def described(describe, mask: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.full((REQUESTS, DRAFTED), -7) for _ in range(4)]
+    describe(mask.flatten(), lengths, found[0].view(-1), *found[1:], REQUESTS, DRAFTED)
+    return found
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_trees(random, branching):
+    """Prevents drafted tokens at wrong positions, and links that lead elsewhere."""
+    mask, lengths = trees(random, branching), integers(random, 1000, REQUESTS)
+    kernel = import_tree().reconstruct_indices_from_tree_mask_triton
+    ours, theirs = (described(describe, mask, lengths) for describe in (drafts.describe_trees, kernel))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_verification(random, branching):
+    """Prevents tokens that are accepted though the model says another, and the other way round."""
+    _, index, following, sibling = described(drafts.describe_trees, trees(random, branching), torch.zeros(REQUESTS))
+    # Two tokens, so that most drafts hold for a while.
+    candidates, predicted = (integers(random, 2, REQUESTS, DRAFTED) for _ in range(2))
+
+    def verified(verify):
+        predicts = torch.zeros(REQUESTS * DRAFTED, dtype=torch.int32)
+        accepted = torch.full((REQUESTS, DRAFTED), -1, dtype=torch.int32)
+        number = torch.empty(REQUESTS, dtype=torch.int32)
+        verify(predicts, accepted, number, candidates, index, following, sibling, predicted)
+        return predicts, accepted, number
+
+    ours, theirs = verified(drafts.verify_greedily), verified(spec_tree.verify_tree_greedy_triton)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+    assert ours[2].max() > 1
+
+
+def test_slots(random):
+    """Prevents K/V of drafted tokens that is written to, or moved between, other slots than the row names."""
+    rows = integers(random, 10_000, ROWS, COLUMNS).int()
+    row, start = torch.randperm(ROWS, generator=random)[:REQUESTS], integers(random, 40, REQUESTS)
+    slots = drafts.read_rows(
+        req_pool_indices=row,
+        req_to_token=rows,
+        start_offset=start,
+        end_offset=start + DRAFTED,
+        batch_size=REQUESTS,
+        draft_token_num=DRAFTED,
+        device="cpu",
+    )
+    expected = torch.empty(REQUESTS * DRAFTED, dtype=torch.int64)
+    cache_locs.assign_extend_cache_locs[(REQUESTS,)](row, rows, start, start + DRAFTED, expected, COLUMNS, 8)
+    assert torch.equal(slots, expected)
+
+    lengths = integers(random, DRAFTED, REQUESTS)
+    written = integers(random, 10_000, int(lengths.sum()))
+    ours, theirs = rows.clone(), rows.clone()
+    drafts.write_rows(row, ours, start, start + lengths, written, REQUESTS)
+    allocation.assign_req_to_token_pool[(REQUESTS,)](row, theirs, start, start + lengths, written, COLUMNS, 8)
+    assert torch.equal(ours, theirs)
+
+    number = 1 + integers(random, DRAFTED, REQUESTS).int()
+    ours, theirs = (torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64) for _ in range(2))
+    drafts.front_slots(number, slots, ours)
+    cache_locs.fill_front_out_cache_loc_func(number, slots, theirs)
+    assert torch.equal(ours, theirs)
+
+    index = torch.where(torch.arange(DRAFTED) < number[:, None], integers(random, len(slots), REQUESTS, DRAFTED), -1)
+    ours, theirs = (torch.zeros(index.numel(), dtype=torch.int64) for _ in range(2))
+    drafts.accepted_slots(index, slots, ours, index.numel())
+    eagle.fill_accept_out_cache_loc_func(index, slots, theirs, index.numel())
+    assert torch.equal(ours, theirs)
