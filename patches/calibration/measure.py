@@ -83,7 +83,9 @@ class _Run:
         self._scheduler = scheduler
         self._job = job
         self._sums = sums
+        # Ranks with attention data parallelism measure the same texts: their passes are of equal size, as they must be.
         self._group = scheduler.tp_group
+        self._heads = scheduler.dp_tp_group
         self._on_progress = on_progress or (lambda done, most: None)
         self._done_tokens = 0
         self._unsaved = 0
@@ -162,7 +164,7 @@ class _Run:
 
     def _total(self) -> Sums:
         """Sums over all heads and all tokens so far."""
-        parts = self._group.all_gather_object(self._sums.read())
+        parts = self._heads.all_gather_object(self._sums.read())
         return join_runs(None if parts[0] is None else join_heads(parts), self._before.sums)
 
 
@@ -199,7 +201,9 @@ def _capture(layers: Sequence[AttentionLayer], sums: QuerySums) -> Iterator[None
                 f"attention {reason} and become final only within its backend: calibrate with another "
                 "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
             )
-        positions = call.batch.positions[: call.query.shape[0]]
+        # Attention data parallelism fills batches up to a common size.
+        number = call.batch._original_num_tokens
+        positions = call.batch.positions[: call.query.shape[0] if number is None else number]
         sums.add(place, call.heads(len(positions)), positions)
 
     with watching_queries(layers, see):

@@ -92,20 +92,29 @@ def started(serve, tiny, family, *flags, env=None):
     return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
 
 
-def compare_with_account(serve, folder, family: str, page_size: int, selection: str) -> list[dict[str, int]]:
+def compare_with_account(
+    serve, folder, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str] | None = None
+) -> list[dict[str, int]]:
     """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
+
+    Args:
+        flags, env: of the server, besides.
 
     Returns:
         What compression reports of each.
     """
     tiny, account = prepared(folder, family)
     account.selection = selection
+    if "--triattention-value-share" in flags:
+        account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     tokens = 280
     if page_size > 16:
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
         tokens = 450
-    client = started(serve, tiny, family, "--page-size", str(page_size), "--triattention-selection", selection)
+    client = started(
+        serve, tiny, family, "--page-size", str(page_size), "--triattention-selection", selection, *flags, env=env
+    )
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
     client.generate(stem, 1)

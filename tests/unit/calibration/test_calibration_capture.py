@@ -41,7 +41,10 @@ def attend(query: torch.Tensor, **extra) -> tuple[Recorder, Backend]:
     sums, backend = Recorder(), Backend()
     layer = RadixAttention(HEADS, HEAD_DIM, 1.0, HEADS, layer_id=2)
     forward = SimpleNamespace(
-        positions=torch.arange(5, 5 + TOKENS), forward_mode=ForwardMode.EXTEND, global_num_token_non_padded_cpu=None
+        _original_num_tokens=None,
+        positions=torch.arange(5, 5 + TOKENS),
+        forward_mode=ForwardMode.EXTEND,
+        global_num_token_non_padded_cpu=None,
     )
     key = torch.zeros(TOKENS, HEADS * HEAD_DIM)
     with forward_context(ForwardContext(backend)), _capture([AttentionLayer(layer)], sums):
