@@ -58,7 +58,6 @@ SETTINGS = (
     ),
     Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
     Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
-    Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
     Refusal("dcp_size", _many, _OTHER_POOL),
     Refusal("attn_cp_size", _many, _OTHER_POOL),
     Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),

@@ -136,7 +136,10 @@ class EagerBatch:
     def _forward(self, positions: Sequence[int] | None = None) -> torch.Tensor:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-        runner = self._scheduler.tp_worker.model_runner
+        scheduler = self._scheduler
+        runner = scheduler.tp_worker.model_runner
+        # With attention data parallelism, ranks tell one another the sizes of their batches.
+        scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(self._batch)
         forward = ForwardBatch.init_new(self._batch, runner, return_hidden_states_before_norm=False)
         if positions is not None:
             forward.positions = torch.tensor(positions, dtype=forward.positions.dtype, device=forward.positions.device)

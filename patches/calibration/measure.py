@@ -95,7 +95,9 @@ class _Run:
         self._scheduler = scheduler
         self._job = job
         self._sums = sums
+        # Ranks with attention data parallelism measure the same texts: their passes are of equal size, as they must be.
         self._group = scheduler.tp_group
+        self._heads = scheduler.dp_tp_group
         self._on_progress = on_progress or (lambda done, most: None)
         self._done_tokens = 0
         self._unsaved = 0
@@ -174,7 +176,7 @@ class _Run:
 
     def _total(self) -> Sums:
         """Sums over all heads and all tokens so far."""
-        parts = self._group.all_gather_object(self._sums.read())
+        parts = self._heads.all_gather_object(self._sums.read())
         return join_runs(None if parts[0] is None else join_heads(parts), self._before.sums)
 
 

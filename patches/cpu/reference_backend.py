@@ -66,6 +66,9 @@ class ReferenceBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        return 1
+
     # Without SGLang's further keywords: what they ask for must not be left out in silence.
     def forward_extend(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -61,7 +61,7 @@ def served_shape(scheduler: Scheduler) -> ModelShape:
     Raises:
         UnsupportedModel: `read_shape` or `match_rotation` refuses.
     """
-    runner, ranks = scheduler.tp_worker.model_runner, scheduler.tp_group.world_size
+    runner, ranks = scheduler.tp_worker.model_runner, scheduler.dp_tp_group.world_size
     layers = scored_layers(attention_layers(runner.model))
     ropes = read_ropes(runner.model, layers[0].attention.head_dim)
     position = min(POSITION, scheduler.model_config.context_len - 1)

@@ -95,7 +95,7 @@ class Compressor:
         self._mover = mover
         self._conversations = conversations
         # With kept sets per head, each rank would give the tree a different part of a row.
-        self._alike_on_ranks = config.selection in SHARED or scheduler.tp_group.world_size == 1
+        self._alike_on_ranks = config.selection in SHARED or scheduler.dp_tp_group.world_size == 1
 
     @property
     def strategies(self) -> tuple[str, ...]:

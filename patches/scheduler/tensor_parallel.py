@@ -2,6 +2,9 @@
 
 SGLang part: `GroupCoordinator` (sglang/srt/distributed/parallel_state.py). Plans depend on token counts, which are
 equal on all ranks, so every rank comes here for the same requests in the same order.
+
+With attention data parallelism, the ranks of `dp_tp_group` hold the heads of one batch, and run its rounds. All ranks
+of `tp_group` run every forward pass together, and so whatever passes a launch makes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 def own_heads(scheduler: Scheduler, q_heads: int) -> slice:
     """This rank's query heads, among all `q_heads` of the model."""
-    group = scheduler.tp_group
+    group = scheduler.dp_tp_group
     count = q_heads // group.world_size
     return slice(group.rank_in_group * count, (group.rank_in_group + 1) * count)
 
@@ -57,7 +60,7 @@ class RankMerge:
 
 def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
     """What merges the ranks' importance; None on a single rank, or if every head has its own kept set."""
-    group = scheduler.tp_group
+    group = scheduler.dp_tp_group
     return None if group.world_size == 1 or selection not in SHARED else RankMerge(group, selection)
 
 

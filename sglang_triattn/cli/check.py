@@ -26,8 +26,8 @@ ALIASES = {
     "pipeline_parallel_size": "pp_size",
 }
 _KNOWN = {refusal.field for refusal in (*SETTINGS, *BESIDE_SPECULATION)}
-# These change what is refused, though none is refused by itself.
-_TOGETHER = {"dp_size", "enable_dp_attention"}
+# Over how many ranks --tp-size splits a head, follows from these.
+_TOGETHER = {"attn_dp_size", "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
 
 
@@ -64,12 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.stats != AUTO:
         others.append(flag("stats"))
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
-    server = Server(
-        config,
-        arguments.page_size,
-        arguments.tp_size,
-        given,
-    )
+    server = Server(config, arguments.page_size, _ranks(arguments.tp_size, given.pop("attn_dp_size", 1)), given)
     verdict = judge(content, arguments.model, server)
     if arguments.json:
         print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))
@@ -124,6 +119,16 @@ def _read_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         given["attn_dp_size"] = given.get("dp_size", 1)
     given.pop("dp_size", None)
     return given, others
+
+
+def _ranks(tp_size: int, attn_dp_size: int) -> int:
+    """Ranks that share the heads of one batch. Raises TriAttentionError if attention data parallelism does not fit."""
+    if attn_dp_size < 1 or tp_size % attn_dp_size:
+        raise TriAttentionError(
+            f"--tp-size {tp_size} does not split into {attn_dp_size} groups for attention data parallelism: use a "
+            "number that divides it."
+        )
+    return tp_size // attn_dp_size
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

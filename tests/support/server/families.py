@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +255,9 @@ FAMILIES = {
         },
     ),
 }
+# Every token takes every expert, so that no rounding decides which.
+_EVERY = {**FAMILIES["qwen3-moe"].settings, "num_experts_per_tok": 4}
+FAMILIES["qwen3-moe-all"] = replace(FAMILIES["qwen3-moe"], settings=_EVERY, seed=4)
 
 
 def config_of(family: str) -> transformers.PreTrainedConfig:

@@ -111,11 +111,16 @@ def compare_with_account(
 ) -> list[dict[str, int]]:
     """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
 
+    Args:
+        flags, env: of the server, besides.
+
     Returns:
         What compression reports of each.
     """
     tiny, account = prepared(folder, family)
     account.selection = selection
+    if "--triattention-value-share" in flags:
+        account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     tokens = 280
     if page_size > 16:
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.

@@ -134,8 +134,16 @@ def test_harmless_values_of_refused_settings(run_check):
     flags = "--pp-size 1 --disaggregation-mode null --attention-backend fa3 --model-impl auto --dp 4"
     assert run_check("qwen3-32b", *flags.split())[0] == 0
     assert run_check("qwen3-32b", "--enable-dp-attention", "--dp-size", "1")[0] == 0
-    status, output, _ = run_check("qwen3-32b", "--enable-dp-attention", "--data-parallel-size", "2")
-    assert (status, output.split()[:2]) == (1, ["--attn-dp-size", "2"])
+
+
+def test_attention_data_parallelism(run_check):
+    """Prevents KV of a rank counted as if --tp-size split the heads, and groups that ranks do not fill."""
+    split = [
+        run_check("qwen3-32b", "--tp-size", "4", *flags.split())[1] for flags in ("", "--enable-dp-attention --dp 2")
+    ]
+    assert ("on each of 4 GPUs" in split[0], "on each of 2 GPUs" in split[1]) == (True, True)
+    _, output, error = run_check("qwen3-32b", "--tp-size", "4", "--attn-dp-size", "3")
+    assert (output, "does not split into 3 groups" in error) == ("", True)
 
 
 def test_other_names_are_those_of_sglang():

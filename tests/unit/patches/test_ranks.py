@@ -14,7 +14,7 @@ def scheduler(rank: int, others: torch.Tensor | None = None, ranks: int = 2) -> 
     def all_gather(own: torch.Tensor, dim: int) -> torch.Tensor:
         return torch.cat([own, others], dim)
 
-    return SimpleNamespace(tp_group=SimpleNamespace(rank_in_group=rank, world_size=ranks, all_gather=all_gather))
+    return SimpleNamespace(dp_tp_group=SimpleNamespace(rank_in_group=rank, world_size=ranks, all_gather=all_gather))
 
 
 def test_ranks_share_the_heads_out():

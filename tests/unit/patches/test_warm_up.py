@@ -61,6 +61,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
         schedule_stream=Stream("schedule", device),
         tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        dp_tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
         metrics_collector=None,
         token_to_kv_pool_allocator=None,
     )
@@ -241,7 +242,7 @@ class Ranks(SimpleNamespace):
 def test_all_ranks_refuse_where_one_does(monkeypatch):
     """Prevents a hanging launch: a rank that fails on its own never joins the others' gather."""
     scheduler = pretended()
-    scheduler.tp_group = Ranks(other="The other rank is out of memory.")
+    scheduler.tp_group = scheduler.dp_tp_group = Ranks(other="The other rank is out of memory.")
 
     def build(*arguments):
         *_, merge, _ = arguments

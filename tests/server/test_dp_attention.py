@@ -1,0 +1,57 @@
+"""Attention data parallelism: each group of ranks has its own requests, and all run each forward pass together."""
+
+from __future__ import annotations
+
+import pytest
+import requests
+
+from family_servers import compare_with_account, modules_of, prepared, started
+from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
+from storm import FLAGS, RETRACTING, retractions, storm
+
+FAMILY = "qwen3-moe-all"
+TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+# The first layer is scored here, where equal tokens have equal values: which goes first, an account does not know.
+KEYS_ALONE = ("--triattention-value-share", "0")
+BACKEND = ("--attention-backend", "torch_reference")
+
+
+def rounds_of_groups(client) -> list[int]:
+    """Rounds so far in each group of ranks, in any order."""
+    states = requests.get(client.url + "/server_info", timeout=60).json()["internal_states"]
+    return [state["triattention"]["rounds"] for state in states]
+
+
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "shared-mean"), (16, "per-layer-head")])
+def test_logits(serve, tmp_path, page_size, selection):
+    """Prevents heads of another group's batch from being scored, and a merge that waits for a group without a round."""
+    compare_with_account(serve, tmp_path, FAMILY, page_size, selection, *TWO_GROUPS, *KEYS_ALONE, env=two_cores())
+
+
+def test_answers_and_storm(serve, tmp_path):
+    """Prevents answers below the budget from differing from plain SGLang's, a group without requests from being left
+    behind by rounds of the other, and leaks in either pool."""
+    tiny, account = prepared(tmp_path, FAMILY)
+    flags = (*TWO_GROUPS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
+    client = started(serve, tiny, FAMILY, *flags, env={**two_cores(), **RETRACTING})
+    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(FAMILY)), "TORCHDYNAMO_DISABLE": "1"}
+    plain = serve(*BACKEND, *flags, env={**two_cores(), **RETRACTING, **modules}, model=tiny, compressed=False)
+    for seed in (1, 2):
+        ours, theirs = (server.generate(prompt(seed, 30), 24, logprobs=True) for server in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        assert ours["output_ids"] == theirs["output_ids"]
+        assert (served_logprobs(ours)[0] == served_logprobs(theirs)[0]).all()
+    serve.stop(plain)
+
+    # Group 1 is idle meanwhile.
+    sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+    answer = client.post("/generate", input_ids=prompt(3, 30), sampling_params=sampling, routed_dp_rank=0)
+    assert compression(answer.json())["rounds"] > 0, answer.text
+    assert [rounds > 0 for rounds in sorted(rounds_of_groups(client))] == [False, True]
+
+    _, finished = storm(client, 1, 60, (48, account.budget), 900, conversations=4)
+    assert len(finished) > 30
+    assert retractions(finished) > 3
+    assert min(rounds_of_groups(client)) > 10
+    assert_pool_is_whole(client)
+    serve.stop(client)
