@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve check test soak-properties kernels lint ruff types python help
+.PHONY: setup model quality-model demo serve check test soak-properties kernels upstream dist lint ruff types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -45,6 +45,12 @@ soak-properties: ## random histories under random settings for STEPS=100000 step
 
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py
+
+upstream: ## say what the newest SGLang, or VERSION=..., would break
+	@$(ENV) && "$$py" tools/upstream.py $(if $(VERSION),--version $(VERSION))
+
+dist: ## build the sdist and the wheel of the last commit into dist/, and check them
+	@$(ENV) && "$$py" tools/build_dist.py
 
 lint: ruff types ## ruff and the type checker
 

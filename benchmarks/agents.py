@@ -117,13 +117,13 @@ def main() -> None:
     with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
         args = ["--max-total-tokens", str(POOL), "--enable-triattention", "--triattention-stats", stats]
         args += ["--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
-        with serving(model, args, Path(logs) / "server.log") as url:
+        with serving(model, args, Path(logs) / "server.log") as server:
             for name in ("exact", "continued"):
-                agents = run_agents(url, turns, shared, tokens, name == "continued")
+                agents = run_agents(server.url, turns, shared, tokens, name == "continued")
                 results[name] = {"agents": agents, **summary(agents)}
             for result in results.values():
                 agents = result.pop("agents")
-                result["cold_answers"] = equal_cold(url, agents, tokens)
+                result["cold_answers"] = equal_cold(server.url, agents, tokens)
                 result["answers_equal_cold"] = result["cold_answers"] == AGENTS * turns
     rows = [
         [turn + 1, *(results[name][key][turn] for key in ("prefilled_tokens_per_turn", "ttft_ms_per_turn")

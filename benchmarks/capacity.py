@@ -111,8 +111,8 @@ def main() -> None:
         for run in range(runs):
             for name, measured in results.items():
                 log = Path(logs) / f"{name}-{run}.log"
-                with serving(model, server_args(name == "compressed", stats), log) as url:
-                    measured.append(measure(url, tokens))
+                with serving(model, server_args(name == "compressed", stats), log) as server:
+                    measured.append(measure(server.url, tokens))
     medians = {name: median_of(measured) for name, measured in results.items()}
     shown = [key for key in medians["plain"] if key != "timeline"]
     print_table(["server", *shown], [[name, *(row[key] for key in shown)] for name, row in medians.items()])

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 RESULTS = Path(__file__).parent / "results"
+COLORS = {"plain": "#cc6677", "compressed": "#4477aa"}
 
 
 def bars(axes, labels: list[str], values: list[float], line: float | None = None) -> None:
@@ -67,7 +68,7 @@ def draw_compact(content: dict, path: Path) -> None:
 
 def draw_capacity(content: dict, path: Path) -> None:
     figure, axes = pyplot.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
-    for name, color in (("plain", "#cc6677"), ("compressed", "#4477aa")):
+    for name, color in COLORS.items():
         seconds, running, used = zip(*content[name]["timeline"], strict=True)
         axes[0].plot(seconds, running, color=color, label=name)
         axes[1].plot(seconds, used, color=color, label=name)
@@ -137,6 +138,55 @@ def draw_quality(content: dict, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
+def draw_serve(content: dict, path: Path) -> None:
+    """Decode steps and rates by context, and the steps at rounds."""
+    figure, (steps, rates, rounds) = pyplot.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
+    for name, color in COLORS.items():
+        rows = [row for row in content["context"] if row["server"] == name]
+        lengths = [row["context"] for row in rows]
+        steps.plot(lengths, [row["itl_p50_ms"] for row in rows], "o-", color=color, label=name)
+        steps.plot(lengths, [row["itl_p99_ms"] for row in rows], "--", color=color, linewidth=1)
+        rates.plot(lengths, [row["tokens_per_second"] for row in rows], "o-", color=color, label=name)
+    for axes, label in ((steps, "ms between tokens (dashed: p99)"), (rates, "tokens per second")):
+        axes.set_ylim(0)
+        axes.set_xlabel(f"context, tokens; {content['context'][0]['requests']} request(s) at once")
+        axes.set_ylabel(label)
+        axes.legend(fontsize=8)
+    kinds = {"itl_p50_ms": "median", "itl_p99_ms": "p99", "worst_at_round_ms": "longest at a round"}
+    rows = {row["server"]: row for row in content["rounds"]}
+    labels = [f"{name}: {label}" for label in kinds.values() for name in COLORS]
+    bars(rounds, labels, [rows[name][key] for key in kinds for name in COLORS])
+    rounds.set_xlabel(f"ms between tokens, {rows['plain']['requests']} requests at once")
+    machine, setting = content["machine"], content["setting"]
+    where = machine["gpu"] if machine["gpu"] != "none" else machine["cpu"]
+    figure.suptitle(f"{setting['model']}, budget {setting['budget']}, {where}", fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def draw_soak(content: dict, path: Path) -> None:
+    """Memory, the pool's books and latencies over time."""
+    samples, latencies, setting = content["samples"], content["latencies"], content["setting"]
+    figure, (memory, books, times) = pyplot.subplots(3, 1, figsize=(9, 8), sharex=True, layout="constrained")
+    seconds = [sample["seconds"] for sample in samples]
+    for row in content["memory"]:
+        values = [sample[f"{row['process']} MB"] for sample in samples]
+        memory.plot(seconds, [value - values[0] for value in values], label=f"{row['process']}, {values[0]:,.0f} MB")
+    memory.set_ylabel("resident memory, MB more\nthan at the start")
+    for key, label in (("used", "in use"), ("kv_evictable", "cached, evictable")):
+        books.plot(seconds, [sample[key] for sample in samples], linewidth=1, label=label)
+    books.axhline(setting["pool"], color="black", linestyle="--", linewidth=1)
+    books.set_ylabel("KV slots")
+    for key in ("ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"):
+        times.plot([row["from_s"] for row in latencies], [row[key] for row in latencies], "o-", label=key)
+    times.set_yscale("log")
+    times.set_ylabel("ms")
+    times.set_xlabel("seconds")
+    for axes in (memory, books, times):
+        axes.legend(fontsize=8)
+    figure.suptitle(f"{setting['model']}, {setting['clients']} clients, {content['machine']['cpu']}", fontsize=9)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
 DRAWN = {
     "score_traffic": draw_traffic,
     "score_speed": draw_speed,
@@ -144,6 +194,8 @@ DRAWN = {
     "capacity": draw_capacity,
     "gpu_decode": draw_decode,
     "quality": draw_quality,
+    "serve": draw_serve,
+    "soak": draw_soak,
 }
 
 

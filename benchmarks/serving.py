@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+import prepare_model
 from server import running_server
-from tiny_model import build_tiny_model
+from tiny_model import END, TinyModel, build_tiny_model
 
 # As large as in real models, whose logits take a noticeable part of a decode step.
 VOCABULARY = 32768
@@ -27,14 +29,46 @@ def prepared_model(model: str | None, stats: str | None):
         return
     with tempfile.TemporaryDirectory() as folder:
         tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY)
+        write_tokenizer(tiny)
         yield str(tiny.path), str(tiny.stats)
 
 
+def demonstration_model() -> tuple[str, str]:
+    """(model, statistics): SmolLM2-135M, as `make model` prepares it."""
+    model, stats = prepare_model.prepare()
+    return str(model), str(stats)
+
+
+def write_tokenizer(tiny: TinyModel) -> None:
+    """Gives each token id a word, for servers that return text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f" w{index}": index for index in range(VOCABULARY)}, unk_token=" w0"))
+    words.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f" w{END}").save_pretrained(tiny.path)
+
+
+def threads() -> dict[str, str]:
+    """The environment of a server on CPUs: one thread fewer than there are cores, and nothing on a GPU.
+
+    SGLang's other processes and the client need the last core; threads that wait for one another spin.
+    """
+    if torch.accelerator.is_available():
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
+
+
 @contextmanager
-def serving(model: str, args: Sequence[str], log: Path):
-    """URL of a server that takes token ids, with the SGLang memory checks that a user has."""
-    common = ["--skip-tokenizer-init", "--random-seed", "1"]
+def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | None = None, tokenizer: bool = False):
+    """A running server that takes token ids, with the SGLang memory checks that a user has.
+
+    Args:
+        env: added to the environment.
+        tokenizer: whether it returns text, too.
+    """
+    common = ["--random-seed", "1", *(() if tokenizer else ("--skip-tokenizer-init",))]
     if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]
-    with running_server(model, [*common, *args], log_path=log) as server:
-        yield server.url
+    with running_server(model, [*common, *args], env, log) as server:
+        yield server

@@ -12,9 +12,15 @@ from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 class Mover:
     """Brings kept tokens into the private slots that their requests keep.
 
+    Attributes:
+        token_bytes: bytes of one token's keys and values in all layers.
+
     Args:
         k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are.
         kernels: whether to use the Triton kernel; by default if the pool is on a CUDA device.
+
+    Attributes:
+        begun: calls of `move` so far, also of those that raised.
 
     Raises:
         ValueError: the kernel cannot read or move what the pool holds.
@@ -27,8 +33,10 @@ class Mover:
         *,
         kernels: bool | None = None,
     ) -> None:
+        self.begun = 0
         self._layers = len(k_buffers)
         k, v = k_buffers[0], v_buffers[0]
+        self.token_bytes = sum(buffer[0].nbytes for buffer in (*k_buffers, *v_buffers))
         alike = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
         # One launch for both, unless keys and values differ in dtype, shape or strides.
         groups = [[*k_buffers, *v_buffers]] if alike else [list(k_buffers), list(v_buffers)]
@@ -61,6 +69,7 @@ class Mover:
         Raises:
             ValueError: the strategy is unknown.
         """
+        self.begun += 1
         if self._pools is None:
             sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
             for group in self._buffers:

@@ -17,6 +17,20 @@ from sglang_triattn.errors import TriAttentionError
 
 SGLANG_VERSION = "0.5.23"
 ONLY_THIS = "SGLANG_PLUGINS=triattention,triattention_cpu"
+MISSING, CHANGED = "missing", "changed"
+
+
+class TargetError(TriAttentionError):
+    """A target is MISSING, or CHANGED: it takes other parameters than the hook was written for.
+
+    Attributes:
+        status: which of them.
+        found: what is there instead, without advice.
+    """
+
+    def __init__(self, status: str, found: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.found = status, found
 
 
 @dataclass(frozen=True)
@@ -109,20 +123,25 @@ def check_version() -> None:
 
 
 def check_target(hook: Hook) -> None:
-    """Raises TriAttentionError unless the hook's target exists with the expected parameters."""
+    """Raises TargetError unless the hook's target exists with the expected parameters."""
     try:
         function = resolve(hook.target)
         found = list(inspect.signature(function).parameters)
     except Exception as error:
-        raise TriAttentionError(
-            f"SGLang has no usable {hook.target} ({type(error).__name__}: {error}), which sglang-triattn must hook: "
-            f"reinstall sglang=={SGLANG_VERSION}."
+        why = f"{type(error).__name__}: {error}"
+        raise TargetError(
+            MISSING,
+            why,
+            f"SGLang has no usable {hook.target} ({why}), which sglang-triattn must hook: reinstall "
+            f"sglang=={SGLANG_VERSION}.",
         ) from error
     if found != hook.expected:
-        raise TriAttentionError(
+        raise TargetError(
+            CHANGED,
+            f"takes ({', '.join(found)}), not ({', '.join(hook.expected)})",
             f"{hook.target} takes ({', '.join(found)}), but sglang-triattn was written for "
             f"({', '.join(hook.expected)}): reinstall sglang=={SGLANG_VERSION}, and remove any plugin that "
-            "replaces this function."
+            "replaces this function.",
         )
 
 

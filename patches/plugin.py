@@ -79,10 +79,11 @@ def _enable_main(server_args: ServerArgs) -> None:
     # These import SGLang's server.
     from sglang_triattn.patches import hooks, request_validation
     from sglang_triattn.patches.launch import handshake
-    from sglang_triattn.patches.observability import reporting
+    from sglang_triattn.patches.observability import reporting, stopped
 
     launch.check_at_resolution()
     hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
+    stopped.watch_health()
 
 
 def _caller() -> tuple[str, ServerArgs] | None:

@@ -11,14 +11,15 @@ SGLang's chat and completion endpoints wait for the first chunk, so an error in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.server_args import config_of
+from sglang_triattn.patches.observability.metrics import Refusals
 from sglang_triattn.patches.scheduler.request import kinds_of
-from sglang_triattn.request.options import KEY, read_request, with_media
+from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 # Fields of a request to /generate are named after what they hold.
 _MEDIA = ("image", "video", "audio")
+_refusals = Refusals()
 
 
 def main_hooks() -> list[Hook]:
     """Hooks for the main process."""
     return [
+        *_refusals.hooks(),
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
             "after",
@@ -77,12 +80,25 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
     return await original(obj, request)
 
 
-def _check(
-    config: Config, custom_params: Mapping[str, Any] | None, beam_width: int | None, media: Collection[str]
-) -> None:
+def _check(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+    """Raises TriAttentionError for what a client must not ask for, and counts it.
+
+    Args:
+        custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
+    """
+    try:
+        _check_settings(config, custom_params, beam_width, media)
+    except RequestError as error:
+        _refusals.count(error.reason)
+        raise
+
+
+def _check_settings(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
     asked = with_media(read_request(config, custom_params), media)
-    if asked.conversation is not None and (beam_width or 1) > 1:
-        raise TriAttentionError(
+    # SGLang itself refuses a width that is no number.
+    if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
+        raise RequestError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
-            "compressed and leaves no row behind: leave one of the two out."
+            "compressed and leaves no row behind: leave one of the two out.",
+            CONFLICT,
         )

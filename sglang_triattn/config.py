@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.profiles import HELP, METAVAR, complete
 
 ENABLE = "enable_triattention"
 SWITCH = "--" + ENABLE.replace("_", "-")
@@ -22,7 +23,6 @@ RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
-
 
 # Smallest value of each whole-number setting.
 _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
@@ -42,6 +42,8 @@ class Config:
     tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that a round
     evicts are a multiple (else 1).
 
+    `profile` only says where values come from: `read_settings` has put them in.
+
     Raises:
         TriAttentionError: a value has the wrong type or range, or the values contradict one another.
     """
@@ -58,6 +60,7 @@ class Config:
     pressure_budget: int | None = None
     conversation_ttl: int = 600
     value_share: float = cast("float", None)  # likewise
+    profile: str | None = None
     window: int = 0
     round_to: int = 1
 
@@ -170,12 +173,8 @@ OPTIONS = (
         "query statistics of the model: a file made by `sglang-triattn calibrate`, or auto, which takes them from the "
         "user's cache or measures them at launch",
     ),
-    Option(
-        "budget",
-        int,
-        "TOKENS",
-        "tokens of a request that a round keeps",
-    ),
+    Option("profile", str, METAVAR, HELP, default_note="none"),
+    Option("budget", int, "TOKENS", "tokens of a request that a round keeps"),
     Option("interval", int, "TOKENS", "tokens that a request may grow past the budget before a round"),
     Option(
         "recent",
@@ -288,7 +287,7 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
                 f"{flag(min(given))} has no effect without --enable-triattention: add that flag, or leave this out."
             )
         return None
-    return Config(**given)
+    return Config(**complete(given))
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

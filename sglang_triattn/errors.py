@@ -1,4 +1,6 @@
-"""The exception for user errors, and a one-line form of any other error's message."""
+"""The exception for user errors, and short forms of what its messages quote."""
+
+import reprlib
 
 
 class TriAttentionError(ValueError):
@@ -7,6 +9,23 @@ class TriAttentionError(ValueError):
     The message is one sentence for the user: what is wrong, what was expected, what to do. Command-line tools print it
     without a traceback; `sglang.Engine` raises it unchanged.
     """
+
+
+_QUOTES = reprlib.Repr()
+_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 2, 64, 64, 64
+_QUOTES.maxlist = _QUOTES.maxtuple = _QUOTES.maxdict = 8
+LONGEST_QUOTE = 200
+
+
+def quoted(value: object) -> str:
+    """A value for a message: its repr in ASCII, at most LONGEST_QUOTE characters, whatever a client or file gave."""
+    try:
+        text = _QUOTES.repr(value)
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits.
+        text = f"of type {type(value).__name__}"
+    text = text.encode("ascii", "backslashreplace").decode()
+    return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 3]}..."
 
 
 def first_line(error: BaseException) -> str:

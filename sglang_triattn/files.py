@@ -1,7 +1,8 @@
-"""Atomic file writes: a file appears complete or not at all."""
+"""Atomic file writes: a file appears complete or not at all. And whose files may be believed."""
 
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,20 +16,36 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     Raises:
         OSError or SafetensorError: it cannot be written; `path` is then unchanged.
     """
-    temporary = None
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    # Refuses a name that exists, links included.
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        os.close(handle)
+        # It puts a private file in the place of this one.
         save_file(dict(tensors), temporary, dict(metadata))
-        # mkstemp creates private files; files meant to be shared follow the umask.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
-        temporary = None
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+def who_else_writes(path: Path) -> str | None:
+    """Who besides this user and root decides what is in a file or folder, for a sentence; None if nobody does.
+
+    A link counts as what it leads to, and what does not exist is nobody's. A group may write: many systems give each
+    user a group of their own.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}"
+    return "can be written by everybody" if found.st_mode & stat.S_IWOTH else None
 
 
 def remove_unfinished(path: Path) -> None:

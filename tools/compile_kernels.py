@@ -29,14 +29,9 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "0"
 
 from env import cache_root
+from sglang_triattn.kernels.trial_compile import FLOATS, POINTERS
 
 ARCHITECTURES = (80, 90, 100)
-POINTERS = {
-    "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "phases": "*fp32",
-    "coefficients": "*fp32", "spread": "*fp32", "unrotated": "*fp32", "rotates": "*fp32", "scores": "*fp32",
-    "moments": "*fp32", "importance": "*fp32", "kept": "*i64", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
-}  # fmt: skip
-FLOATS = ("min_std", "factor", "beyond")
 
 
 def combinations(architecture: int) -> Iterator[tuple[str, dict]]:

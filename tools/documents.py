@@ -14,7 +14,10 @@ HEADING = re.compile(r"(#+) (.*)")
 
 def documents() -> list[Path]:
     """Every document of the project that is meant for people."""
-    own = (README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+    own = (
+        README,
+        *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")),
+    )
     return [*own, *sorted(DOCS.glob("*.md"))]
 
 

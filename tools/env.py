@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 MINIMUM_PYTHON = (3, 11)
@@ -26,7 +27,7 @@ MARKER = "environment-complete"
 CHECKOUT_STAMP = "checkout.json"
 
 
-def fail(sentence: str) -> None:
+def fail(sentence: str) -> NoReturn:
     """Exits the program with one sentence for the user."""
     raise SystemExit(f"error: {sentence}")
 

@@ -24,6 +24,16 @@ START_TIMEOUT_S = 600
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
 
+# SGLang's own checks of its books, as variables of a server's environment: they end the scheduler at the first slot or
+# row that is lost, owned twice or freed twice.
+MEMORY_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
+    "SGLANG_DEBUG_MEMORY_POOL": "1",
+}
+
 
 class ServerError(RuntimeError):
     """The server did not come up; the message is for the user."""

@@ -79,9 +79,10 @@ def __getattr__(name: str):
                 server_args.max_total_tokens = POOL_TOKENS
 
         def init_backend(self) -> None:
-            from sglang_triattn.patches.cpu import backend_choice
+            from sglang_triattn.patches.cpu import backend_choice, experts
 
             backend_choice.register()
+            experts.install()
             host_tier.install()
 
     globals()[name] = PlainCpuPlatform

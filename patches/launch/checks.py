@@ -10,6 +10,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import check_model, check_settings, check_window_pool, window_of
 from sglang_triattn.patches.launch.model_config import check_model_file
+from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.stats.file import load_stats
 
@@ -54,6 +55,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         is_wanted()
         settings = resolving_view(server_args)
         check_settings(settings)
+        hook_workers(settings.tokenizer_worker_num)
         check_model_file(settings)
         model = model_config_of(server_args)
         check_model(model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import BESIDE_WINDOW_POOL, ENVIRONMENT, SETTINGS
 from sglang_triattn.model.kinds import served_window
-from sglang_triattn.model.support import has_covered_pool, refused_model
+from sglang_triattn.model.support import has_covered_pool, has_covered_widths, refused_model
 from sglang_triattn.model.vision import is_covered
 
 if TYPE_CHECKING:
@@ -102,6 +102,9 @@ def unsupported(model: ModelConfig) -> str | None:
             model.use_ngram_embedding or model.use_engram,
             "its embeddings look up the tokens before by the length of the row, which a round changes",
         ),
-        (model.head_dim != model.v_head_dim, "its keys and values have different widths"),
+        (
+            model.head_dim != model.v_head_dim and not has_covered_widths(model.hf_config.architectures),
+            "its keys and values have different widths",
+        ),
     )
     return next((reason for applies, reason in reasons if applies), None)

@@ -34,14 +34,15 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         rotation: of the layers that are scored.
 
     Raises:
-        TriAttentionError: an attention layer has a bias by position; all have a sliding window; their numbers of heads
-            differ; or there is KV that belongs to none of them.
+        TriAttentionError: an attention layer has a bias by position; all have a sliding window; those without one have
+            different numbers of heads; or there is KV that belongs to none of them.
     """
     layers = attention_layers(model_runner.model)
     scored = scored_layers(layers)
     first = scored[0]
     for layer in layers:
         layer.check()
+    for layer in scored:
         if layer.heads != first.heads:
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config

@@ -29,7 +29,7 @@ from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
 from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.request import beams_of, evicted_of
+from sglang_triattn.patches.scheduler.request import beams_of, decoded_in, evicted_of
 from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
-    from sglang_triattn.patches.scheduler.conversations import Conversation
+    from sglang_triattn.patches.scheduler.idle_rows import Conversation
     from sglang_triattn.patches.sglang_parts import BeamGroup, Scheduler
 
 VARIABLE = "SGLANG_TRIATTN_CHECK"
@@ -118,8 +118,9 @@ class Census:
         requests, idle = self._requests(running_batch, last_batch), self._conversations.idle()
         queued = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
         chunked = self._scheduler.chunked_req
-        decoding = {id(request) for batch in queued if batch.forward_mode.is_decode() for request in batch.reqs}
-        filling = {id(request) for batch in queued if batch.forward_mode.is_extend() for request in batch.reqs}
+        decoding = {id(request) for batch in queued for request in decoded_in(batch)}
+        filling = {id(request) for batch in queued for request in batch.reqs if batch.forward_mode.is_extend()}
+        filling -= {id(request) for batch in queued if batch.forward_mode.is_mixed() for request in decoded_in(batch)}
         lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding)
         fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
         if fault is None and last_batch is not None and last_batch is not running_batch:

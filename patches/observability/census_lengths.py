@@ -16,7 +16,7 @@ from sglang_triattn.patches.scheduler.request import beams_of, end_of_chunk, evi
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 
-    from sglang_triattn.patches.scheduler.conversations import Conversation
+    from sglang_triattn.patches.scheduler.idle_rows import Conversation
 
 
 @dataclass(frozen=True)

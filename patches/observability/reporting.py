@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.observability.stopped import hear
 from sglang_triattn.patches.scheduler.request import owner_of
 from sglang_triattn.rounds.plan import Report, Totals
 
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 KEY = "triattention"
+_STOPPED = "triattention_stopped"
 
 _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
 
-def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Hook]:
-    """Hooks for the scheduler process; `read()` returns its settings and totals, or None before it is built."""
+def scheduler_hooks(
+    read: Callable[[], tuple[Config, Totals] | None],
+    describe: Callable[[], dict[str, Any]],
+    stopped: Callable[[], str | None],
+) -> list[Hook]:
+    """Hooks for the scheduler process.
+
+    Args:
+        read: returns its settings and totals, or None before it is built.
+        describe: returns what else `/server_info` shows of a scheduler that is built.
+        stopped: returns why compression has stopped, or None.
+    """
 
     def add_to_log_line(parts: list[str], _: object) -> list[str]:
         found = read()
@@ -46,7 +58,8 @@ def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Ho
         found = read()
         if found is not None:
             config, totals = found
-            output.internal_state[KEY] = {**dataclasses.asdict(config), **dataclasses.asdict(totals)}
+            shown = {**dataclasses.asdict(config), **dataclasses.asdict(totals), **describe(), "stopped": stopped()}
+            output.internal_state[KEY] = shown
 
     components = "sglang.srt.managers.scheduler_components"
     return [
@@ -65,7 +78,7 @@ def scheduler_hooks(read: Callable[[], tuple[Config, Totals] | None]) -> list[Ho
         Hook(
             "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
             "after",
-            _add_to_outputs,
+            lambda streamer, _: reporting_streamer(streamer, stopped),
             "self",
         ),
     ]
@@ -83,15 +96,19 @@ def main_hooks() -> list[Hook]:
     ]
 
 
-def _add_to_outputs(streamer: type[SchedulerOutputStreamer], _: object) -> type[SchedulerOutputStreamer]:
-    """Makes SGLang's output streamer carry the report of each finished request."""
+def reporting_streamer(
+    streamer: type[SchedulerOutputStreamer], stopped: Callable[[], str | None]
+) -> type[SchedulerOutputStreamer]:
+    """A subclass of SGLang's output streamer that carries each finished request's report, and that of a stop."""
 
     class ReportingStreamer(streamer):
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
             reports = [(owner_of(req).report or _NOTHING).to_dict() if req.finished() else None for req in reqs]
-            return {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
+            info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
+            reason = stopped()
+            return info if reason is None else {**info, _STOPPED: [reason] * len(reqs)}
 
     return ReportingStreamer
 
@@ -106,8 +123,10 @@ def _add_to_meta_info(
     finish_reason: dict | None,
 ) -> None:
     """Puts a request's report into its `meta_info` as one object; SGLang would make a list of it."""
-    others = {key: values for key, values in customized_info.items() if key != KEY}
+    others = {key: values for key, values in customized_info.items() if key not in (KEY, _STOPPED)}
     original(manager, meta_info, state, others, index, finish_reason)
+    if _STOPPED in customized_info:
+        hear(customized_info[_STOPPED][index])
     report = customized_info.get(KEY, {index: None})[index]
     if report is not None:
         meta_info[KEY] = report

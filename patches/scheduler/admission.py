@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, growth_of, longest_answer, max_kv_tokens_of
+from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.request import (
     attach_options,
@@ -46,11 +48,13 @@ class Admission:
     Args:
         config: the server's settings.
         conversations: idle rows that new requests may resume.
+        breaker: says when compression has stopped: new requests are then scheduled as by plain SGLang.
     """
 
-    def __init__(self, config: Config, conversations: Conversations) -> None:
+    def __init__(self, config: Config, conversations: Conversations, breaker: Breaker) -> None:
         self._config = config
         self._conversations = conversations
+        self._breaker = breaker
         self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
 
     def hooks(self) -> list[Hook]:
@@ -87,8 +91,10 @@ class Admission:
         except TriAttentionError as error:
             req.set_finish_with_abort(str(error))
             options = CompressionOptions(None)
+        if self._breaker.reason is not None:
+            options = replace(options, settings=None)
         owner = attach_options(req, options)
-        if owner.conversation is not None:
+        if owner.conversation is not None and owner.settings is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
                 # If the conversation's row is gone by then, the history cannot be prefilled as a whole.

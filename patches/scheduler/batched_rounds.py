@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.kernels.compact.reference import cut_column, needs_order
+from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class Kind(NamedTuple):
@@ -38,6 +38,10 @@ class Kind(NamedTuple):
     strategy: str
     cut: int
     width: int
+
+    def most_moves(self, plan: Plan) -> int:
+        """Most tokens whose K/V a round copies, in each layer and head; how many it is, only the device knows."""
+        return 0 if self.strategy == "remap" else moves_of(self.strategy, self.num_kept, plan.private_length)
 
     def unordered_len(self, plan: Plan, before: int) -> int:
         """Entries at the front of a row that are out of order after a round; `before` is their number before it."""
@@ -75,6 +79,12 @@ class Launch:
             place = torch.arange(first, kind.num_kept, device=rows.device)
             source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
+
+    def put_back(self, rows: torch.Tensor) -> None:
+        """Undoes `close_up`, before anything of the rows is freed."""
+        row, frozen, lengths, _ = self.facts.unsqueeze(-1)
+        column = torch.arange(self.slots.shape[1], device=rows.device)
+        rows[row, frozen + column.minimum(lengths - 1)] = self.slots
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
         """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
@@ -141,6 +151,19 @@ def snapshot(rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Ca
         slots = rows[row, frozen + column.minimum(length - 1)]
         launches.append(Launch(kind, group, slots, part))
     return launches
+
+
+def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[Req, Plan]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch's `seq_lens_cpu` and `seq_lens` after `rounds` of some of its requests; others may be among them.
+
+    `orig_seq_lens`, the logical length, stays.
+    """
+    lost = {id(request): plan.evicted_tokens for request, plan in rounds}
+    evicted = [lost.get(id(request), 0) for request in batch.reqs]
+    # Members of a beam search come after the requests, and have no rounds.
+    evicted += [0] * (len(batch.seq_lens_cpu) - len(evicted))
+    on_host = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
+    return on_host, batch.seq_lens - to_device(evicted, batch.seq_lens.device)
 
 
 def to_device(values: list, device: torch.device) -> torch.Tensor:

@@ -13,8 +13,7 @@ The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. T
 - freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
   prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
 
-Without overlap there is one stream, and all of this is plain program order. Rounds are steered by token counts alone,
-which the host knows, so nothing waits for the device.
+Without overlap there is one stream, in program order. Only token counts steer rounds: nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -29,23 +28,25 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SHARED
-from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, snapshot, to_device
+from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, shortened, snapshot
 from sglang_triattn.patches.scheduler.bounds import reserved_of
+from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
 from sglang_triattn.patches.scheduler.request import (
     can_compact,
+    decoded_in,
     end_of_chunk,
     lengths_of,
     long_enough,
     owner_of,
     recent_of,
-    resume_behind,
     settings_in_use,
     wait_until_due,
-    write_row_length,
     write_tree_rule,
 )
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
@@ -68,13 +69,23 @@ class Compressor:
         scorer: reads the keys of the scheduler's KV pool.
         mover: moves K/V in that pool; None if rounds only rewrite rows, see `make_mover`.
         conversations: idle rows, which give way to running requests.
+        breaker: counts failures; by default one of its own.
     """
 
     def __init__(
-        self, scheduler: Scheduler, config: Config, scorer: Scorer, mover: Mover | None, conversations: Conversations
+        self,
+        scheduler: Scheduler,
+        config: Config,
+        scorer: Scorer,
+        mover: Mover | None,
+        conversations: Conversations,
+        breaker: Breaker | None = None,
     ) -> None:
         self.config = config
         self.totals = Totals()
+        self.times = Untimed()
+        self.breaker = breaker or Breaker()
+        self._recovery = Recovery(scheduler, self.breaker, self.totals, mover)
         self._scheduler = scheduler
         self._scorer = scorer
         self._allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
@@ -111,47 +122,73 @@ class Compressor:
     ) -> None:
         """Runs one round for every request that has outgrown its budget, or that must make room.
 
+        If that fails, see `failed_rounds`; raises only what the server cannot survive.
+
         Args:
             batch: SGLang's running ScheduleBatch.
             joining: the batch that was prefilled last and is about to join it, or None.
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
             around: a context to run planned rounds in; not entered if there are none.
         """
-        due = self._plan(batch.reqs)
-        pressed = early_rounds(self._scheduler, batch.reqs, joining, due, self._conversations.drop_one, self._windows)
-        due += pressed
-        self.totals.pressure_rounds += len(pressed)
-        rounds = [(batch.reqs[index], plan) for index, plan in due]
-        between_chunks = self._plan_chunked(chunked)
-        if chunked is not None and between_chunks is not None:
-            rounds.append((chunked, between_chunks))
-        if not rounds:
+        # Those of a mixed batch do not decode in the running batch for as long as prompts are being prefilled.
+        beside = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
+        requests = [*batch.reqs, *beside] if beside else batch.reqs
+        try:
+            attempt = self._plan_step(requests, joining, chunked)
+        except Exception as error:
+            self._recovery.from_plan(error, requests, chunked)
             return
+        if attempt is None:
+            return
+        rounds = attempt.rounds
         reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
-        with around:
-            self._compact(rounds)
-            if due:
-                self._shorten(batch, due)
-            if chunked is not None and between_chunks is not None:
-                resume_behind(chunked, between_chunks.new_length)
+        batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
+        with around, self.times.host():
+            try:
+                self._compact(attempt, batches)
+            except Exception as error:
+                self._recovery.from_rounds(error, attempt)
+            else:
+                self.breaker.succeeded()
         # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
         # slots it frees stay reserved for the same request's growth.
         if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
             batch.batch_is_full = False
 
-    def _kind_of(self, request: Req, plan: Plan) -> Kind:
-        moves = self._mover is not None
-        return kind_for(settings_in_use(request), plan, recent_of(request), moves=moves, page_size=self._page_size)
+    def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:
+        """The rounds of this step; None if there are none."""
+        due = self._plan(requests)
+        must = len(due)  # early rounds can wait
+        pressed = early_rounds(self._scheduler, requests, joining, due, self._conversations.drop_one, self._windows)
+        if self.breaker.reason is None:
+            due += pressed
+        running = [(requests[index], plan) for index, plan in due]
+        between_chunks = self._plan_chunked(chunked)
+        prefill = None if chunked is None or between_chunks is None else (chunked, between_chunks)
+        return Attempt(running, must, prefill) if running or prefill else None
 
-    def _compact(self, rounds: Sequence[tuple[Req, Plan]]) -> None:
-        """Runs the rounds of a step; however many launches they take, each stream waits for the other once."""
-        launches = snapshot(self._rows, rounds, self._kind_of)
+    def _kind_of(self, request: Req, plan: Plan) -> Kind:
+        settings, moves = settings_in_use(request), self._mover is not None
+        return kind_for(settings, plan, recent_of(request), moves=moves, page_size=self._page_size)
+
+    def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
+        """Runs the rounds of a step; however many launches they take, each stream waits for the other once.
+
+        What allocates comes before the slots are freed, so that hardly anything can fail afterwards.
+        """
+        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of)
+        attempt.shortened = [(batch, *shortened(batch, attempt.running)) for batch in batches if attempt.running]
         if self._windows is not None:
-            self._windows.before_rounds(launches)
-        with self._on_forward_stream(*(part for launch in launches for part in (launch.slots, launch.facts))):
-            done = [self.score_and_move(launch) for launch in launches]
+            attempt.cursors = self._windows.before_rounds(launches)
+        done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.facts)]
+        with self._on_forward_stream(*borrowed), self.times.device():
+            for launch in launches:
+                attempt.moves.append(self._recovery.moves_begun)
+                done.append(self.score_and_move(launch))
             positions = read_later(torch.cat([first for _, first in done]))
-        self._give_back(launches, [ordered for ordered, _ in done])
+        self._give_back(attempt, [ordered for ordered, _ in done])
+        attempt.settle()
+        self.totals.pressure_rounds += len(attempt.running) - attempt.must
         members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
         for place, (kind, request, plan) in enumerate(members):
             self._record(request, plan, kind, lambda place=place: positions()[place])
@@ -170,18 +207,21 @@ class Compressor:
         )  # fmt: skip
         return slots if ordered is None else ordered, frozen + unchanged
 
-    def _give_back(self, launches: Sequence[Launch], ordered: Sequence[torch.Tensor]) -> None:
+    def _give_back(self, attempt: Attempt, ordered: Sequence[torch.Tensor]) -> None:
         """Removes the emptied slots from the rows, and frees them."""
-        pairs = list(zip(launches, ordered, strict=True))
+        pairs = list(zip(attempt.launches, ordered, strict=True))
         # For the other strategies, the host knows which slots are emptied.
         remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
         if remapped:
             self._await_forward_stream(*remapped)
+        attempt.rewriting = True
         for launch, slots in pairs:
             launch.close_up(self._rows, slots)
         page_size = self._page_size
         freed = torch.cat([page for launch, slots in pairs for page in launch.emptied(slots, page_size)]).long()
-        self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
+        with all_or_nothing(self._allocator.available_size):
+            self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
+        attempt.freed = True
 
     def _plan(self, requests: Sequence[Req]) -> list[tuple[int, Plan]]:
         """(index, plan) of each due request."""
@@ -207,7 +247,8 @@ class Compressor:
         settings = settings_in_use(request)
         if plan_round(settings, **lengths_of(request, self._page_size)) is None:
             return None
-        self._scheduler.stash_chunked_request(request)
+        with unbroken("a chunk of a prefill has entered the tree"):
+            self._scheduler.stash_chunked_request(request)
         # The tree may have taken tokens that counted as private.
         return plan_round(settings, **lengths_of(request, self._page_size))
 
@@ -216,22 +257,8 @@ class Compressor:
         owner = owner_of(request)
         unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
-        self.totals.add(plan)
-        write_row_length(request, plan.new_length)
+        self.totals.add(plan, 0 if self._mover is None else kind.most_moves(plan) * self._mover.token_bytes)
         write_tree_rule(request)
-
-    def _shorten(self, batch: ScheduleBatch, due: list[tuple[int, Plan]]) -> None:
-        """Lowers the batch's physical lengths; `orig_seq_lens`, the logical length, stays.
-
-        The length tensors are replaced, never written, because queued work still refers to the old ones.
-        """
-        evicted = [0] * len(batch.seq_lens_cpu)
-        for index, plan in due:
-            evicted[index] = plan.evicted_tokens
-        batch.seq_lens_cpu = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
-        batch.seq_lens = batch.seq_lens - to_device(evicted, self._rows.device)
-        # SGLang computes the sum again if it is None, although it declares an int.
-        batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""

@@ -20,67 +20,46 @@ rank 0's clock.
 
 from __future__ import annotations
 
+import logging
 import time
-from array import array
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.breaker import all_or_nothing, check_survivable, said
+from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
 from sglang_triattn.patches.scheduler.request import (
     count_as_cached,
     free_tail,
     leave_row,
     owner_of,
     rows_of,
-    settings_of,
+    show_all_ids,
     take_row,
     tokens_tell_all,
-    wants_prompt_logprobs,
     write_row_length,
     write_tree_rule,
 )
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool
-from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, RowRecord, Stage
+from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
-    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
     from sglang_triattn.patches.sglang_parts import Scheduler
 
+logger = logging.getLogger(__name__)
+
 REMEMBERED = 4096
 """How many dropped conversations are remembered, so that their next turn is reported as lost."""
-
-
-@dataclass(eq=False)
-class Conversation:
-    """One idle row.
-
-    Attributes:
-        kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
-        lock: the tree lock on its frozen prefix, which ends at `last_node`.
-        ids: token ids of its logical positions.
-        owner: what else must match for K/V to be reused: adapter, extra key, salt.
-        record: what rounds did to it.
-        used: when its last turn arrived, in seconds.
-    """
-
-    kv: ReqKvInfo
-    lock: TreeLock | None
-    last_node: NodeId
-    ids: array
-    owner: tuple
-    record: RowRecord
-    used: float
 
 
 class Conversations:
     """All idle conversations of a scheduler, least recently used first.
 
     Attributes:
+        resumed: turns that resumed a row since the server started.
         windows: the window layers' own KV pool, if they have one.
     """
 
@@ -91,7 +70,13 @@ class Conversations:
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission has acquired.
         self._acquired: Conversation | None = None
+        self.resumed = 0
         self.windows: WindowPool | None = None
+
+    @property
+    def parked(self) -> int:
+        """Idle rows now."""
+        return len(self._idle)
 
     def hooks(self) -> list[Hook]:
         return [
@@ -122,12 +107,21 @@ class Conversations:
         name = owner.conversation
         if name is None or owner.stage is not Stage.ARRIVED or owner.start is not None:
             return False
-        idle = self._idle.get(name)
-        if idle is None or not _continues(idle, request):
+        try:
+            idle = self._idle.get(name)
+            if idle is None or not continues(idle, request):
+                return False
+            self._acquired = self._idle.pop(name)
+            owner.acquire(idle.record)
+            take_row(request, idle.kv, idle.last_node)
+        except Exception as error:
+            self._survive(error, f"conversation {name[:64]!r} could not be resumed, and starts afresh")
+            if self._acquired is not None:
+                self.rollback(request)
+                # The scheduler had looked the prompt up before.
+                show_all_ids(request)
+                request.init_next_round_input(self._scheduler.tree_cache)
             return False
-        self._acquired = self._idle.pop(name)
-        owner.acquire(idle.record)
-        take_row(request, idle.kv, idle.last_node)
         return True
 
     def rollback(self, request: Req) -> None:
@@ -135,7 +129,8 @@ class Conversations:
         owner = owner_of(request)
         # Both are set: an attempt has begun.
         self._idle[cast(str, owner.conversation)], self._acquired = cast(Conversation, self._acquired), None
-        owner.rollback()
+        if owner.stage is Stage.ACQUIRED:
+            owner.rollback()
         leave_row(request)
 
     def commit(self, request: Req) -> None:
@@ -145,6 +140,7 @@ class Conversations:
         owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
         write_tree_rule(request)
         if idle is not None:
+            self.resumed += 1
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)
@@ -157,6 +153,10 @@ class Conversations:
         if name in self._idle:
             self._drop(name)
             return DIVERGED
+        return self.start_without_row(name)
+
+    def start_without_row(self, name: str) -> str:
+        """How a conversation starts that has no row."""
         return LOST if name in self._lost else NEW
 
     def park(self, request: Req, report: Report) -> bool:
@@ -165,6 +165,13 @@ class Conversations:
         Args:
             report: on the request; `physical_length` entries of its row stay.
         """
+        try:
+            return self._park(request, report)
+        except Exception as error:
+            self._survive(error, "a conversation's row could not be kept")
+            return owner_of(request).kept
+
+    def _park(self, request: Req, report: Report) -> bool:
         owner, tree, physical = owner_of(request), self._scheduler.tree_cache, report.physical_length
         name = owner.conversation
         if name is None or owner.options.release or _was_aborted(request) or not tokens_tell_all(request):
@@ -174,17 +181,19 @@ class Conversations:
             return False
         if self.windows is not None and not self.windows.covers_window(request.kv, physical):
             return False
-        self._drop(name)
-        free_tail(request.kv, physical, tree)
-        write_row_length(request, physical)
         ids = (request.origin_input_ids + request.output_ids_through_stop)[: report.logical_length]
+        if not self._drop(name):
+            return False
+        with all_or_nothing(lambda: free_slots(self._scheduler)):
+            free_tail(request.kv, physical, tree)
+        write_row_length(request, physical)
         record = owner.park(report)
         self._idle[name] = Conversation(
             kv=request.detach_kv(),
             lock=request.lock,
             last_node=request.last_node,
             ids=ids,
-            owner=_owner(request),
+            owner=reuse_key(request),
             record=record,
             used=owner.arrived_at,
         )
@@ -192,12 +201,14 @@ class Conversations:
         self._lost.pop(name, None)
         return True
 
+    def drop_all(self) -> None:
+        """Drops every conversation."""
+        for name in list(self._idle):
+            self._drop(name)
+
     def drop_one(self) -> bool:
-        """Frees the memory of the least recently used conversation; False if there is none."""
-        if not self._idle:
-            return False
-        self._drop(next(iter(self._idle)))
-        return True
+        """Frees the memory of the least recently used conversation; False if there is none that can be dropped."""
+        return bool(self._idle) and self._drop(next(iter(self._idle)))
 
     def make_rows(self, waiting: list) -> None:
         """Drops conversations until every waiting request that cannot resume one finds a row.
@@ -221,17 +232,28 @@ class Conversations:
         """SGLang's records of the idle rows, for its own books."""
         return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
 
-    def _drop(self, name: str) -> None:
-        idle = self._idle.pop(name, None)
+    def _drop(self, name: str) -> bool:
+        """Gives a conversation's row back; True if it has none then. If its slots cannot be freed, it keeps the row.
+
+        Raises:
+            IntegrityError: it failed halfway.
+        """
+        idle = self._idle.get(name)
         if idle is None:
-            return
-        tree = self._scheduler.tree_cache
-        tree.free_kv_row(idle.kv, [(idle.kv.cache_protected_len, idle.kv.kv_allocated_len)])
-        tree.unlock(idle.lock)
-        # It frees the row of the record `kv`, and looks at nothing else of its argument.
-        self._scheduler.req_to_token_pool.free(cast("Req", idle))
-        idle.kv.mark_kv_released()
+            return True
+        try:
+            idle.free_slots(self._scheduler)
+        except Exception as error:
+            self._survive(error, "a conversation's row could not be freed")
+            return False
+        del self._idle[name]
+        idle.free_row(self._scheduler)
         self._remember_lost(name)
+        return True
+
+    def _survive(self, error: Exception, what: str) -> None:
+        check_survivable(self._scheduler, error)
+        logger.warning("TriAttention: %s (%s)", what, said(error))
 
     def _remember_lost(self, name: str) -> None:
         self._lost[name] = None
@@ -251,22 +273,6 @@ class Conversations:
 
     def _add_records(self, records: dict, _: object) -> dict:
         return {**records, **self.records()}
-
-
-def _continues(idle: Conversation, request: Req) -> bool:
-    ids = request.origin_input_ids + request.output_ids
-    return (
-        not wants_prompt_logprobs(request)
-        and tokens_tell_all(request)
-        and len(ids) > len(idle.ids)
-        and ids[: len(idle.ids)] == idle.ids
-        and idle.owner == _owner(request)
-        and settings_of(request) is not None
-    )
-
-
-def _owner(request: Req) -> tuple:
-    return request.lora_id, request.extra_key, request.cache_salt
 
 
 def _was_aborted(request: Req) -> bool:

@@ -61,7 +61,8 @@ def early_rounds(
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
     """KV slots, in whole pages, that the next decode step allocates; one per beam, at page size 1."""
     others = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
-    holders = [request for request in (*requests, *others) if request.kv.holds_kv and not request.finished()]
+    distinct = {id(request): request for request in (*requests, *others)}.values()
+    holders = [request for request in distinct if request.kv.holds_kv and not request.finished()]
     return page_size * sum(rows_of(request) for request in holders if request.kv.kv_allocated_len % page_size == 0)
 
 

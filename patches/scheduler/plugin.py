@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,14 +19,16 @@ from sglang_triattn.patches.model.layers import attention_layers, check_windows
 from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.patches.model.stats_source import find_stats
 from sglang_triattn.patches.model.workspace import Workspace
-from sglang_triattn.patches.observability import reporting
+from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
-from sglang_triattn.patches.observability.metrics import RoundMetrics
+from sglang_triattn.patches.observability.stopped import StoppedGauge
 from sglang_triattn.patches.scheduler import chunked_prefill, positions, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
+from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.patches.scheduler.request import give_up_waiting
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.rounds.plan import Totals
 from sglang_triattn.rounds.scoring import build_scorer
@@ -47,10 +49,13 @@ class Compression:
         self.config = config
         self.compressor: Compressor | None = None
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
-        self.metrics: RoundMetrics | None = None
+        self.metrics: metrics.RoundMetrics | None = None
+        self._scheduler: Scheduler | None = None
         self._workspace = Workspace(config)
         self._conversations = Conversations(config.conversation_ttl)
-        self._admission = Admission(config, self._conversations)
+        self._breaker = Breaker(self._on_stop)
+        self._gauge: StoppedGauge | None = None
+        self._admission = Admission(config, self._conversations, self._breaker)
         self._census = Census(self._conversations) if is_wanted() else None
         self._hooks = self._all_hooks()
 
@@ -75,12 +80,14 @@ class Compression:
             *window_pool.hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
-            *reporting.scheduler_hooks(self._read),
+            *reporting.scheduler_hooks(self._read, self._describe, lambda: self._breaker.reason),
+            *metrics.scheduler_hooks(lambda: self.metrics),
             *notices.WeightUpdates(self._read).hooks(),
             *(self._census.hooks() if self._census is not None else ()),
         ]
 
     def _on_built(self, _: object, scheduler: Scheduler, *__: object, **___: object) -> None:
+        self._scheduler = scheduler
         self._admission.attach(scheduler)
         self._conversations.attach(scheduler)
         try:
@@ -91,8 +98,10 @@ class Compression:
             return
         if self._census is not None:
             self._census.attach(scheduler)
-        if scheduler.metrics_collector is not None:
-            self.metrics = RoundMetrics(scheduler.metrics_collector.labels)
+        collector = scheduler.metrics_collector
+        if collector is not None and scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+            self.metrics = metrics.RoundMetrics(collector, scheduler, self.compressor, self._conversations)
+            self._gauge = StoppedGauge(collector.labels)
         logger.info("TriAttention is active: %s", self.compressor.config)
 
     def _start(self, scheduler: Scheduler) -> Compressor:
@@ -104,7 +113,7 @@ class Compression:
             stats = served_stats(scheduler, self.config)
         with agreed(scheduler), warm_up.in_one_sentence():
             compressor = build_compressor(
-                scheduler, self.config, stats, self._workspace.memory, self._conversations, merge
+                scheduler, self.config, stats, self._workspace.memory, self._conversations, merge, self._breaker
             )
             with nullcontext() if merge is None else merge.apart():
                 warm_up.rehearse(scheduler, compressor)
@@ -119,18 +128,34 @@ class Compression:
         if self.compressor is None:
             return
         self._conversations.make_rows(scheduler.waiting_queue)
-        if not (running_batch.reqs or scheduler.chunked_req):
+        mixed = last_batch is not None and last_batch.forward_mode.is_mixed()
+        if not (running_batch.reqs or mixed or scheduler.chunked_req):
             return
         around = nullcontext() if self._census is None else self._census.around_rounds(running_batch, last_batch)
         self.compressor.run_due_rounds(running_batch, joining=last_batch, chunked=scheduler.chunked_req, around=around)
         if self.metrics is not None:
-            self.metrics.publish(self.compressor.totals)
+            self.metrics.after_step()
+
+    def _on_stop(self) -> None:
+        """Nothing new is compressed any more; what runs goes on with its rows."""
+        self._conversations.drop_all()
+        give_up_waiting(cast("Scheduler", self._scheduler))
+        if self._gauge is not None:
+            self._gauge.stop()
 
     def _on_init_info(self, info: dict, _: object) -> dict:
         return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
     def _read(self) -> tuple[Config, Totals] | None:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
+
+    def _describe(self) -> dict[str, Any]:
+        """What `/server_info` says besides, once the scheduler is built."""
+        return {
+            "conversations_parked": self._conversations.parked,
+            "conversations_resumed": self._conversations.resumed,
+            **running.describe(cast("Scheduler", self._scheduler)),
+        }
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
@@ -161,6 +186,7 @@ def build_compressor(
     memory: torch.Tensor | None,
     conversations: Conversations,
     merge: RankMerge | None,
+    breaker: Breaker,
 ) -> Compressor:
     """Builds a compressor for a fully built scheduler; its config names the statistics in use.
 
@@ -168,6 +194,7 @@ def build_compressor(
         stats: from `served_stats`.
         memory: workspace for the scorer, see `Workspace`.
         merge: from `merge_over_ranks`.
+        breaker: counts failed rounds.
 
     Raises:
         ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
@@ -188,4 +215,5 @@ def build_compressor(
     )
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
-    return Compressor(scheduler, dataclasses.replace(config, stats=stats.source), scorer, mover, conversations)
+    config = dataclasses.replace(config, stats=stats.source)
+    return Compressor(scheduler, config, scorer, mover, conversations, breaker)

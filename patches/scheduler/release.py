@@ -71,6 +71,10 @@ class Rows:
             raise RuntimeError(f"request {req.rid} has evicted tokens, but its row is about to enter the tree")
         report = report_on(req, tree_cache.page_size)
         if owner.settings is None:
+            if owner.conversation is not None:
+                # It arrived after compression had stopped.
+                start = self._conversations.start_without_row(owner.conversation)
+                report = replace(report, conversation=start, conversation_kept=False)
             owner.report = report
             give_back(original, req, tree_cache, checkpoint=checkpoint)
             return

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
-from sglang_triattn.request.lifecycle import CompressedRequest
+from sglang_triattn.request.lifecycle import CompressedRequest, Stage
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align, frozen_length
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import MultimodalDataItem, Req, ReqKvInfo
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT, MultimodalDataItem, Req, ReqKvInfo, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
-    from sglang_triattn.patches.sglang_parts import BeamGroup
+    from sglang_triattn.patches.sglang_parts import BeamGroup, Scheduler
 
 _OWNER = "triattention"
 _SHORTENED = "triattention_shortened_ids"
@@ -70,6 +71,13 @@ def end_of_chunk(request: Req) -> int:
 def evicted_of(request: Req) -> int:
     """Tokens evicted from the request's current row."""
     return owner_of(request).evicted_tokens
+
+
+def decoded_in(batch: ScheduleBatch) -> list[Req]:
+    """The requests of a batch that decode a token in it; behind the others, if it prefills as well (mixed chunks)."""
+    if batch.forward_mode.is_decode():
+        return batch.reqs
+    return list(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else []
 
 
 def media_of(request: Req) -> set[str]:
@@ -170,6 +178,20 @@ def can_compact(request: Req) -> bool:
 # Writing to a request
 
 
+def give_up_waiting(scheduler: Scheduler) -> None:
+    """Has requests that wait for the first time scheduled as by plain SGLang, because compression has stopped.
+
+    Not those whose prompts only rounds would fit into the memory.
+    """
+    for request in scheduler.waiting_queue:
+        owner = owner_of(request)
+        fresh = owner.stage is Stage.ARRIVED and not request.retraction_count and request.to_finish is None
+        if fresh and owner.settings is not None and len(request.origin_input_ids) < scheduler.max_req_input_len:
+            request.skip_radix_cache_insert = owner.withheld
+            # Reads its options again, and limits its answer as for every request.
+            scheduler.init_req_max_new_tokens(request)
+
+
 def write_tree_rule(request: Req) -> None:
     """Allows SGLang to give the whole row to the tree, or forbids it; called after every transition."""
     request.skip_radix_cache_insert = not owner_of(request).tree_may_take_all
@@ -231,6 +253,35 @@ def show_all_ids(request: Req) -> None:
         # SGLang completes the array by its length, which is wrong now; given an empty one it starts over.
         request.full_untruncated_fill_ids = array("q")
         setattr(request, _SHORTENED, False)
+
+
+def end_with_error(request: Req, message: str, evicted: int = 0) -> None:
+    """Has SGLang end a running request with status 500, and keeps what it holds out of the tree.
+
+    SGLang computes one more step for it, whose token it does not send.
+
+    Args:
+        message: one sentence for the client.
+        evicted: tokens evicted from its row by a round that was not recorded.
+    """
+    owner_of(request).fail(evicted)
+    write_tree_rule(request)
+    request.to_finish = _server_error(message)
+    request.finished_len = len(request.output_ids)
+
+
+def end_prefill_with_error(scheduler: Scheduler, request: Req, message: str) -> None:
+    """The same for a request between two chunks of its prefill; SGLang ends it before the next step."""
+    owner_of(request).fail(0)
+    write_tree_rule(request)
+    request.discard_output_reason = _server_error(message)
+    scheduler._pending_chunked_abort_req = request
+
+
+def _server_error(message: str) -> FINISH_ABORT:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
 
 
 def free_tail(kv: ReqKvInfo, length: int, tree_cache: BasePrefixCache) -> None:

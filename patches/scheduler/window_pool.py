@@ -29,6 +29,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.scheduler.bounds import longest_answer
+from sglang_triattn.patches.scheduler.breaker import all_or_nothing
 from sglang_triattn.patches.scheduler.request import evicted_of
 from sglang_triattn.rounds.plan import ceil_align
 
@@ -119,16 +120,19 @@ class WindowPool:
         growth = self.peak - kv_private_swa_tokens(request.kv, self.page_size)
         return max(min(growth, ceil_align(left, self.page_size)), 0)
 
-    def before_rounds(self, launches: Iterable[Launch]) -> None:
-        """Frees the peers of all entries before the newest tokens, and moves the cursors as the rounds move the rest.
+    def before_rounds(self, launches: Iterable[Launch]) -> list[tuple[ReqKvInfo, int]]:
+        """Frees the peers of all entries before the newest tokens.
 
         Called before the rows change. In the page in which the newest tokens begin, a round may write K/V of others to
         the entries before them; their peers stay, are behind every window, and are never read.
 
+        Returns:
+            Each row's cursor after its round, which moves the rest up.
+
         Raises:
-            RuntimeError: a round would empty or overwrite what window layers still read.
+            RuntimeError: a round would empty or overwrite what window layers still read; nothing has changed.
         """
-        freed = []
+        freed, cursors = [], []
         for launch in launches:
             kind = launch.kind
             for request, plan in launch.rounds:
@@ -143,10 +147,14 @@ class WindowPool:
                 first, end = cursor_of(kv, self.page_size), newest - newest % self.page_size
                 if first < end:
                     freed.append(self._rows[kv.req_pool_idx, first:end])
-                set_cursor(kv, max(first, end) - plan.evicted_tokens)
+                cursors.append((kv, max(first, end), plan.evicted_tokens))
         if freed:
             # Each part is whole pages.
-            self._allocator.free_swa_segment(torch.cat(freed), start_pos=0)
+            with all_or_nothing(self._allocator.swa_available_size):
+                self._allocator.free_swa_segment(torch.cat(freed), start_pos=0)
+        for kv, cursor, _ in cursors:
+            set_cursor(kv, cursor)
+        return [(kv, cursor - evicted) for kv, cursor, evicted in cursors]
 
     def make_room(self, requests: Sequence[Req], needed: int, drop_one: Callable[[], bool]) -> None:
         """Sees to it that the next step finds `needed` slots, as far as that costs no running request its row.
@@ -157,7 +165,8 @@ class WindowPool:
         if needed <= self._free():
             return
         for request in requests:
-            slide_window(request, self._scheduler.tree_cache)
+            with all_or_nothing(self._allocator.swa_available_size):
+                slide_window(request, self._scheduler.tree_cache)
         while needed > self._free() and drop_one():
             pass
 

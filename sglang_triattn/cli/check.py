@@ -90,6 +90,8 @@ def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
     yield f"layers       {attention_words(layout)}; {layer.q_heads} query and {layer.kv_heads} KV heads"
     nothing = "nothing, because the value share 1 chooses by values alone"
     yield f"scored       {nothing if config.value_share == 1 else scored_words(layout)}"
+    if config.profile is not None:
+        yield f"profile      {config.profile}"
     yield (
         f"rounds       budget {config.budget:,}, interval {config.interval:,}, newest {config.recent:,} kept; "
         f"{config.selection} at page size {verdict.page_size}: {strategy_words(config, verdict.page_size)}"

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from sglang_triattn.cli import calibrate as calibrate_command
 from sglang_triattn.cli import check as check_command
+from sglang_triattn.cli import doctor as doctor_command
 from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
+from sglang_triattn.cli import top as top_command
+from sglang_triattn.cli import verify as verify_command
 from sglang_triattn.errors import TriAttentionError
 
 USER_ERROR = 2
@@ -54,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_stats(subcommands)
     _add_plan(subcommands)
     _add_check(subcommands)
+    _add_doctor(subcommands)
+    _add_verify(subcommands)
     _add_score_case(subcommands)
+    _add_top(subcommands)
     return parser
 
 
@@ -101,6 +107,27 @@ def _add_check(subcommands) -> None:
     check_command.add_options(parser)
 
 
+def _add_doctor(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "doctor",
+        help="say what is right and wrong with this installation",
+        description="Looks at versions, plugins, GPUs, kernels, kept statistics, and at everything in the installed "
+        "SGLang that this package hooks or uses. Exits with 1 if something is wrong. Starts no server.",
+    )
+    doctor_command.add_options(parser)
+
+
+def _add_verify(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "verify",
+        help="check on a live server that it compresses, and that its answers are still right",
+        description="Sends some twenty small requests to a server that compresses, and says for each check what was "
+        "seen. Needs nothing but its URL, and may run beside other users. The exit status is 0 if no check failed, 1 "
+        "if one failed, 2 if they could not be made; a check that is not tested, for the reason shown, does not fail.",
+    )
+    verify_command.add_options(parser)
+
+
 def _add_score_case(subcommands) -> None:
     parser = subcommands.add_parser(
         "score-case",
@@ -119,6 +146,15 @@ def _add_score_case(subcommands) -> None:
         help="what the keys are stored in (%(default)s)",
     )
     parser.set_defaults(run=_score_case)
+
+
+def _add_top(subcommands) -> None:
+    parser = subcommands.add_parser(
+        "top",
+        help="show what a running server holds",
+        description="Shows a server's running requests, pool, rounds and conversations, until Ctrl-C.",
+    )
+    top_command.add_options(parser)
 
 
 def _score_case(arguments: argparse.Namespace) -> None:

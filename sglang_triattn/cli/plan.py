@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 
 from sglang_triattn.capacity import WINDOW_SHARE, Capacity, Gpus, Workload, plan
-from sglang_triattn.config import BUDGET_SCOPES, Config
+from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.kinds import WINDOW
 from sglang_triattn.model.sizes import FP8_KV, WEIGHT_DTYPES, ModelSizes, load_config, read_sizes, weight_bytes
+from sglang_triattn.profiles import METAVAR
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
 _COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trace", "requests")
@@ -47,9 +48,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="KV cache of dense and compressed (%(default)s: what the config says)",
     )
+    parser.add_argument(
+        "--profile",
+        "--triattention-profile",
+        metavar=METAVAR,
+        help="as --triattention-profile; a budget or an interval given beside it wins",
+    )
     for name, default, text in (
-        ("budget", Config.budget, "as --triattention-budget"),
-        ("interval", Config.interval, "as --triattention-interval"),
+        ("budget", None, f"as --triattention-budget (the profile's, or {Config.budget})"),
+        ("interval", None, f"as --triattention-interval (the profile's, or {Config.interval})"),
         ("page-size", 1, "as SGLang's"),
         ("prompt", None, "tokens of a request's prompt, which stay (1024, or the length if less)"),
         ("length", None, "tokens of a request, prompt and output (32768, or the model's context limit if less)"),
@@ -129,7 +136,10 @@ def _workload(arguments: argparse.Namespace, sizes: ModelSizes) -> Workload:
 
 
 def _settings(arguments: argparse.Namespace) -> Config:
-    return Config(budget=arguments.budget, interval=arguments.interval, budget_scope=arguments.budget_scope)
+    given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "budget", "interval", "budget_scope")}
+    config = read_settings({ENABLE: True, **given})
+    assert config is not None
+    return config
 
 
 def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: Config) -> tuple[Gpus, str]:
@@ -184,7 +194,8 @@ def _facts(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, or
         f"weights      {_gib(gpus.weight_share)}{each} ({origin})",
         f"KV           {_gib(gpus.kv_bytes)}{each}, pages of {gpus.page_size}; with compression "
         f"{gpus.scratch_bytes >> 20} MiB less, for scoring",
-        f"compression  budget {config.budget:,} ({config.budget_scope}), interval {config.interval:,}",
+        f"compression  {f'{config.profile}: ' if config.profile else ''}budget {config.budget:,} "
+        f"({config.budget_scope}), interval {config.interval:,}",
         f"request      {workload.length:,} tokens, {workload.prompt:,} of them prompt",
     ]
 

@@ -28,8 +28,11 @@ _STATE_SPACE = (
     *("hybrid_override_pattern", "layers_block_type", "mamba2_"),
 )
 
+# SGLang reads the widths of keys and of values of these apart, and so do its pools.
+_ASYMMETRIC = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
+
 # Of the models whose window layers have a KV pool of their own, those that rounds are known to leave whole.
-_POOLS_COVERED = ("GptOssForCausalLM",)
+_POOLS_COVERED = ("GptOssForCausalLM", "Step3p5ForCausalLM", *_ASYMMETRIC)
 
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
@@ -65,6 +68,11 @@ _ARCHITECTURES: dict[str, tuple[Callable[[Fields], Any], str]] = {
 def has_covered_pool(architectures: list[str] | None) -> bool:
     """Whether rounds are known to leave whole the pool that window layers of the first of `architectures` have."""
     return bool(architectures) and architectures[0] in _POOLS_COVERED
+
+
+def has_covered_widths(architectures: list[str] | None) -> bool:
+    """Whether keys and values of the first of `architectures` may have different widths."""
+    return bool(architectures) and architectures[0] in _ASYMMETRIC
 
 
 def unsupported(config: Fields) -> str | None:
@@ -138,7 +146,8 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
             "its embeddings look up the tokens before by the length of the row, which a round changes",
         ),
         (
-            fields.get("v_head_dim") not in (None, 0, fields.get("head_dim")),
+            fields.get("v_head_dim") not in (None, 0, fields.get("head_dim"))
+            and not has_covered_widths([architecture(fields)]),
             "its keys and values have different widths",
         ),
     )

@@ -27,17 +27,14 @@ transition to SGLang's request.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.request.row_record import FirstEvicted, RowRecord
 from sglang_triattn.rounds.plan import Plan, Report
-
-FirstEvicted = Callable[[], int]
-"""Reads the first position of a row that no longer holds its original token after a round."""
 
 NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
 """How a conversation's turn started."""
@@ -57,50 +54,12 @@ class Stage(Enum):
     PUBLISHED = "gave its row back"
 
 
-@dataclass
-class RowRecord:
-    """What rounds did to one row. It stays with the row from one turn of a conversation to the next.
-
-    Attributes:
-        evicted_tokens: tokens evicted from the row.
-        unordered_len: entries at the front of the row that rounds have left out of order.
-        prompt_len: length of the prompt after which the private part began, that of the first turn.
-        first_evicted_pos: first position evicted by any round except those of `unread`; None before any.
-        unread: first evicted positions of the last two rounds, whose copies from the device may still be in flight.
-    """
-
-    prompt_len: int
-    evicted_tokens: int = 0
-    unordered_len: int = 0
-    first_evicted_pos: int | None = None
-    unread: tuple[FirstEvicted, ...] = ()
-
-    def add_round(self, evicted_tokens: int, first_evicted: FirstEvicted, unordered_len: int) -> None:
-        """Records a round, and reads the position of the round before the last, whose copy finished long ago."""
-        self.evicted_tokens += evicted_tokens
-        self.unordered_len = unordered_len
-        if len(self.unread) == 2:
-            oldest = self.unread[0]()
-            self.first_evicted_pos = oldest if self.first_evicted_pos is None else min(oldest, self.first_evicted_pos)
-        self.unread = (*self.unread[-1:], first_evicted)
-
-    def exact_prefix_len(self) -> int | None:
-        """Entries before the first evicted position of any head or layer; None if nothing was evicted.
-
-        These entries lie at their logical positions.
-        """
-        if not self.evicted_tokens:
-            return None
-        read = [position() for position in self.unread]
-        return min(read if self.first_evicted_pos is None else [*read, self.first_evicted_pos])
-
-
 class CompressedRequest:
     """One request, from arrival to end.
 
     Attributes:
         options: its options; `options.settings` is None if it is not compressed.
-        withheld: whether SGLang itself keeps its row out of the tree.
+        withheld: whether its row stays out of the tree, because SGLang says so or a round failed.
         stage: its current stage.
         record: record of the row it holds; None without a row.
         rounds, freed_slots: counts since its last admission.
@@ -231,6 +190,17 @@ class CompressedRequest:
         self.held_record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
+
+    def fail(self, evicted_tokens: int) -> None:
+        """ADMITTED -> ADMITTED: a round failed halfway; nothing of the row enters the tree, and the request must end.
+
+        Args:
+            evicted_tokens: those that the round has evicted.
+        """
+        self._leave(Stage.ADMITTED)
+        record, self.withheld = self.held_record, True
+        record.evicted_tokens += evicted_tokens
+        record.first_evicted_pos, record.unread = 0, ()
 
     def park(self, report: Report) -> RowRecord:
         """ADMITTED -> PARKED: its conversation takes over the row, cut to the computed entries, and the lock.

@@ -10,11 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_triattn.config import PROMPTS, Config
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted
 
 KEY = "triattention"
 FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "conversation", "release")
 LONGEST_NAME = 256
+
+
+UNKNOWN_FIELD, WRONG_VALUE, CONFLICT, MEDIA = REASONS = ("unknown_field", "wrong_value", "conflict", "media")
+"""Why a request is refused: a field that does not exist, one out of range or of the wrong type, fields that contradict
+each other or the request, media that compression does not cover."""
+
+
+class RequestError(TriAttentionError):
+    """A request that is refused; `reason` is one of REASONS."""
+
+    def __init__(self, sentence: str, reason: str = WRONG_VALUE) -> None:
+        super().__init__(sentence)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -32,25 +45,33 @@ class CompressionOptions:
     release: bool = False
 
 
-def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> CompressionOptions:
+def read_request(config: Config, custom_params: object) -> CompressionOptions:
     """Reads the options of one request.
 
     Args:
         config: the server's settings.
-        custom_params: from the request's sampling parameters; keys other than KEY are ignored.
+        custom_params: whatever the request's sampling parameters hold; keys other than KEY are ignored.
 
     Raises:
-        TriAttentionError: a field is unknown, of the wrong type, out of range, or contradicts another.
+        RequestError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
-    asked = (custom_params or {}).get(KEY)
+    if not custom_params:
+        return CompressionOptions(config)
+    if not isinstance(custom_params, Mapping):
+        raise RequestError(f"custom_params is {quoted(custom_params)}, but it must be an object.")
+    asked = custom_params.get(KEY)
     if asked is None:
         return CompressionOptions(config)
     if not isinstance(asked, Mapping):
-        raise TriAttentionError(f"custom_params.{KEY} is {asked!r}, but it must be an object with {', '.join(FIELDS)}.")
-    unknown = sorted(str(name) for name in asked if name not in FIELDS)
-    if unknown:
-        raise TriAttentionError(
-            f"custom_params.{KEY}.{unknown[0]} is not a setting of a request; these are {', '.join(FIELDS)}."
+        raise RequestError(
+            f"custom_params.{KEY} is {quoted(asked)}, but it must be an object with {', '.join(FIELDS)}."
+        )
+    unknown = min((str(name) for name in asked if name not in FIELDS), default=None)
+    if unknown is not None:
+        raise RequestError(
+            f"custom_params.{KEY}.{quoted(unknown)[1:-1]} is not a setting of a request; these are "
+            f"{', '.join(FIELDS)}.",
+            UNKNOWN_FIELD,
         )
     enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
     budget = _tokens(asked, "budget", max(config.window, 1), config.budget)
@@ -60,15 +81,16 @@ def read_request(config: Config, custom_params: Mapping[str, Any] | None) -> Com
     recent = _tokens(asked, "recent", config.window, budget, default=share)
     prompt = asked.get("prompt", config.prompt)
     if prompt not in PROMPTS:
-        raise TriAttentionError(f"custom_params.{KEY}.prompt is {prompt!r}, but it must be {' or '.join(PROMPTS)}.")
+        raise RequestError(f"custom_params.{KEY}.prompt is {quoted(prompt)}, but it must be {' or '.join(PROMPTS)}.")
     conversation = _name(asked)
     if release and conversation is None:
-        raise TriAttentionError(f"custom_params.{KEY}.release names no conversation: add the field conversation.")
+        raise RequestError(f"custom_params.{KEY}.release names no conversation: add the field conversation.", CONFLICT)
     if not enabled:
         if conversation is not None:
-            raise TriAttentionError(
+            raise RequestError(
                 f"custom_params.{KEY}.conversation does not work with enabled false, because only compressed requests "
-                "leave a row behind: leave one of the two out."
+                "leave a row behind: leave one of the two out.",
+                CONFLICT,
             )
         return CompressionOptions(None)
     pressure = config.pressure_budget
@@ -85,20 +107,22 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
         kinds: what it has, in lower case: image, video, audio.
 
     Raises:
-        TriAttentionError: compression does not cover them, or not together with a conversation.
+        RequestError: compression does not cover them, or not together with a conversation.
     """
     if not kinds or options.settings is None:
         return options
     others = sorted(set(kinds) - {"image"})
     if others:
-        raise TriAttentionError(
+        raise RequestError(
             f"The prompt has {others[0]}, but of what is not text compression covers images alone: leave it out, or "
-            f"set custom_params.{KEY}.enabled to false."
+            f"set custom_params.{KEY}.enabled to false.",
+            MEDIA,
         )
     if options.conversation is not None:
-        raise TriAttentionError(
+        raise RequestError(
             f"custom_params.{KEY}.conversation does not work with images, which are found by their places in a whole "
-            "prompt, and a resumed row is not one: leave one of the two out."
+            "prompt, and a resumed row is not one: leave one of the two out.",
+            CONFLICT,
         )
     return replace(options, settings=replace(options.settings, prompt="frozen"))
 
@@ -106,7 +130,7 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
 def _switch(asked: Mapping[str, Any], name: str, default: bool) -> bool:
     value = asked.get(name, default)
     if not isinstance(value, bool):
-        raise TriAttentionError(f"custom_params.{KEY}.{name} is {value!r}, but it must be true or false.")
+        raise RequestError(f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be true or false.")
     return value
 
 
@@ -114,19 +138,28 @@ def _name(asked: Mapping[str, Any]) -> str | None:
     if "conversation" not in asked:
         return None
     name = asked["conversation"]
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-        raise TriAttentionError(
-            f"custom_params.{KEY}.conversation is {str(name)[:64]!r}, but it must be a name of 1 to {LONGEST_NAME} "
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not _is_text(name):
+        raise RequestError(
+            f"custom_params.{KEY}.conversation is {quoted(name)}, but it must be a name of 1 to {LONGEST_NAME} "
             "characters."
         )
     return name
 
 
+def _is_text(name: str) -> bool:
+    """Whether it can be encoded; JSON may hold halves of surrogate pairs."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _tokens(asked: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:
     value = asked.get(name, most if default is None else default)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise TriAttentionError(
-            f"custom_params.{KEY}.{name} is {value!r}, but it must be a whole number of tokens from {least} to {most}, "
-            f"{'the budget' if name == 'recent' else 'what the server was started with'}."
+        raise RequestError(
+            f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be a whole number of tokens from {least} to "
+            f"{most}, {'the budget' if name == 'recent' else 'what the server was started with'}."
         )
     return value

@@ -142,14 +142,24 @@ def ceil_align(length: int, page_size: int) -> int:
 
 @dataclass
 class Totals:
-    """Sums over all requests since the server started; `pressure_rounds` counts those of `rounds` that ran early."""
+    """Sums over all requests since the server started.
+
+    Attributes:
+        pressure_rounds: those of `rounds` that ran early.
+        failed_rounds: rounds that failed; not among `rounds`.
+        moved_bytes: bytes of K/V that rounds copied, at most: a token that stays where it is may be among them. Counted
+            by servers alone.
+    """
 
     rounds: int = 0
     evicted_tokens: int = 0
     freed_slots: int = 0
     pressure_rounds: int = 0
+    failed_rounds: int = 0
+    moved_bytes: int = 0
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: Plan, moved_bytes: int = 0) -> None:
         self.rounds += 1
         self.evicted_tokens += plan.evicted_tokens
         self.freed_slots += plan.freed_slots
+        self.moved_bytes += moved_bytes

@@ -1,4 +1,7 @@
-"""A per-user cache of statistics between launches: one file per model, named by its fingerprint."""
+"""A per-user cache of statistics between launches: one file per model, named by its fingerprint.
+
+Neither read nor written where another user decides what is in it: statistics decide what is evicted.
+"""
 
 import fcntl
 import logging
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sglang_triattn.files import remove_unfinished, who_else_writes
 from sglang_triattn.stats.file import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ def load_cached(shape: ModelShape) -> QueryStats | None:
         return None
     path = cached_path(shape.fingerprint)
     try:
-        if not path.is_file():
+        if not path.is_file() or not _is_ours(path):
             return None
         stats = check_stats(load_stats(path), shape)
         if stats.scored_dims == shape.head_dim:
@@ -46,11 +50,30 @@ def load_cached(shape: ModelShape) -> QueryStats | None:
     return None
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether this user alone decides what is in a file of the cache, which may not exist; logs who else does.
+
+    Raises:
+        OSError: the file or a folder cannot be looked at.
+    """
+    for place in (path.parent.parent, path.parent, path):
+        who = who_else_writes(place)
+        if who is not None:
+            logger.warning(
+                "TriAttention does not use its cache, because %s %s: make it this user's own, or name a file with "
+                "--triattention-stats",
+                place,
+                who,
+            )
+            return False
+    return True
+
+
 def keep_stats(stats: QueryStats) -> Path | None:
     """Caches the statistics of a model for its next launch; returns the file, or None if that is not possible.
 
-    A folder that is full or read-only, or a model without a fingerprint, only means that the next launch measures
-    again.
+    A folder that is full, read-only or another user's, or a model without a fingerprint, only means that the next
+    launch measures again.
     """
     if stats.fingerprint is None:
         logger.warning("TriAttention keeps no statistics of this model, because it has no config.json to know it by")
@@ -58,6 +81,9 @@ def keep_stats(stats: QueryStats) -> Path | None:
     path = cached_path(stats.fingerprint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not _is_ours(path):
+            return None
+        remove_unfinished(path)
         save_stats(stats, path)
     except OSError as error:
         logger.warning("TriAttention cannot create %s (%s); the next launch will measure again", path.parent, error)
@@ -80,8 +106,11 @@ def measuring_alone(fingerprint: str | None) -> Iterator[None]:
     path = cached_path(fingerprint).with_suffix(".lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        # In another user's folder the lock may be a link to any file of this user's, or be held for ever.
+        file = path.open("a") if _is_ours(path) else None
     except OSError:
+        file = None
+    if file is None:
         yield
         return
     with file:

@@ -8,17 +8,17 @@ checked.
 import json
 import math
 import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from sglang_triattn.errors import first_line
+from sglang_triattn.errors import first_line, quoted
 from sglang_triattn.files import write_safetensors
 from sglang_triattn.model.rope import Rope
-from sglang_triattn.stats.published import read_pt
+from sglang_triattn.stats.content import read_content
+from sglang_triattn.stats.published import LARGEST_HEAD, read_pt
 from sglang_triattn.stats.query_stats import RECALIBRATE, ModelShape, QueryStats, StatsError
 
 FORMAT = "sglang-triattn-stats"
@@ -86,9 +86,12 @@ def load_stats(path: str | os.PathLike) -> QueryStats:
             stats = read_pt(path)
         else:
             raise StatsError(f"Statistics file {path} is of an unknown kind: the name must end in .safetensors or .pt.")
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        _check_numbers(stats)
+    except StatsError:
+        raise
+    except Exception as error:
+        # A damaged file can make any part of what reads it fail.
         raise StatsError(f"Statistics file {path} cannot be read ({first_line(error)}): {RECALIBRATE}") from error
-    _check_numbers(stats)
     return stats
 
 
@@ -136,24 +139,28 @@ def _without_rope(model: ModelShape | QueryStats) -> list[int]:
 
 def _same(stats: QueryStats, name: str, stored, served) -> None:
     if stored is not None and stored != served:
+        there, here = (
+            value if isinstance(value, int | float) else quoted(value).strip("'") for value in (stored, served)
+        )
         raise StatsError(
-            f"Statistics {stats.source} do not fit the served model: {name} is {stored} there and {served} "
+            f"Statistics {stats.source} do not fit the served model: {name} is {there} there and {here} "
             "in the model; measure the served model with `sglang-triattn calibrate`."
         )
 
 
 def _read_safetensors(path: Path) -> QueryStats:
-    with safe_open(path, framework="pt") as file:
-        fields = file.metadata() or {}
-        if fields.get("format") != FORMAT:
-            raise StatsError(f"{path} is not a TriAttention statistics file: {RECALIBRATE}")
-        version = fields.get("format_version")
-        if version not in READABLE:
-            raise StatsError(
-                f"Statistics file {path} has format version {version}, but this sglang-triattn reads versions "
-                f"{' and '.join(READABLE)}: {RECALIBRATE}"
-            )
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    tensors, fields = read_content(path)
+    if fields.get("format") != FORMAT:
+        raise StatsError(f"{path} is not a TriAttention statistics file: {RECALIBRATE}")
+    version = fields.get("format_version")
+    if version not in READABLE:
+        raise StatsError(
+            f"Statistics file {path} has format version {quoted(version)[1:-1]}, but this sglang-triattn reads "
+            f"versions {' and '.join(READABLE)}: {RECALIBRATE}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype != (torch.float64 if name == "inv_freq" else torch.float32):
+            raise StatsError(f"Statistics file {path} is damaged, {quoted(name)} has another dtype: {RECALIBRATE}")
     try:
         rope = None
         if "inv_freq" in tensors:
@@ -176,7 +183,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             rotates=tuple(map(bool, _numbers(fields, "rotates"))),
             unrotated_mean=tensors.get("unrotated_mean"),
         )
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {RECALIBRATE}") from error
 
 
@@ -188,6 +195,7 @@ def _check_numbers(stats: QueryStats) -> None:
         if not fits:
             raise StatsError(f"Statistics file {stats.source} is damaged, {what}: {RECALIBRATE}")
 
+    require(stats.head_dim <= LARGEST_HEAD, "no model has heads as large")
     require(mean.ndim == 3 and mean.numel() > 0 and mean.shape == abs_mean.shape, "shapes disagree")
     require(0 < 2 * mean.shape[-1] <= stats.head_dim, "it has more frequencies than a head has pairs of dims")
     layers = stats.layers
@@ -204,7 +212,7 @@ def _check_numbers(stats: QueryStats) -> None:
     require(bounded, "a mean absolute value is below the absolute mean")
     if rope is not None:
         require(rope.rotary_dim == 2 * mean.shape[-1] == 2 * rope.inv_freq.numel(), "rotary_dim disagrees")
-        require(rope.style in ("half", "interleaved"), f"unknown RoPE style {rope.style!r}")
+        require(rope.style in ("half", "interleaved"), f"unknown RoPE style {quoted(rope.style)}")
         positive = bool((torch.isfinite(rope.inv_freq) & (rope.inv_freq > 0)).all())
         require(positive and 0 < rope.attention_scaling < math.inf, "a RoPE value is not positive and finite")
 

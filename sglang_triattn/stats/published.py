@@ -1,14 +1,19 @@
 """The `.pt` files published with the paper (docs/method.md)."""
 
 import re
+import zipfile
 from pathlib import Path
 from typing import cast
 
 import torch
 
+from sglang_triattn.errors import quoted
+from sglang_triattn.stats.content import check_size
 from sglang_triattn.stats.query_stats import RECALIBRATE, QueryStats, StatsError
 
-_PT_KEY = re.compile(r"layer(\d{2,})_head(\d{2,})")
+_PT_KEY = re.compile(r"layer(\d{2,4})_head(\d{2,4})")
+LARGEST_HEAD = 1 << 16
+"""More dims than any head has."""
 
 
 def read_pt(path: Path) -> QueryStats:
@@ -17,6 +22,9 @@ def read_pt(path: Path) -> QueryStats:
     Raises:
         StatsError: it lacks heads or is of another kind; or what `torch.load` raises.
     """
+    with zipfile.ZipFile(path) as archive:
+        # Its parts may be packed.
+        check_size(path, sum(part.file_size for part in archive.infolist()))
     content = torch.load(path, map_location="cpu", weights_only=True)
     try:
         metadata, entries = content["metadata"], content["stats"]
@@ -31,7 +39,11 @@ def read_pt(path: Path) -> QueryStats:
             )
 
         def stacked(name: str) -> torch.Tensor:
-            rows = [where[layer, head][name].float() for layer in range(layers) for head in range(heads)]
+            rows = [where[layer, head][name] for layer in range(layers) for head in range(heads)]
+            # A view may claim any number of elements.
+            if any(row.layout is not torch.strided or row.ndim != 1 or len(row) > LARGEST_HEAD for row in rows):
+                raise ValueError(name)
+            rows = [row.float() for row in rows]
             return torch.stack(rows).view(layers, heads, -1)
 
         stats = QueryStats(
@@ -46,10 +58,10 @@ def read_pt(path: Path) -> QueryStats:
         )
     except StatsError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except Exception as error:
         raise StatsError(f"{path} is not a TriAttention statistics file: {RECALIBRATE}") from error
     if style != "half":
         raise StatsError(
-            f"Statistics file {path} has RoPE style {style!r}, but .pt files must be 'half': {RECALIBRATE}"
+            f"Statistics file {path} has RoPE style {quoted(style)}, but .pt files must be 'half': {RECALIBRATE}"
         )
     return stats

@@ -17,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 ATTENTION = "sdpa"
 """The `attn_implementation` that most models are loaded with for `watching_queries`."""
 
+_SINKS = ("gpt_oss", "mimo_v2_flash")
+
 
 def attention_for(config: Any) -> str:
     """The `attn_implementation` that a model must be loaded with for `watching_queries`.
@@ -27,7 +29,7 @@ def attention_for(config: Any) -> str:
         config: a transformers configuration of a text model.
     """
     capped = getattr(config, "attn_logit_softcapping", None)
-    return "eager" if capped or config.model_type == "gpt_oss" else ATTENTION
+    return "eager" if capped or config.model_type in _SINKS else ATTENTION
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 from sglang_triattn.kernels.compact.list_moves_kernel import BLOCK, list_moves_triton
 from sglang_triattn.kernels.compact.move_kernel import move_triton
 from sglang_triattn.kernels.compact.reference import list_moves, move_torch
+from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.pools import key_pools
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -65,6 +66,21 @@ def test_moves_around_a_cut_equal_the_reference(device, sets, recent, cut):
 def test_every_dtype_and_width(device, dtype, head_dim):
     """Prevents a head's last words from being lost if its size is not a power of two."""
     check(*make_case(device, lengths=[20, 11], keep=9, sets="per-head", head_dim=head_dim, dtype=dtype), "slide")
+
+
+@pytest.mark.parametrize("strategy", ["slide", "fill"])
+def test_keys_wider_than_values(device, strategy):
+    """Prevents values from being moved by the width of keys, as in MiMo-V2."""
+    keys, slots, kept = make_case(device, lengths=[40, 33], keep=20, sets="per-layer-head", head_dim=192)
+    values, _, _ = make_case(device, lengths=[40, 33], keep=20, sets="per-layer-head", head_dim=128, seed=1)
+    pairs = []
+    for kernels in (True, False):
+        k, v = ([pool.clone() for pool in pools[:2]] for pools in (keys, values))
+        Mover(k, v, kernels=kernels).move(slots.int(), kept, strategy)
+        pairs.append([*k, *v])
+    assert all(not torch.equal(a, b) for a, b in zip(pairs[0], [*keys[:2], *values[:2]], strict=True))
+    for one, other in zip(*pairs, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("keep", [1, 64, 65, 200])

@@ -17,6 +17,7 @@ SHAPES = {
     "one-token": {"lengths": [9], "kv_heads": 1},
     "ragged": {"lengths": [71, 9, 64, 10, 130]},
     "qwen3": {"lengths": [40, 33], "layers": 3, "kv_heads": 8, "group": 1, "value_dim": 128, "dtype": torch.bfloat16},
+    "mimo-v2": {"lengths": [40, 33], "kv_heads": 4, "head_dim": 192, "value_dim": 128, "dtype": torch.bfloat16},
     "wider-than-keys": {"lengths": [30], "value_dim": 256},
     "narrower-than-keys": {"lengths": [30], "value_dim": 16, "dtype": torch.bfloat16},
     "several-programs": {"lengths": [TOKENS + 9, TOKENS + 8, TOKENS + 10, 3 * TOKENS], "layers": 1, "head_dim": 8},

@@ -16,7 +16,7 @@ from checks import check_books
 from histories import run_histories
 from sglang_triattn.kernels import device_round
 from sglang_triattn.patches.scheduler import batched_rounds as launches
-from sglang_triattn.patches.scheduler import conversations
+from sglang_triattn.patches.scheduler import compressor, conversations
 from sglang_triattn.patches.scheduler import release as rows
 from sglang_triattn.patches.scheduler import request as requests
 from sglang_triattn.patches.scheduler.batched_rounds import Launch
@@ -152,7 +152,7 @@ def leave_the_tree_locked(patch):
     def drop(self, name):
         if name in self._idle:
             self._idle[name].lock = None
-        real(self, name)
+        return real(self, name)
 
     patch.setattr(Conversations, "_drop", drop)
 
@@ -162,9 +162,10 @@ def free_a_row_twice(patch):
 
     def drop(self, name):
         row = self._idle[name].kv.req_pool_idx if name in self._idle else None
-        real(self, name)
+        dropped = real(self, name)
         if row is not None:
             self._scheduler.req_to_token_pool.free_rows([row])
+        return dropped
 
     patch.setattr(Conversations, "_drop", drop)
 
@@ -174,7 +175,7 @@ def compact_what_is_frozen(patch):
 
 
 def keep_the_old_lengths(patch):
-    patch.setattr(Compressor, "_shorten", lambda self, batch, due: None)
+    patch.setattr(compressor, "shortened", lambda batch, due: None)
 
 
 def keep_the_record_of_a_lost_row(patch):

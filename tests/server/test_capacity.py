@@ -1,8 +1,11 @@
-"""What the scheduler does with bounded requests: more at once, no retraction, and rounds when memory is short."""
+"""What the scheduler does with bounded requests, and what no request can make it do."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import requests
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
@@ -81,6 +84,68 @@ def test_wrong_fields_are_refused(serve):
         assert words in message
         assert "\n" not in message.strip()
     assert compression(client.generate(prompt(1, 9), 200, custom_params={"triattention": {"budget": 40}}))["rounds"] > 3
+
+
+def series(client) -> set[str]:
+    """Names and labels of all figures in /metrics."""
+    lines = requests.get(client.url + "/metrics", timeout=60).text.splitlines()
+    return {line.rpartition(" ")[0] for line in lines if "triattention" in line and not line.startswith("#")}
+
+
+def test_what_a_client_sends_stays_small(serve):
+    """Prevents a client's words from filling answers, logs or the time series of Prometheus, or ending the server."""
+    client = serve()
+
+    def take_turns(name: str) -> None:
+        """Five conversations of one turn."""
+        for number in range(5):
+            named = {"triattention": {"conversation": f"{name} {number}", "release": True}}
+            client.generate(prompt(1, 9), 100, custom_params=named)
+
+    take_turns("first")
+    before = series(client)
+    long, lines = "x" * 50_000, "\nINFO forged\n"
+    for custom_params, more in (
+        ({"triattention": {long + lines: 1}}, {}),
+        ({"triattention": {"budget": [long, lines]}}, {}),
+        ({"triattention": {"conversation": long}}, {}),
+        ({"triattention": {"prompt": {long: lines}}}, {}),
+        ({"triattention": long}, {}),
+        (long, {}),
+        ([lines], {}),
+        ({"triattention": {"conversation": "c"}}, {"beam_width": long}),
+    ):
+        params = {"max_new_tokens": 4, "custom_params": custom_params, **more}
+        response = client.post("/generate", input_ids=prompt(1, 9), sampling_params=params)
+        assert response.status_code == 400, response.text[:300]
+        if not more:
+            message = response.json()["error"]["message"]
+            assert len(message) <= 600
+            assert message.isprintable()
+    take_turns("secret")
+    assert series(client) == before
+    log = client.server.log_path.read_text()
+    assert not re.search("forged|secret|x{200}", log)
+    client.assert_alive()
+
+
+def test_conversations_of_other_tenants_are_not_resumed(serve):
+    """Prevents a request with another extra key or salt, as gateways set for each tenant, from reading a row."""
+    client = serve()
+    ids = prompt(80, 20)
+    named = greedy(150, custom_params={"triattention": {"conversation": "ours"}})
+    first = client.post("/generate", input_ids=ids, sampling_params=named, extra_key="tenant 1").json()
+    assert compression(first)["conversation_kept"]
+    following = ids + first["output_ids"] + prompt(81, 5)
+    for stranger in ({"extra_key": "tenant 2"}, {"cache_salt": "tenant 2"}, {}):
+        answer = client.post("/generate", input_ids=following, sampling_params=named, **stranger).json()
+        assert compression(answer)["conversation"] in ("diverged", "lost")
+        assert answer["meta_info"]["cached_tokens"] == 0
+        client.flush()
+        first = client.post("/generate", input_ids=ids, sampling_params=named, extra_key="tenant 1").json()
+    again = client.post("/generate", input_ids=following, sampling_params=named, extra_key="tenant 1").json()
+    assert compression(again)["conversation"] == "resumed"
+    client.flush()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -11,7 +11,7 @@ from itertools import pairwise
 import yaml
 
 import warm
-from harness import STRICT, Client, compressed_args, compression, prompt, two_cores
+from harness import BUDGET, INTERVAL, RECENT, STRICT, Client, compressed_args, compression, prompt, two_cores
 from launches import launch
 from server import free_port
 from sglang_triattn.config import OPTIONS, SWITCH, Config, flag
@@ -24,9 +24,10 @@ def assert_compresses(client: Client) -> None:
 
 
 def test_config_file(forkserver, tiny, tmp_path):
-    """Prevents flags that work only on a command line."""
+    """Prevents flags that work only on a command line, and a profile that overrules the flags beside it."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
+    arguments += ["--triattention-profile", "conservative"]
     settings = {}
     for word, following in pairwise([*arguments, "--"]):
         if word.startswith("--"):
@@ -36,6 +37,11 @@ def test_config_file(forkserver, tiny, tmp_path):
     command = ["sglang.launch_server", "--config", str(file)]
     with warm.running_launch(forkserver, command, port, STRICT, tmp_path / "server.log") as server:
         assert_compresses(Client(server))
+        shown = Client(server).totals()
+        assert [shown[name] for name in ("profile", "budget", "interval", "recent")] == [
+            "conservative", BUDGET, INTERVAL, RECENT,
+        ]  # fmt: skip
+    assert "profile='conservative'" in (tmp_path / "server.log").read_text()
 
 
 def test_data_parallel_replicas(serve):

@@ -12,6 +12,7 @@ import torch
 
 import warm
 from harness import STRICT, VOCABULARY
+from sglang_triattn.profiles import PROFILES
 
 # One process per engine, in SGLang's script form, because an Engine spawns its processes.
 WORKLOAD = """
@@ -36,7 +37,7 @@ def main():
         except AssertionError as error:
             failure = str(error)
         state = engine.get_server_info()["internal_states"][0]["triattention"]
-    print("RESULTS" + json.dumps({"failure": failure, "rounds": state["rounds"]}))
+    print("RESULTS" + json.dumps({"failure": failure, "state": state}))
 
 if __name__ == "__main__":
     main()
@@ -47,7 +48,7 @@ if __name__ == "__main__":
 # evicted, or if every request has the same prompt and none is retracted.
 CASES = {
     "below-budget": {
-        "budget": 2048, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 768,
+        "budget": None, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 768,
     },
     "rounds": {
         "budget": 24, "interval": 8, "new_tokens": 64, "retract_interval": 10**9, "retracted": 0, "pool": 4096,
@@ -65,8 +66,8 @@ def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
     settings = {
         "model_path": str(tiny.path), "skip_tokenizer_init": True, "max_total_tokens": case["pool"],
         "chunked_prefill_size": 64, "random_seed": 1, "enable_triattention": True,
-        "triattention_stats": str(tiny.stats), "triattention_budget": case["budget"],
-        "triattention_interval": case["interval"], "triattention_recent": 8,
+        "triattention_stats": str(tiny.stats), "triattention_profile": "aggressive",
+        "triattention_budget": case["budget"], "triattention_interval": case["interval"], "triattention_recent": 8,
         **({"enable_deterministic_inference": True, "attention_backend": "triton"} if cuda else
            {"device": "cpu", "dtype": "float32"}),
     }  # fmt: skip
@@ -81,5 +82,8 @@ def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
     assert line is not None, ended.output[-3000:]
     results = json.loads(line.removeprefix("RESULTS"))
     assert results["failure"] is None
+    state, budget = results["state"], case["budget"] or PROFILES["aggressive"]["budget"]
+    # Keywords of the Engine: the profile's budget where none is given.
+    assert (state["profile"], state["budget"], state["recent"]) == ("aggressive", budget, 8)
     # Each of the 12 requests of the second case has a round at 32 private tokens and at every 8 after that, up to 63.
-    assert results["rounds"] == (0 if case["budget"] > case["new_tokens"] else 48)
+    assert state["rounds"] == (0 if budget > case["new_tokens"] else 48)

@@ -17,7 +17,7 @@ from sglang_triattn import launch_settings
 SETTINGS = [
     (["--speculative-algorithm", "NGRAM"], {}, ["--speculative-algorithm", "NGRAM"]),
     (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
-    (["--enable-mixed-chunk"], {}, ["--enable-mixed-chunk"]),
+    (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
     (
         [
             "--enable-hierarchical-cache",
@@ -32,7 +32,11 @@ SETTINGS = [
     (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
     (["--kv-canary", "log"], {}, ["--kv-canary"]),
     (["--enable-return-routed-experts"], {}, ["--enable-return-routed-experts"]),
-    (["--tokenizer-worker-num", "2"], {}, ["--tokenizer-worker-num", "2"]),
+    (
+        ["--tokenizer-worker-num", "2"],
+        {"SGLANG_HTTP_SERVER_APP_PATH": "mine:app"},
+        ["SGLANG_HTTP_SERVER_APP_PATH is mine:app", "--tokenizer-worker-num 2", "use --tokenizer-worker-num 1"],
+    ),
     (["--use-ray"], {}, ["--use-ray"]),
     (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel True", "decode steps"]),
     (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel True", "decode steps"]),
@@ -59,7 +63,7 @@ def outcomes(tiny):
         (["--model-path", tiny.path, "--triattention-budget", "7"], {}),
         (["--model-path", tiny.path, *plain_args(), "--enable-triattention"], {}),
         (command, {}),
-        (["--model-path", tiny.path, "--enable-mixed-chunk"], {}),
+        (["--model-path", tiny.path, "--enable-two-batch-overlap"], {}),
     ]
     return resolve(cases)
 

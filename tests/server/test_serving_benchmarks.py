@@ -23,19 +23,23 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     """`run_quick(name)` runs a benchmark with servers that start in seconds, and returns what it wrote."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
-    def running_server(model: str, args: list[str], log_path: Path):
-        return warm.running_server(forkserver, Path(model), args, ONE_CORE, log_path)
+    def running_server(model: str, args: list[str], env: dict[str, str] | None, log_path: Path):
+        return warm.running_server(forkserver, Path(model), args, {**ONE_CORE, **(env or {})}, log_path)
 
     def run(name: str) -> dict:
         monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "out.json")])
         importlib.import_module(name).main()
-        return json.loads((tmp_path / "out.json").read_text())
+        content = json.loads((tmp_path / "out.json").read_text())
+        if draw := importlib.import_module("plot").DRAWN.get(name):
+            draw(content, tmp_path / "out.png")
+            assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+        return content
 
     return run
 
 
-@pytest.mark.parametrize("name", ["agents", "capacity"])
+@pytest.mark.parametrize("name", ["agents", "capacity", "serve", "soak"])
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--help"], capture_output=True, text=True)
@@ -61,3 +65,57 @@ def test_agents(run_quick):
     # The message, and the last sampled token, whose K/V has not been computed.
     assert all(tokens == setting["message"] + 1 for tokens in continued["prefilled_tokens_per_turn"][1:])
     assert all(tokens > setting["tokens"] / 2 for tokens in exact["prefilled_tokens_per_turn"][1:])
+
+
+def test_serve(run_quick):
+    """Prevents figures for rounds that did not run, for steps of another load, and goals that are not judged."""
+    content = run_quick("serve")
+    setting = content["setting"]
+    for name in ("plain", "compressed"):
+        compressed = name == "compressed"
+        line = [row for row in content["context"] if row["server"] == name]
+        assert [row["context"] for row in line] == setting["contexts"]
+        assert [row["rounds"] > 0 for row in line] == [compressed] * len(line)
+        (at_round,) = (row for row in content["rounds"] if row["server"] == name)
+        assert at_round["rounds"] == compressed * setting["rounds"] * setting["requests"]
+        (shared,) = (row for row in content["pool"] if row["server"] == name)
+        assert shared["tokens_per_second"] > 0
+    assert [row["pairs"] for row in content["overhead"]] == [setting["pairs"]] * 2
+    judged = [goal for goal in content["goals"] if goal["at_most"]]
+    assert [goal["met"] for goal in judged] == [goal["ratio"] <= goal["at_most"] for goal in judged]
+    assert len(judged) == 4
+
+
+def test_the_gap_of_a_round_is_found(monkeypatch):
+    """Prevents the longest step at a round from being read where there is none."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    serve = importlib.import_module("serve")
+    sizes = serve.Sizes(budget=8, interval=4, rounds=2)
+    gaps = [[0.1] * 24 for _ in range(2)]
+    gaps[0][5], gaps[1][11], gaps[0][15] = 9.0, 0.4, 0.7
+    assert serve.worst_at_rounds(gaps, sizes) == 0.7
+
+
+def test_soak(run_quick):
+    """Prevents a soak that does not do what it says, or does not see the books."""
+    content = run_quick("soak")
+    assert content["faults"] == []
+    assert content["counts"]["rounds"] > 0
+    assert content["books"]["flushed"]["used"] == content["books"]["start"]["used"] == 0
+    # Processes that the tests have forked have no title: the main one, the scheduler, the detokenizer and a spare one.
+    assert len(content["memory"]) >= 3
+    assert all(row["to_MB"] > 0 for row in content["memory"])
+    assert content["samples"][-1]["seconds"] > content["samples"][0]["seconds"]
+
+
+def test_the_soak_sees_what_grows(monkeypatch):
+    """Prevents a soak that calls everything flat, or noise growth."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    watch = importlib.import_module("soak_watch")
+    seconds = [float(second) for second in range(400)]
+    noise = [(37 * number) % 11 / 10 for number in range(400)]
+    still, growing = (watch.slope(seconds, [n + rate * s for n, s in zip(noise, seconds, strict=True)])
+                      for rate in (0, 0.02))  # fmt: skip
+    assert still["low"] < 0 < still["high"]
+    assert growing["low"] < 72 < growing["high"]
+    assert growing["low"] > 60

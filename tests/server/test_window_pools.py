@@ -11,16 +11,18 @@ from oracle import TOLERANCE
 from storm import FLAGS, RETRACTING, retractions, storm
 
 CASES = [
-    *((1, "per-layer-head"), (1, "shared-mean"), (16, "per-layer-head"), (16, "shared-mean")),
-    (64, "per-layer-head"),
+    *(("gpt-oss", page_size, selection) for page_size in (1, 16) for selection in ("per-layer-head", "shared-mean")),
+    ("gpt-oss", 64, "per-layer-head"),
+    *(("mimo-v2", 1, "shared-mean"), ("mimo-v2", 16, "per-layer-head"), ("mimo-v2", 64, "per-layer-head")),
+    *(("step-3.5", 1, "shared-mean"), ("step-3.5", 16, "per-layer-head"), ("step-3.5", 64, "per-layer-head")),
 ]
 
 
-@pytest.mark.parametrize(("page_size", "selection"), CASES)
-def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, page_size, selection):
+@pytest.mark.parametrize(("family", "page_size", "selection"), CASES)
+def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection):
     """Prevents window layers from reading slots of the other pool, slots that were given back, or other tokens than
     the newest; and rounds from touching any but the layers that see all tokens."""
-    for report in compare_with_account(serve, tmp_path, "gpt-oss", page_size, selection):
+    for report in compare_with_account(serve, tmp_path, family, page_size, selection):
         assert report["freed_slots"] == report["evicted_tokens"] > 0
 
 

@@ -76,6 +76,16 @@ def test_the_census_is_timed(monkeypatch, tmp_path):
     assert all(row["milliseconds"] > 0 for row in rows)
 
 
+def test_the_cost_of_metrics_is_measured(monkeypatch, tmp_path):
+    """Prevents a benchmark that no longer runs on the scheduler's metrics."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    out = tmp_path / "cost.json"
+    importlib.import_module("metrics_cost").main(["--quick", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 32, 128]
+    assert all(row["share"] < row["microseconds"] for row in rows)
+
+
 def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
     """Prevents figures for a check that is fast because it checks nothing."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -153,6 +163,7 @@ def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
-    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
+    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's, and
+    # tests/server/test_serving_benchmarks.py those of the serving benchmarks.
+    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality", "serve"}:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

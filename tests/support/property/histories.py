@@ -222,17 +222,25 @@ class Histories(RuleBasedStateMachine):
         self.counts.update(self.sim.counts())
 
 
-def run_histories(examples: int, *, start: int | None = None, varied: bool = False, **options) -> Counter:
+def run_histories(
+    examples: int,
+    *,
+    start: int | None = None,
+    varied: bool = False,
+    histories: type[Histories] = Histories,
+    **options,
+) -> Counter:
     """Runs random histories and counts their events.
 
     Args:
         examples: number of histories.
         start: seed of the random numbers; None for the same ones in every run.
         varied: whether each history draws its settings, and its requests ask for settings of their own.
+        histories: what may happen.
         options: for every Simulation.
     """
     counts = Counter()
-    machine = type("Machine", (Histories,), {"options": options, "varied": varied, "counts": counts})
+    machine = type("Machine", (histories,), {"options": options, "varied": varied, "counts": counts})
     if start is not None:
         seed(start)(machine)
     run_state_machine_as_test(

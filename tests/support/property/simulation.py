@@ -123,7 +123,7 @@ class Simulation(Memory):
         done = 0
         while not self._prefill(running, row, chunk):
             for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
-                if done == abort_at:
+                if done == abort_at or req.discard_output_reason is not None:
                     self._abort_prefill(running)
                     return True
                 work()

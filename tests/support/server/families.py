@@ -38,6 +38,19 @@ GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "tie_word_
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
+# As published: the configuration comes with the model, because that of transformers has other names for its fields.
+OWN_CONFIG = """from transformers import PretrainedConfig
+
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own"
+
+    def __init__(self, rope_theta=10000, rope_scaling=None, **options):
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        super().__init__(**options)
+"""
+
+
 @dataclass(frozen=True)
 class Family:
     """
@@ -46,12 +59,17 @@ class Family:
         settings: what differs from COMMON.
         module: SGLang's module of the model.
         written: fields that its file has in place of those that transformers writes; None for no such field.
+        seed: of the weights. A model whose first layer is scored must hardly repeat itself: between the equal values of
+            two equal tokens, the order in a row would choose, which an account does not know.
+        code: the module of the configuration that comes with the model, for --trust-remote-code.
     """
 
     config: str
     module: str
     settings: dict[str, Any]
     written: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    code: str = ""
 
 
 FAMILIES = {
@@ -99,6 +117,44 @@ FAMILIES = {
             "layer_types": ALTERNATING,
             "rope_parameters": {**YARN, **BETAS, "truncate": False},
         },
+    ),
+    "mimo-v2": Family(
+        "MiMoV2FlashConfig",
+        "mimo_v2",
+        {
+            # The first and the last one have no window.
+            "num_hidden_layers": 6,
+            "head_dim": 48,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+        },
+        # As published, which transformers completes and SGLang reads.
+        {
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "rope_parameters": None,
+            "rope_theta": 5000000,
+            "swa_rope_theta": 10000,
+            "partial_rotary_factor": 0.334,
+            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+            "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+            "sliding_window_size": WINDOW,
+            "swa_num_attention_heads": HEADS,
+            "swa_num_key_value_heads": 2 * KV_HEADS,
+            "swa_head_dim": 48,
+            "swa_v_head_dim": 32,
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "layernorm_epsilon": 1e-5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "auto_map": {"AutoConfig": "configuration.OwnConfig"},
+        },
+        seed=1,
+        code=OWN_CONFIG,
     ),
     "deepseek-v3": Family(
         "DeepseekV3Config",
@@ -209,7 +265,7 @@ def config_of(family: str) -> transformers.PreTrainedConfig:
 
 def build_family(folder: Path, family: str) -> TinyModel:
     """Writes the model. Nothing has written its statistics yet."""
-    torch.manual_seed(0)
+    torch.manual_seed(FAMILIES[family].seed)
     model = transformers.AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,4 +282,7 @@ def build_family(folder: Path, family: str) -> TinyModel:
     file = folder / family / "config.json"
     fields = {**json.loads(file.read_text()), **FAMILIES[family].written}
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-    return TinyModel(folder / family, folder / f"{family}.safetensors", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
+    if FAMILIES[family].code:
+        (folder / family / "configuration.py").write_text(FAMILIES[family].code)
+    layers, width = fields["num_hidden_layers"], fields["head_dim"]
+    return TinyModel(folder / family, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, width)

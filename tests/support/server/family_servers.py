@@ -18,10 +18,16 @@ from harness import (
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
+from step_family import build_step
 from tiny_model import save_random_stats
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
+# SGLang lets a query of these see one token more than transformers does.
+SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
+# Models that transformers does not write.
+BUILDERS = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
+MODULES = {"nemotron-nas": ("nemotron_nas", "llama"), "step-3.5": ("step3p5",)}
 WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
 
 
@@ -36,7 +42,7 @@ def rope_of(model: torch.nn.Module, family: str) -> Rope:
 
 def prepared(folder, family):
     """The model with statistics, and the account of it."""
-    tiny = build_nemotron_nas(folder) if family == "nemotron-nas" else build_family(folder, family)
+    tiny = BUILDERS[family](folder) if family in BUILDERS else build_family(folder, family)
     model = tiny.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
@@ -59,21 +65,26 @@ def prepared(folder, family):
         interleaved=rope.style == "interleaved",
         scored=layers,
         rotates=rotates,
-        # SGLang lets Command-A see one token more than transformers does.
-        window=WINDOW + (family == "cohere2"),
+        window=WINDOW + (family in SEE_ONE_MORE),
     )
     return tiny, account
 
 
+def modules_of(family: str) -> tuple[str, ...]:
+    """SGLang's modules of the model."""
+    return MODULES.get(family) or (FAMILIES[family].module,)
+
+
+def remote_code(family: str) -> list[str]:
+    """The flag of models that bring their configuration along."""
+    return ["--trust-remote-code"] if family in BUILDERS or FAMILIES[family].code else []
+
+
 def started(serve, tiny, family, *flags, env=None):
     more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
-    if family == "nemotron-nas":
-        used = ["nemotron_nas", "llama"]
-        more += ["--trust-remote-code"]
-    else:
-        used = [FAMILIES[family].module]
+    more += remote_code(family)
     env = {
-        "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*used),
+        "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)),
         "TORCHDYNAMO_DISABLE": "1",
         "HF_MODULES_CACHE": str(tiny.path / "modules"),
         **(env or {}),

@@ -11,7 +11,7 @@ from typing import Any
 import requests
 import torch
 
-from server import Server
+from server import MEMORY_CHECKS, Server
 from tiny_model import VOCABULARY, TinyModel
 
 
@@ -35,14 +35,9 @@ def unused_architectures(*used: str) -> str:
     return ",".join(sorted(modules - set(used)))
 
 
-# SGLang's own checks of its books and the census: they end the scheduler at the first slot that is lost, owned twice
-# or freed twice.
+# SGLang's own checks of its books, and the census.
 STRICT = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
-    "SGLANG_DEBUG_MEMORY_POOL": "1",
+    **MEMORY_CHECKS,
     "SGLANG_TRIATTN_CHECK": "1",
     "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures("glm4", "llama"),
     # Otherwise a query of /health takes a second. `Client.assert_alive` checks whether the scheduler is alive.

@@ -152,8 +152,9 @@ class Oracle:
         group = self.mean.shape[1] // self.num_kv_heads
 
         def mask_of(layer: int):
-            reach = causal if layer in self.scored else within
-            seen = reach & visible[layer, :, None, :total].repeat_interleave(group, 0)  # [H_q, S, total]
+            seen = within[None]  # [H_q or 1, S, total]
+            if layer in self.scored:
+                seen = causal & visible[layer, :, None, :total].repeat_interleave(group, 0)
             mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None]
             return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask})
 

@@ -1,7 +1,8 @@
-"""A second SGLang plugin, only for tests: records every decode batch as the real scheduler runs it.
+"""A second SGLang plugin, only for tests: records every batch that decodes, as the real scheduler runs it.
 
 Loaded through its own entry point (see `harness.install_plugin`), it sees the rows, lengths and K/V that the next
-forward pass will use, and appends one JSON line per decode step to the file named by PROBE_FILE.
+forward pass will use, and appends one JSON line per step to the file named by PROBE_FILE. Of a mixed batch, only
+lengths.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ def activate() -> None:
 
 def record(scheduler, batch, *_, **__) -> None:
     """Writes one line: each request's lengths, its slots and their content, and a checksum of its frozen K/V bytes."""
+    if batch.forward_mode.is_mixed():
+        lengths = {request.rid: request.kv.kv_allocated_len for request in batch.decoding_reqs}
+        append({"requests": [], "mixed": lengths})
     if not batch.forward_mode.is_decode():
         return
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -48,8 +52,12 @@ def record(scheduler, batch, *_, **__) -> None:
             }
         )
     free = scheduler.token_to_kv_pool_allocator.available_size()
+    append({"free": free, "requests": seen})
+
+
+def append(line: dict) -> None:
     with open(os.environ["PROBE_FILE"], "a") as file:
-        file.write(json.dumps({"free": free, "requests": seen}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def contents(pool, slots) -> dict:

@@ -24,6 +24,7 @@ LEGAL = {
     Stage.ACQUIRED: {"rollback": Stage.ARRIVED, "admit": Stage.ADMITTED},
     Stage.ADMITTED: {
         "round": Stage.ADMITTED,
+        "fail": Stage.ADMITTED,
         "park": Stage.PARKED,
         "publish": Stage.PUBLISHED,
         "retract": Stage.ARRIVED,

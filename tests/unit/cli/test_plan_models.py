@@ -7,7 +7,6 @@ import pytest
 
 from plan_cases import CONFIGS, rows_of
 from sglang_triattn.capacity import WINDOW_INTERVAL, WINDOW_SHARE
-from sglang_triattn.model import support
 
 FREE = 8 << 30
 
@@ -57,9 +56,8 @@ def test_a_pool_for_windows_takes_its_share(rows):
     assert json.loads(Path("model").read_text())["sliding_window"] == 128
 
 
-def test_windows_can_be_what_runs_out(rows, monkeypatch):
+def test_windows_can_be_what_runs_out(rows):
     """Prevents requests whose windows do not fit, where the budget is less than a window."""
-    monkeypatch.setattr(support, "_POOLS_COVERED", ("Step3p5ForCausalLM",))
     found, _ = rows("step-3.5-flash", "--budget", "64", "--interval", "8", "--prompt", "1", "--length", "9000")
     pool = found["compressed"][1]
     assert (

@@ -9,7 +9,7 @@ from plan_cases import CONFIGS
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 from sglang_triattn.model.support import unsupported
 
-MLA, STATES, AFTER, POOL = "latent attention", "state-space", "after their rotation", "a KV pool of their own"
+MLA, STATES, AFTER = "latent attention", "state-space", "after their rotation"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -39,7 +39,7 @@ MODELS = {
     "llama-3.3-70b": ({"full": 80}, {(128, 0): 80}, 327680, None),
     "longcat-flash": ({"latent": 56}, {}, 56 * 576 * 2, MLA),
     "magistral-small-2509": ({"full": 40}, {(128, 0): 40}, 163840, None),
-    "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, POOL),
+    "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, None),
     "minimax-m2": ({"full": 62}, {(64, 64): 62}, 253952, None),
     "ministral-3-8b": ({"full": 34}, {(128, 0): 34}, 139264, None),
     "mistral-7b": ({"full": 32}, {(128, 0): 32}, 131072, None),
@@ -61,7 +61,7 @@ MODELS = {
     "qwq-32b": ({"full": 64}, {(128, 0): 64}, 262144, None),
     "seed-oss-36b": ({"full": 64}, {(128, 0): 64}, 262144, None),
     "smollm3-3b": ({"full": 36}, {(128, 0): 27, (0, 128): 9}, 73728, None),
-    "step-3.5-flash": ({"full": 12, "window": 33}, {(64, 64): 12}, 12 * 8 * 512, POOL),
+    "step-3.5-flash": ({"full": 12, "window": 33}, {(64, 64): 12}, 12 * 8 * 512, None),
 }
 
 

@@ -243,7 +243,7 @@ def test_all_ranks_refuse_where_one_does(monkeypatch):
     scheduler.tp_group = Ranks(other="The other rank is out of memory.")
 
     def build(*arguments):
-        merge = arguments[-1]
+        *_, merge, _ = arguments
         found = compressor(scheduler.device_module)
         # As the scorer does before it selects.
         found.score_and_move = lambda launch: merge(torch.zeros(1, 1, 8))

@@ -29,6 +29,7 @@ TRANSITIONS = {
     "rollback": lambda owner: owner.rollback(),
     "admit": lambda owner: owner.admit(PROMPT, RESUMED if owner.stage is Stage.ACQUIRED else None),
     "round": lambda owner: owner.round(round_of(), lambda: PROMPT, 0),
+    "fail": lambda owner: owner.fail(0),
     "park": lambda owner: owner.park(REPORT),
     "publish": lambda owner: owner.publish(REPORT),
     "retract": lambda owner: owner.retract(REPORT),

@@ -28,6 +28,7 @@ class Account:
         self.owner = request([CONFIG, COMPACT][self._pick(2)], withheld=not self._pick(5))
         self.row: list[int] | None = None
         self.acquired: tuple[RowRecord, list[int]] | None = None
+        self.spoiled = False
 
     def step(self) -> None:
         owner, stage = self.owner, self.owner.stage
@@ -50,7 +51,7 @@ class Account:
             return
         self.acquired = self.parked.pop(self._pick(len(self.parked)))
         owner.acquire(self.acquired[0])
-        self.row, self.computed = list(self.acquired[1]), self.acquired[2]
+        self.row, self.computed, self.spoiled = list(self.acquired[1]), *self.acquired[2:]
 
     def _rollback(self, owner) -> None:
         owner.rollback()
@@ -61,7 +62,7 @@ class Account:
         resumes = owner.stage is Stage.ACQUIRED
         owner.admit(PROMPT, owner.start or (RESUMED if resumes else None))
         if not resumes:
-            self.row, self.computed = list(range(PROMPT)), PROMPT
+            self.row, self.computed, self.spoiled = list(range(PROMPT)), PROMPT, False
 
     def _round(self, owner) -> None:
         grown = 40 + self._pick(120)
@@ -91,15 +92,22 @@ class Account:
         owner.round(plan, lambda: first, 0)
 
     def _park(self, owner) -> None:
-        self.parked.append((owner.park(REPORT), self.row, self.computed))
+        self.parked.append((owner.park(REPORT), self.row, self.computed, self.spoiled))
         self.row = None
+
+    def _fail(self, owner) -> None:
+        owner.fail(0)
+        self.spoiled = True
 
     def _publish(self, owner) -> None:
         exact = owner.publish(REPORT)
         whole = self.row == list(range(len(self.row)))
         assert (exact is None) == (self.computed == len(self.row))
         assert exact is None or self.row[:exact] == list(range(exact)), "the tree gets an entry behind an eviction"
-        assert exact is None or exact == len(self.row) or self.row[exact] != exact, "the tree gets less than it may"
+        assert self.spoiled or exact is None or exact == len(self.row) or self.row[exact] != exact, (
+            "the tree gets less than it may"
+        )
+        assert not (self.spoiled and exact), "the tree gets K/V of a failed round"
         assert owner.tree_may_take_all == (whole and exact is None and not owner.withheld)
         self.row = None
 

@@ -53,7 +53,7 @@ def test_smaller_budgets_stay_consistent():
         ({"enabled": 1}, "true or false"),
         ({"enabled": False, "budget": 0}, "budget is 0"),
         ({"conversation": ""}, "1 to 256 characters"),
-        ({"conversation": 7}, "conversation is '7'"),
+        ({"conversation": 7}, "conversation is 7"),
         ({"conversation": "c" * 257}, "1 to 256 characters"),
         ({"conversation": "c", "enabled": False}, "does not work with enabled false"),
         ({"conversation": "c", "release": "yes"}, "release is 'yes'"),

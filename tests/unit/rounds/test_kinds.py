@@ -67,6 +67,13 @@ def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
     assert kind.unordered_len(plan_of(16, 112, 16), before) == after
 
 
+@pytest.mark.parametrize(("strategy", "moves"), [("remap", 0), ("fill", 32), ("slide", 64)])
+def test_most_moves(strategy, moves):
+    """Prevents counting bytes for a round that moves none, or fewer than it may copy."""
+    kind = Kind(num_kept=64, recent=16, strategy=strategy, cut=48, width=128)
+    assert kind.most_moves(plan_of(16, 112, 1)) == moves
+
+
 @pytest.mark.parametrize(("page_size", "lengths"), [(1, (96, 97, 80)), (16, (96, 80, 112)), (16, (91, 75, 107))])
 def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
     """Prevents a slot from being lost, or freed while it is held, and newest tokens from changing order."""

@@ -1,7 +1,12 @@
 """The per-user folder of measured statistics: looked up by fingerprint, checked before use, never fatal."""
 
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,3 +105,101 @@ def test_only_one_measures_at_a_time():
         order.append("first")
     other.join()
     assert order == ["first", "second"]
+
+
+def open_to_everybody(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def as_another_user(path: Path) -> None:
+    """Root may give a file away; anybody else cannot make one that is not theirs, and is tested by the mode alone."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        open_to_everybody(path)
+
+
+@pytest.mark.parametrize("spoil", [open_to_everybody, as_another_user])
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "folder", "folder above"])
+def test_a_cache_that_others_can_write_is_not_used(caplog, spoil, level):
+    """Prevents another user of a shared machine from deciding what a server evicts."""
+    path = keep_stats(stats())
+    before = path.read_bytes()
+    spoil([path, *path.parents][level])
+    assert load_cached(shape()) is None
+    assert keep_stats(stats(token_count=7)) is None
+    with measuring_alone("f" * 32):
+        pass
+    assert path.read_bytes() == before
+    assert all("does not use its cache" in record.message for record in caplog.records)
+    assert caplog.records
+
+
+def test_a_group_may_write_the_cache():
+    """Prevents a cache that is never used on systems whose users have groups of their own."""
+    path = keep_stats(stats())
+    for place in (path, path.parent, path.parent.parent):
+        place.chmod(place.stat().st_mode | 0o020)
+    assert load_cached(shape()) is not None
+
+
+def test_links_are_not_written_through(cache, tmp_path):
+    """Prevents a planted link from turning a launch into the end of another file."""
+    cache.mkdir(parents=True)
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (cached_path("f" * 32).name, "f" * 32 + ".lock"):
+        (cache / name).symlink_to(precious)
+    with measuring_alone("f" * 32):
+        assert keep_stats(stats()) is not None
+    assert precious.read_text() == "mine"
+    assert load_cached(shape()) is not None
+
+
+def test_files_follow_the_umask():
+    """Prevents files that a group cannot read though it may, and files that everybody can write."""
+    before = os.umask(0o027)
+    try:
+        path = keep_stats(stats())
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+KEEPER = """
+import os, resource, signal, sys
+sys.path[:0] = sys.argv[2:]
+from sample_stats import stats
+from sglang_triattn.stats import cache
+import sglang_triattn.files as files
+how = sys.argv[1]
+if how == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+if how == "killed":
+    files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+with cache.measuring_alone("f" * 32):
+    print("kept" if cache.keep_stats(stats()) else "not kept")
+"""
+
+
+def keep_in_a_process(cache, how: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
+    command = [sys.executable, "-P", "-c", KEEPER, how, *(path for path in sys.path if "tests" in path)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_write_that_finds_no_room_leaves_nothing(cache):
+    """Prevents a full disk from ending a launch, or from leaving a part of a file."""
+    done = keep_in_a_process(cache, "full")
+    assert (done.returncode, done.stdout) == (0, "not kept\n"), done.stderr
+    assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == []
+
+
+def test_a_server_killed_while_it_keeps_statistics(cache):
+    """Prevents a killed server from blocking the next launch by its lock, or by half a file."""
+    assert keep_in_a_process(cache, "killed").returncode == -signal.SIGKILL
+    assert load_cached(shape()) is None
+    done = keep_in_a_process(cache, "well")
+    assert (done.returncode, done.stdout) == (0, "kept\n"), done.stderr
+    assert load_cached(shape()) is not None
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".lock", ".safetensors"]

@@ -3,7 +3,7 @@
 import json
 
 from checkout import ROOT
-from documents import README, section, tables
+from documents import DOCS, README, section, table, tables
 
 LIMITS = " ".join(section(README, "Limits").split())
 
@@ -42,3 +42,15 @@ def test_limits():
     assert "{} ms instead of {} ms to the first token of turn 8".format(*first) in LIMITS
     small = right("quality-held-out-smollm2")
     assert f"({small['text', 'newest', 0.25]}, default {small['text', 'default', 0.25]})" in LIMITS
+
+
+def test_profiles():
+    """Prevents a profile with figures that were measured at another share, or not at all."""
+    rows = table(DOCS / "quality.md", "Profiles", "profile")
+    qwen, small = right("quality-held-out") | right("quality-held-out-half"), right("quality-held-out-smollm2")
+    asked = ("facts", "early", "words"), ("state", "variables", "agent"), ("text",)
+    for row, share in zip(rows, (0.25, 0.5, 0.25, 0.125), strict=True):
+        policy = "dense" if row[0] == "dense" else "default"
+        for measured, tasks, cell in zip((qwen, qwen, qwen, small), (*asked, asked[0]), row[2:6], strict=True):
+            found = [measured.get((task, policy, share), "") for task in tasks]
+            assert cell == (" ".join(found) if all(found) else "not measured"), (row[0], tasks)

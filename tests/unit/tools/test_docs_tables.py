@@ -1,5 +1,6 @@
 """Tables in README.md and docs/, compared with the code."""
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -9,14 +10,16 @@ import pytest
 
 from documents import DOCS, README, code, section, table, tables
 from sglang_triattn import launch_settings
+from sglang_triattn.cli import top
 from sglang_triattn.config import OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.model import support
 from sglang_triattn.patches.launch import incompatible
 from sglang_triattn.patches.observability import metrics
 from sglang_triattn.request import lifecycle
-from sglang_triattn.request.options import FIELDS, LONGEST_NAME
+from sglang_triattn.request.options import FIELDS, LONGEST_NAME, REASONS
 from sglang_triattn.rounds.plan import Report
+from sglang_triattn.verify.checks import CHECKS
 
 CONFIGURATION, COMPATIBILITY = DOCS / "configuration.md", DOCS / "compatibility.md"
 ANY = "…"
@@ -79,9 +82,24 @@ def test_reports():
 
 
 def test_metrics():
-    """Prevents a dashboard of counters that do not exist."""
-    rows = table(DOCS / "operations.md", "The whole server", "counter")
-    assert {code(row[0])[0] for row in rows} == {f"sglang:triattention_{name}_total" for name in metrics._COUNTERS}
+    """Prevents a metric that nobody explains, and an explanation of one that does not exist."""
+    rows = table(DOCS / "operations.md", "Metrics", "metric")
+    kinds = {
+        "counter": [*metrics.COUNTERS, metrics.REFUSED],
+        "gauge": [*metrics.GAUGES, metrics.STOPPED],
+        "histogram": list(metrics.HISTOGRAMS),
+    }
+    known = {(metrics.PREFIX + name, kind) for kind, names in kinds.items() for name in names}
+    assert {(code(row[0])[0], row[1]) for row in rows} == known
+    (refusals,) = (row[2] for row in rows if metrics.REFUSED in row[0])
+    assert code(refusals) == ["reason", *REASONS]
+
+
+def test_checks_of_verify():
+    """Prevents a row of `sglang-triattn verify` whose failure nobody can look up."""
+    rows = table(DOCS / "operations.md", "Is it right?", "check")
+    known = {name: " ".join((check.__doc__ or "").split()) for name, check in CHECKS.items()}
+    assert {name: f"Finds {finds}." for name, finds in rows} == known
 
 
 def test_transitions():
@@ -146,3 +164,11 @@ def test_tables_are_whole(file):
     """Prevents a row with too many or too few cells, which would be shown wrongly."""
     for rows in tables(file.read_text()):
         assert len({len(row) for row in rows}) == 1, rows[0]
+
+
+def test_options_of_top():
+    """Prevents an option of `top` that nobody finds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    top.add_options(parser)
+    told = {code(row[0])[0].split()[0] for row in table(DOCS / "operations.md", "Top", "option")}
+    assert told == {name for action in parser._actions for name in action.option_strings}

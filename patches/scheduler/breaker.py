@@ -1,0 +1,119 @@
+"""Which failures the server survives, and when compression stops.
+
+What nobody can survive is raised again and ends the server: a fault of the device, after which no call to it works; a
+failure with tensor parallelism, where the other ranks have gone on; books that do not balance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_triattn.census import IntegrityError
+from sglang_triattn.errors import first_line
+
+if TYPE_CHECKING:
+    from sglang_triattn.patches.sglang_parts import Scheduler
+
+logger = logging.getLogger(__name__)
+
+LIMIT = 3
+"""Steps in a row whose rounds fail, after which compression stops."""
+
+
+class Breaker:
+    """Counts failures, and stops compression after LIMIT of them in a row.
+
+    Args:
+        on_stop: called once, when compression stops.
+
+    Attributes:
+        reason: why compression has stopped, one sentence; None while it has not.
+    """
+
+    def __init__(self, on_stop: Callable[[], None] = lambda: None) -> None:
+        self.reason: str | None = None
+        self._on_stop = on_stop
+        self._row: list[Exception] = []
+
+    def succeeded(self) -> None:
+        """Called after a step whose rounds are complete."""
+        self._row.clear()
+
+    def failed(self, error: Exception, what: str) -> None:
+        """Counts a step whose rounds failed.
+
+        Args:
+            what: what failed and what became of it, for the log.
+        """
+        if self.reason is not None:
+            logger.debug("TriAttention: %s", what, exc_info=error)
+            return
+        self._row.append(error)
+        logger.warning("TriAttention: %s (%s)", what, said(error))
+        if len(self._row) < LIMIT:
+            return
+        first = self._row[0]
+        self._row.clear()
+        self.reason = (
+            f"Compression has stopped, because its rounds failed {LIMIT} times in a row ({said(first)}): requests are "
+            "answered without it, so restart the server."
+        )
+        logger.error("TriAttention: %s", self.reason, exc_info=first)
+        self._on_stop()
+
+
+def said(error: Exception) -> str:
+    """Type and first line of an error's message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def check_survivable(scheduler: Scheduler, error: Exception) -> None:
+    """Raises if the server cannot go on after `error`; waits for the device."""
+    if isinstance(error, IntegrityError):
+        raise error
+    if scheduler.tp_group.world_size > 1:
+        logger.error("TriAttention: a failure on one of several ranks ends the server, because the others have gone on")
+        raise error
+    if scheduler.req_to_token_pool.req_to_token.is_cuda:
+        # Raises after a fault of the device, as every call to it would.
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def all_or_nothing(size: Callable[[], int]) -> Iterator[None]:
+    """For a call to SGLang that frees slots: if it raises, nothing has been freed.
+
+    Args:
+        size: the number of free slots.
+
+    Raises:
+        IntegrityError: it raised after it had freed something, so nobody knows who owns the others.
+    """
+    before = size()
+    try:
+        yield
+    except Exception as error:
+        freed = size() - before
+        if freed:
+            raise IntegrityError(
+                f"Integrity: {freed} slots were freed by a call that failed ({said(error)})."
+            ) from error
+        raise
+
+
+@contextmanager
+def unbroken(what: str) -> Iterator[None]:
+    """For calls to SGLang that change its books in several places: raises IntegrityError for whatever they raise.
+
+    Args:
+        what: the start of a sentence, "a row was freed".
+    """
+    try:
+        yield
+    except Exception as error:
+        raise IntegrityError(f"Integrity: {what} only in part ({said(error)}).") from error

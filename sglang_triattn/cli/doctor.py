@@ -1,0 +1,114 @@
+"""`sglang-triattn doctor`: what is right and wrong with this installation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_triattn.doctor.rows import Row
+
+FAULTY = 1
+# Columns of the table where there is no terminal to fill.
+WIDTH = 160
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        "--model-path",
+        metavar="MODEL",
+        help="also look at what is there for this model: its folder, its config.json, or a name in the local cache of "
+        "Hugging Face",
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the answer and returns the exit status. Raises TriAttentionError for a user error."""
+    from sglang_triattn.doctor.rows import collect
+
+    found: dict[str, list[Row]] = {}
+    with _quiet():
+        for part, look in _parts(arguments.model):
+            found[part] = list(collect(part, look))
+    rows = [row for part in found.values() for row in part]
+    faults = sum(row.is_fault for row in rows)
+    if arguments.json:
+        print(json.dumps({"ok": not faults, "rows": list(_plain(found))}, indent=1))
+    else:
+        _print_tables(found)
+        said = f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well"
+        print(f"{len(rows)} rows, {said}")
+    return FAULTY if faults else 0
+
+
+def _parts(model: str | None) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
+    """Each part of the answer, and what looks at it."""
+    from sglang_triattn.doctor import machine, packages, statistics
+
+    if model is not None:
+        # First: it may be a mistake of the user.
+        yield f"Model {model}", lambda: statistics.model_rows(model)
+    yield "Versions", packages.version_rows
+    yield "Loading by SGLang", packages.loading_rows
+    yield "GPUs", machine.gpu_rows
+    yield "Kernels", machine.kernel_rows
+    yield "Kept statistics", statistics.cache_rows
+    yield "SGLang's functions that are hooked", _hook_rows
+    yield "Other names of SGLang in use", _use_rows
+
+
+# `patches` imports SGLang: it is imported only to look at it.
+def _hook_rows() -> Iterable[Row]:
+    from sglang_triattn.patches.touch_points import hook_rows
+
+    return hook_rows()
+
+
+def _use_rows() -> Iterable[Row]:
+    from sglang_triattn.patches.touch_points import use_rows
+
+    return use_rows()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what SGLang logs and prints while it is imported out of the answer."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _plain(found: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
+    for part, rows in found.items():
+        for row in rows:
+            told = {"part": part, "name": row.name, "status": row.status, "found": row.found}
+            yield told | ({"consequence": row.consequence} if row.is_fault else {})
+
+
+def _print_tables(found: dict[str, list[Row]]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    for part, rows in found.items():
+        table = Table(box=SIMPLE, show_header=False, title=Text(part), title_justify="left", title_style="bold")
+        for row in rows:
+            style = "bold red" if row.is_fault else "yellow" if row.status == "note" else "green"
+            told = row.found + (f"\n→ {row.consequence}" if row.is_fault else "")
+            table.add_row(Text(row.name, overflow="fold"), Text(row.status, style=style), Text(told, overflow="fold"))
+        console.print(table)

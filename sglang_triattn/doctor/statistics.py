@@ -1,0 +1,79 @@
+"""The folder of kept statistics, and what is there for one model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sglang_triattn.doctor.rows import NOTE, OK, WRONG, Row
+from sglang_triattn.errors import first_line
+
+_AGAIN = "each launch with --triattention-stats auto measures again"
+
+
+def cache_rows() -> Iterator[Row]:
+    """The folder that `--triattention-stats auto` reads and writes."""
+    from sglang_triattn.stats.cache import cache_folder
+
+    folder = cache_folder()
+    if not folder.exists():
+        above = next(parent for parent in folder.parents if parent.exists())
+        if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+            yield Row("folder", NOTE, f"{folder} does not exist yet; the first launch creates it")
+        else:
+            yield Row("folder", WRONG, f"{folder} does not exist, and {above} cannot be written", _AGAIN)
+        return
+    try:
+        files = [path.stat().st_size for path in folder.glob("*.safetensors")]
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield Row("folder", WRONG, f"{folder} cannot be written ({first_line(error)})", _AGAIN)
+    else:
+        size = f"{sum(files):,} bytes"
+        yield Row("folder", OK, f"{folder}: {len(files)} file{'s' * (len(files) != 1)}, {size}")
+
+
+def model_rows(model: str) -> Iterator[Row]:
+    """Whether a model is compressed, as `sglang-triattn check` says, and the statistics that are kept for it.
+
+    Args:
+        model: its folder or config.json, or a hub name whose files are in the local Hugging Face cache.
+
+    Raises:
+        TriAttentionError: it has no readable config.json.
+    """
+    from sglang_triattn.config import Config
+    from sglang_triattn.model.fingerprint import local_folder, model_fingerprint
+    from sglang_triattn.model.sizes import load_config
+    from sglang_triattn.stats.cache import cached_path
+    from sglang_triattn.verdict import Server, attention_words, judge
+
+    folder = Path(model) if Path(model).exists() else local_folder(model)
+    verdict = judge(load_config(str(folder or model)), model, Server(Config()))
+    if verdict.refusal is not None or verdict.layout is None:
+        yield Row("check", WRONG, str(verdict.refusal), "this model is not compressed with the default flags")
+    else:
+        yield Row("check", OK, f"{verdict.name} is compressed: {attention_words(verdict.layout)}")
+    fingerprint = model_fingerprint(str(folder.parent if folder and folder.is_file() else folder or model))
+    if fingerprint is None:
+        yield Row("statistics", NOTE, "no fingerprint can be computed, so none are kept")
+    else:
+        yield _statistics_row(cached_path(fingerprint))
+
+
+def _statistics_row(path: Path) -> Row:
+    from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
+    from sglang_triattn.stats.file import StatsError, load_stats
+
+    if not path.is_file():
+        return Row("statistics", NOTE, f"no {path.name} is kept yet; the first launch measures and keeps it")
+    try:
+        stats = load_stats(path)
+    except StatsError as error:
+        return Row("statistics", WRONG, str(error), _AGAIN)
+    mean = concentration(stats).mean().item()
+    measured = f", measured on {stats.token_count:,} tokens" if stats.token_count else ""
+    return Row("statistics", OK if mean >= SPREAD else NOTE, f"{path.name}{measured}; {outlook(stats)}")

@@ -1,0 +1,47 @@
+"""What rounds did to one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+FirstEvicted = Callable[[], int]
+"""Reads the first position of a row that no longer holds its original token after a round."""
+
+
+@dataclass
+class RowRecord:
+    """What rounds did to one row. It stays with the row from one turn of a conversation to the next.
+
+    Attributes:
+        evicted_tokens: tokens evicted from the row.
+        unordered_len: entries at the front of the row that rounds have left out of order.
+        prompt_len: length of the prompt after which the private part began, that of the first turn.
+        first_evicted_pos: first position evicted by any round except those of `unread`; None before any.
+        unread: first evicted positions of the last two rounds, whose copies from the device may still be in flight.
+    """
+
+    prompt_len: int
+    evicted_tokens: int = 0
+    unordered_len: int = 0
+    first_evicted_pos: int | None = None
+    unread: tuple[FirstEvicted, ...] = ()
+
+    def add_round(self, evicted_tokens: int, first_evicted: FirstEvicted, unordered_len: int) -> None:
+        """Records a round, and reads the position of the round before the last, whose copy finished long ago."""
+        if len(self.unread) == 2:
+            oldest = self.unread[0]()
+            self.first_evicted_pos = oldest if self.first_evicted_pos is None else min(oldest, self.first_evicted_pos)
+        self.evicted_tokens += evicted_tokens
+        self.unordered_len = unordered_len
+        self.unread = (*self.unread[-1:], first_evicted)
+
+    def exact_prefix_len(self) -> int | None:
+        """Entries before the first evicted position of any head or layer; None if nothing was evicted.
+
+        These entries lie at their logical positions.
+        """
+        if not self.evicted_tokens:
+            return None
+        read = [position() for position in self.unread]
+        return min(read if self.first_evicted_pos is None else [*read, self.first_evicted_pos])

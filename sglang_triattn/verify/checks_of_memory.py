@@ -1,0 +1,153 @@
+"""Checks of what rounds did to memory: counters, reports, freed slots, bounds. Each returns a `Finding`."""
+
+from __future__ import annotations
+
+from sglang_triattn.request.lifecycle import RESUMED
+from sglang_triattn.verify.client import COUNTERS, Answer
+from sglang_triattn.verify.finding import Finding, failed, not_tested, passed
+from sglang_triattn.verify.law import Outcome, replay
+from sglang_triattn.verify.traffic import Evidence
+
+
+def active(found: Evidence) -> Finding:
+    """Finds a replica that serves uncompressed behind the same URL."""
+    replicas = found.after.replicas
+    on = sum(replica is not None for replica in replicas)
+    if on < len(replicas):
+        return failed(f"{len(replicas) - on} of {len(replicas)} replicas do not compress")
+    config, many = found.config, f", on {on} replicas" if on > 1 else ""
+    return passed(f"budget {config.budget:,}, interval {config.interval:,}, {config.selection}{many}")
+
+
+def counters(found: Evidence) -> Finding:
+    """Finds sums of `/server_info` that stand still, or that count something else than rounds of requests."""
+    ours, delta = own_sums(found), {name: found.after.total(name) - found.before.total(name) for name in COUNTERS}
+    return _compare(found, "/server_info", ours, delta)
+
+
+def metrics(found: Evidence) -> Finding:
+    """Finds Prometheus counters that a dashboard must not believe."""
+    before, after = found.before.metrics, found.after.metrics
+    if before is None or after is None:
+        return not_tested("the server was started without --enable-metrics")
+    return _compare(found, "/metrics", own_sums(found), {name: round(after[name] - before[name]) for name in COUNTERS})
+
+
+def report(found: Evidence) -> Finding:
+    """Finds reports that are missing, are another request's, or tell of other rounds than the settings ask for."""
+    for answer in [found.warm, found.dense, *found.compressed]:
+        told, tokens = answer.report, len(answer.ask.ids) + len(answer.output) - 1
+        if told.get("logical_length") != tokens:
+            return failed(f"a request of {tokens} computed tokens reports a logical length of {_told(told)}")
+        if told["physical_length"] + told["evicted_tokens"] != tokens:
+            return failed(
+                f"physical length {told['physical_length']} + evicted {told['evicted_tokens']} is not {tokens}"
+            )
+    for answer in (found.warm, found.dense):
+        if answer.report["rounds"]:
+            return failed(f"a request within its budget, or without one, had {answer.report['rounds']} rounds")
+    for answer in found.compressed:
+        told = answer.report
+        if not told["rounds"] or not told["evicted_tokens"]:
+            return failed("a request that outgrew its budget had no round")
+        if found.exact_plan and not _in_chunks(found, answer):
+            due = outcome(found, answer)
+            if (told["rounds"], told["evicted_tokens"]) != (due.rounds, due.evicted_tokens):
+                return failed(
+                    f"{told['rounds']} rounds evicted {told['evicted_tokens']} tokens of {told['logical_length']}; by "
+                    f"its settings, {due.rounds} rounds evict {due.evicted_tokens}"
+                )
+    early = "" if found.exact_plan else "; memory was short, so their number was not foreseen"
+    rounds = sum(answer.report["rounds"] for answer in found.compressed)
+    return passed(f"{len(found.compressed)} requests, {rounds} rounds, each as due{early}")
+
+
+def freed(found: Evidence) -> Finding:
+    """Finds memory that is evicted on paper: fewer slots, or other pages, than the evicted tokens leave empty."""
+    page, sums = found.page_size, Outcome()
+    for answer in found.compressed:
+        told = answer.report
+        slots, evicted, rounds = (told.get(name, 0) for name in ("freed_slots", "evicted_tokens", "rounds"))
+        exact = found.exact_plan and not _in_chunks(found, answer)
+        due = outcome(found, answer).freed_slots if exact else evicted
+        # Each round may leave, or find, one page that is filled in part.
+        slack = 0 if exact or page == 1 else rounds * (page - 1)
+        if slots % page or abs(slots - due) > slack:
+            return failed(f"a request freed {slots} slots for {evicted} evicted tokens, where {due} were due")
+        sums = Outcome(sums.rounds + rounds, sums.evicted_tokens + evicted, sums.freed_slots + slots)
+    what = "one for each" if page == 1 else f"whole pages of {page}"
+    return passed(f"{sums.freed_slots:,} slots for {sums.evicted_tokens:,} evicted tokens, {what}")
+
+
+def bound(found: Evidence) -> Finding:
+    """Finds requests that hold more than frozen prefix + budget + interval."""
+    worst = 0.0
+    for answer in found.compressed:
+        frozen, settings = found.frozen_of(answer), found.settings_of(answer)
+        most, held = frozen + settings.trigger(frozen), answer.report.get("physical_length", 0)
+        if held > most or not held:
+            return failed(f"a request held {held or 'an unknown number of'} entries at its end; its bound is {most}")
+        worst = max(worst, held / most)
+    return passed(f"no request held more than {worst:.0%} of its bound at its end")
+
+
+def memory(found: Evidence) -> Finding:
+    """Finds evicted tokens whose slots stay in use, and slots that nobody gives back when requests end."""
+    if found.shared:
+        return not_tested("others use the server, whose requests hold memory too")
+    before, after = found.load_before.used, found.load_after.used
+    if after > before:
+        return failed(f"{after - before:,} slots are still in use that were not before these requests")
+    page, prefix = found.page_size, len(found.prefix) * len(found.after.replicas)
+    bounds = dense = before + prefix
+    for answer in found.crowd:
+        frozen = found.frozen_of(answer)
+        # The step that is queued may hold a page more, and the last page is filled in part.
+        bounds += frozen + found.settings_of(answer).trigger(frozen) - answer.cached + 2 * page
+        dense += len(answer.ask.ids) + len(answer.output) - answer.cached
+    if found.peak > bounds:
+        return failed(
+            f"{found.peak:,} slots were in use while {len(found.crowd)} requests ran; their bound is {bounds:,}"
+        )
+    return passed(f"all returned at the end; at most {found.peak:,} slots in use, where dense needs {dense:,}")
+
+
+def outcome(found: Evidence, answer: Answer) -> Outcome:
+    """What rounds must have done to a request."""
+    return replay(
+        found.settings_of(answer),
+        prompt=len(answer.ask.ids),
+        frozen=found.frozen_of(answer),
+        logical=len(answer.ask.ids) + len(answer.output) - 1,
+        page_size=found.page_size,
+    )
+
+
+def own_sums(found: Evidence) -> dict[str, int]:
+    """The sums of what these requests report."""
+    sums = {name: sum(each.report.get(name, 0) for each in (*found.compressed, *found.resumed)) for name in COUNTERS}
+    for first, second in zip(found.copies, found.resumed, strict=True):
+        # It reports what its conversation has lost since the first turn.
+        if second.report.get("conversation") == RESUMED:
+            sums["evicted_tokens"] -= first.report.get("evicted_tokens", 0)
+    return sums
+
+
+def _compare(found: Evidence, where: str, ours: dict[str, int], delta: dict[str, int]) -> Finding:
+    wrong = [name for name in COUNTERS if (delta[name] < ours[name] if found.shared else delta[name] != ours[name])]
+    if wrong:
+        name = wrong[0]
+        hint = "" if delta[name] < ours[name] else "; if others use the server, add --shared"
+        return failed(f"{name} of {where} rose by {delta[name]:,}, but these requests report {ours[name]:,}{hint}")
+    more = ", others' included" if found.shared else ""
+    return passed(", ".join(f"{name.replace('_', ' ')} +{delta[name]:,}" for name in COUNTERS) + more)
+
+
+def _in_chunks(found: Evidence, answer: Answer) -> bool:
+    """Whether rounds may have run while the prompt was prefilled."""
+    chunk = found.before.info.get("chunked_prefill_size") or 0
+    return answer.ask.control.get("prompt") == "compact" and 0 < chunk < len(answer.ask.ids)
+
+
+def _told(report: dict) -> str:
+    return str(report.get("logical_length", "nothing at all"))

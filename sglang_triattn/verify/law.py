@@ -1,0 +1,79 @@
+"""What a server's rounds must have done to a request, from its settings and token counts alone.
+
+Written apart from `sglang_triattn.rounds.plan`, after which servers act.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_triattn.config import Config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rounds did to one request, in tokens and KV slots."""
+
+    rounds: int = 0
+    evicted_tokens: int = 0
+    freed_slots: int = 0
+    physical_length: int = 0
+
+
+def frozen_length(config: Config, prompt: int, cached: int, page_size: int) -> int:
+    """First KV entry that rounds may touch.
+
+    Args:
+        prompt: its tokens.
+        cached: as many of them as the radix tree held.
+    """
+    whole_pages = prompt // page_size * page_size if config.prompt == "frozen" else 0
+    return max(cached, config.sinks, whole_pages)
+
+
+def replay(config: Config, *, prompt: int, frozen: int, logical: int, page_size: int) -> Outcome:
+    """The outcome for a request that was neither retracted nor compacted early, nor while its prompt was prefilled.
+
+    The step after the prefill comes before any round; from then on, a round runs before every step that finds
+    `trigger` private entries.
+
+    Args:
+        prompt: its tokens.
+        frozen: from `frozen_length`.
+        logical: tokens whose K/V was computed.
+        page_size: slots per page; floor law: a round frees the pages that lie behind the row's new end.
+    """
+    kept, trigger = config.budget_for(frozen), config.trigger(frozen)
+    rounds = evicted = freed = 0
+    length = min(prompt + 1, logical)
+    while length + evicted < logical:
+        private = length - frozen
+        if private >= trigger:
+            excess = (private - kept) // config.round_to * config.round_to
+            freed += pages(length, page_size) - pages(length - excess, page_size)
+            rounds, evicted, length = rounds + 1, evicted + excess, length - excess
+        length += 1
+    return Outcome(rounds, evicted, freed * page_size, length)
+
+
+def pages(length: int, page_size: int) -> int:
+    """Pages that hold `length` entries."""
+    return -(-length // page_size)
+
+
+def first_round(config: Config, *, prompt: int, frozen: int) -> int:
+    """How many generated tokens the first round cannot have touched."""
+    return max(frozen + config.trigger(frozen) - prompt, 1) + 1
+
+
+def tokens_to_generate(config: Config, *, prompt: int, frozen: int, least: int) -> int:
+    """At least `least` tokens, such that no round is due near the request's end.
+
+    A server may look at a request once more after its last token, before it knows that this was the last.
+    """
+
+    def rounds(logical: int) -> int:
+        return replay(config, prompt=prompt, frozen=frozen, logical=logical, page_size=1).rounds
+
+    near = range(least, least + config.interval)
+    return next((tokens for tokens in near if rounds(prompt + tokens - 1) == rounds(prompt + tokens + 1)), least)

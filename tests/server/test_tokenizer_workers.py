@@ -1,0 +1,58 @@
+"""Several processes that answer HTTP requests (--tokenizer-worker-num), none of which loads SGLang plugins."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import psutil
+
+from harness import assert_pool_is_whole, greedy, prompt
+
+WORKERS = ("--tokenizer-worker-num", "2", "--enable-http-worker-reuseport")
+
+
+def connections(client) -> list[http.client.HTTPConnection]:
+    """A connection to each of the server's two workers."""
+    server = psutil.Process(client.server.process.pid)
+    found = {}
+    # The kernel chooses the worker of a connection.
+    for _ in range(100):
+        connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=120)
+        connection.connect()
+        ask(connection, "GET", "/health")
+        port = connection.sock.getsockname()[1]
+        for process in server.children(recursive=True):
+            if any(peer.raddr and peer.raddr.port == port for peer in process.net_connections("tcp")):
+                found.setdefault(process.pid, connection)
+        if len(found) == 2:
+            return list(found.values())
+    raise AssertionError(f"connections reached only {found}")
+
+
+def ask(connection: http.client.HTTPConnection, method: str, path: str, **body) -> tuple[int, str]:
+    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def test_each_worker_refuses_and_reports(serve):
+    """Prevents requests that one of the workers lets pass unchecked, and answers of one that lack the report."""
+    client = serve(*WORKERS)
+    client.flush()
+    for number, connection in enumerate(connections(client)):
+        sampling = greedy(200, custom_params={"triattention": {"budget": 48}})
+        status, text = ask(connection, "POST", "/generate", input_ids=prompt(number, 30), sampling_params=sampling)
+        assert status == 200, text
+        report = json.loads(text)["meta_info"]["triattention"]
+        assert report["rounds"] >= 4
+        assert report["physical_length"] <= 30 + 48 + 32
+        for stream in (False, True):
+            sampling["custom_params"] = {"triattention": {"budget": 100_000}}
+            body = {"input_ids": [1, 2], "sampling_params": sampling, "stream": stream}
+            status, text = ask(connection, "POST", "/generate", **body)
+            assert status == 400
+            assert "custom_params.triattention.budget" in text
+    # Two workers answered, one scheduler held all of it.
+    assert client.totals()["rounds"] >= 8
+    assert_pool_is_whole(client)

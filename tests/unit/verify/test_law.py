@@ -1,0 +1,64 @@
+"""What `verify` expects of rounds, without a server."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_triattn.config import Config
+from sglang_triattn.rounds.plan import plan_round
+from sglang_triattn.verify.law import Outcome, first_round, frozen_length, replay, tokens_to_generate
+
+
+def test_at_page_size_1():
+    """Prevents a law that is off by one: 24 private entries make a round due, and 16 stay."""
+    config = Config(budget=16, interval=8, recent=4)
+    given = {"prompt": 48, "frozen": 48, "page_size": 1}
+    assert replay(config, logical=72, **given) == Outcome(0, 0, 0, 72)
+    assert replay(config, logical=73, **given) == Outcome(1, 8, 8, 65)
+    assert replay(config, logical=81, **given) == Outcome(2, 16, 16, 65)
+    # Token 25 is the last whose log-probability comes from position 72 and before.
+    assert first_round(config, prompt=48, frozen=48) == 25
+
+
+def test_pages_that_nothing_divides():
+    """Prevents counting evicted tokens as freed where only whole pages are."""
+    config = Config(budget=10, interval=5, recent=2)
+    # 15 private entries behind 16: 31 entries are 4 pages of 8, and so are 26.
+    assert replay(config, prompt=16, frozen=16, logical=32, page_size=8) == Outcome(1, 5, 0, 27)
+    assert replay(config, prompt=16, frozen=16, logical=38, page_size=8) == Outcome(2, 10, 0, 28)
+    assert replay(config, prompt=18, frozen=16, logical=48, page_size=16) == Outcome(4, 20, 0, 28)
+    assert replay(config, prompt=20, frozen=16, logical=40, page_size=2).freed_slots == 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_law_and_plan_agree(data):
+    """Prevents a law that blames a server for doing as the package plans."""
+    draw = data.draw
+    budget, interval, page = draw(st.integers(4, 40)), draw(st.integers(1, 30)), draw(st.sampled_from([1, 2, 8, 16]))
+    scope, prompt_rule = draw(st.sampled_from(["private", "total"])), draw(st.sampled_from(["frozen", "compact"]))
+    config = Config(budget=budget, interval=interval, recent=2, budget_scope=scope, prompt=prompt_rule)
+    prompt, generated = draw(st.integers(1, 90)), draw(st.integers(2, 120))
+    frozen, logical = frozen_length(config, prompt, 0, page), prompt + generated
+    length, evicted, freed, rounds = prompt + 1, 0, 0, 0
+    while length + evicted < logical:
+        plan = plan_round(config, frozen=frozen, length=length, evicted_before=evicted, page_size=page)
+        if plan is not None:
+            length, rounds = plan.new_length, rounds + 1
+            evicted, freed = evicted + plan.evicted_tokens, freed + plan.freed_slots
+        length += 1
+    told = replay(config, prompt=prompt, frozen=frozen, logical=logical, page_size=page)
+    assert told == Outcome(rounds, evicted, freed, length)
+
+
+@pytest.mark.parametrize("interval", [4, 8, 16, 128])
+@pytest.mark.parametrize("least", range(30, 50))
+def test_requests_end_between_rounds(interval, least):
+    """Prevents blaming a server that looked once more at a request which was over."""
+    config = Config(budget=16, interval=interval, recent=4)
+    tokens = tokens_to_generate(config, prompt=50, frozen=48, least=least)
+    assert least <= tokens < least + interval
+    rounds = {replay(config, prompt=50, frozen=48, logical=50 + tokens + at, page_size=1).rounds for at in (-1, 0, 1)}
+    assert len(rounds) == 1
