@@ -69,3 +69,10 @@ def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_p
     assert compression(answer)["rounds"] > 0
     assert compression(answer) == compression(expected)
     assert answer["output_ids"] == expected["output_ids"]
+
+
+def test_a_server_for_one_request_at_a_time(serve):
+    """Prevents a launch that looks at the model with more rows than the server has."""
+    client = serve("--max-running-requests", "1")
+    assert compression(answer_of(client))["rounds"] > 0
+    serve.stop(client)
