@@ -26,7 +26,7 @@ demo: ## serve the model, send requests that outgrow the budget, show what was e
 	@$(ENV) && "$$py" tools/demo.py --model $(MODEL)
 
 serve: ## serve the model on PORT=30000; ARGS="..." are more launch_server options
-	@$(ENV) && "$$py" tools/serve.py --model $(MODEL) --port $(PORT) $(ARGS)
+	@$(ENV) && "$$py" tools/serve_model.py --model $(MODEL) --port $(PORT) $(ARGS)
 
 check: ruff ## ruff, then side by side the type checker and the short tests of tests/unit: within a minute
 	@$(ENV) && { $(MAKE) --no-print-directory types & types=$$!; \

@@ -138,10 +138,12 @@ class Refusals:
 
     def __init__(self) -> None:
         self._counters: dict[str, Any] = {}
+        target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_metric_collector_watchdog"
+        # Made once: of a second launch in this process, it is recognised as the one that is in place.
+        self._hook = Hook(target, "after", self._on_collector, "self")
 
     def hooks(self) -> list[Hook]:
-        target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_metric_collector_watchdog"
-        return [Hook(target, "after", self._on_collector, "self")]
+        return [self._hook]
 
     def count(self, reason: str) -> None:
         """Counts a refusal; does nothing without metrics."""

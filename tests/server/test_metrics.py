@@ -155,7 +155,15 @@ def test_top_ends_without_a_trace(client):
     leader, follower = pty.openpty()
     command = [sys.executable, "-P", "-c", "import sys; from sglang_triattn.cli.main import main; sys.exit(main())"]
     command += ["top", "--url", client.url, "--interval", "0.1"]
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=TERMINAL)
+    process = subprocess.Popen(
+        command,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=TERMINAL,
+        # A shell starts background jobs with this signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(follower)
     output = b""
     while b"running 0" not in output:

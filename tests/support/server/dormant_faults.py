@@ -52,12 +52,13 @@ def plant(_, scheduler, *__, **___) -> None:
     from sglang_triattn.patches.scheduler import compressor, release
     from sglang_triattn.patches.scheduler.compressor import Compressor
     from sglang_triattn.patches.scheduler.conversations import Conversations
-    from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord
+    from sglang_triattn.request.lifecycle import CompressedRequest
+    from sglang_triattn.request.row_record import RowRecord
     from sglang_triattn.rounds.plan import Report, Totals
 
-    put(Totals, "add", "the sums stand still", lambda real, totals, plan: None)
-    put(Totals, "add", "rounds are counted twice", lambda real, totals, plan: [real(totals, plan), real(totals, plan)])
-    put(RoundMetrics, "publish", "the metrics stand still", lambda real, metrics, totals: None)
+    put(Totals, "add", "the sums stand still", lambda real, *rest: None)
+    put(Totals, "add", "rounds are counted twice", lambda real, *rest: [real(*rest), real(*rest)])
+    put(RoundMetrics, "_publish_sums", "the metrics stand still", lambda real, metrics: None)
     put(Report, "to_dict", "reports are exchanged", exchange_reports)
     put(CompressedRequest, "round", "fewer slots are freed than tokens evicted", count_too_few)
     put(compressor, "plan_round", "rounds come too early", plan_early)
@@ -68,8 +69,11 @@ def plant(_, scheduler, *__, **___) -> None:
     put(Conversations, "acquire", "no conversation is resumed", lambda real, *rest: False)
     put(Conversations, "commit", "a conversation resumes another row", mix_up_row)
     # Rounds that are only reported.
-    publish = RoundMetrics.publish
-    RoundMetrics.publish = lambda *both: [published.__setitem__(slice(None), both), publish(*both)]
+    publish = RoundMetrics._publish_sums
+    RoundMetrics._publish_sums = lambda metrics: [
+        published.__setitem__(slice(None), (metrics, metrics._totals)),
+        publish(metrics),
+    ]
     told = "rounds are reported and not done"
     put(compressor, "can_compact", told, lambda real, request: False)
     put(release, "report_on", told, lambda real, *req: make_up(real(*req), *req))
@@ -109,6 +113,9 @@ class Sink:
     def free_page_ids(self, ids: torch.Tensor) -> None:
         pass
 
+    def available_size(self) -> int:
+        return 0
+
 
 def lose_slots(real, compressor, *rest) -> None:
     whole, compressor._allocator = compressor._allocator, Sink()
@@ -118,11 +125,11 @@ def lose_slots(real, compressor, *rest) -> None:
         compressor._allocator = whole
 
 
-def poison(real, compressor, rounds) -> None:
+def poison(real, compressor, attempt, batches) -> None:
     """Overwrites the keys of one token of the shared prompt."""
-    real(compressor, rounds)
+    real(compressor, attempt, batches)
     pool = compressor._scheduler.token_to_kv_pool_allocator.get_kvcache()
-    for request, _ in rounds:
+    for request, _ in attempt.rounds:
         slot = compressor._rows[request.kv.req_pool_idx, 20].long()
         for keys in pool.k_buffer:
             keys[slot] = keys[slot].flip(-1)
@@ -155,5 +162,5 @@ def make_up(report, req, page_size: int):
     metrics, sums = published
     for name in ("rounds", "evicted_tokens", "freed_slots"):
         setattr(sums, name, getattr(sums, name) + getattr(due, name))
-    metrics.publish(sums)
+    metrics._publish_sums()
     return dataclasses.replace(report, **dataclasses.asdict(due))

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_files_stay_short():
 def test_no_two_test_files_share_a_name():
     """Prevents files that pytest runs alone but not together: it imports each by its name without folders."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_two_modules_share_a_name():
+    """Prevents a test that imports another folder's module, depending on which was imported first."""
+    folders = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["pythonpath"]
+    names = [path.stem for folder in folders for path in (ROOT / folder).glob("*.py") if path.stem != "conftest"]
     assert sorted(names) == sorted(set(names))
 
 

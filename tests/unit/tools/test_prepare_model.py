@@ -10,7 +10,7 @@ import pytest
 
 import demo
 import prepare_model
-import serve
+import serve_model
 from prepare_model import MODELS, PackagedModel, join_gguf
 
 PARTS = (b"GGUF one, ", b"two, ", b"three" * 1000)
@@ -89,7 +89,7 @@ def test_models_are_pinned_and_apart(tmp_path, monkeypatch):
     assert len({prepare_model.model_directory(model) for model in MODELS.values()}) == len(MODELS)
 
 
-@pytest.mark.parametrize("tool", [prepare_model, demo, serve])
+@pytest.mark.parametrize("tool", [prepare_model, demo, serve_model])
 def test_every_tool_takes_the_name_of_a_model(tool, monkeypatch, capsys):
     """Prevents a misspelt name from being served as the default model."""
     monkeypatch.setattr(sys, "argv", ["tool", "--model", "no-such-model"])
