@@ -9,7 +9,8 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve check test soak-properties kernels upstream dist lint ruff types python help
+.PHONY: setup model quality-model demo serve check test soak-properties conformance kernels upstream dist lint ruff \
+	types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -42,6 +43,9 @@ test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are mor
 
 soak-properties: ## random histories under random settings for STEPS=100000 steps, from SEED=1 on
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py
+
+conformance: ## run SGLang's own tests against three servers: plain, budget never reached, small budget
+	@$(ENV) && OMP_NUM_THREADS=1 "$$py" benchmarks/conformance.py $(ARGS)
 
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py
