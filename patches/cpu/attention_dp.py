@@ -17,8 +17,10 @@ def install() -> None:
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     forward_batch_info._is_cpu = True
     GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
-    GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor
-    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _padded_length
+    # It returns its output, too, which nobody reads.
+    GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    # SGLang asks backends that do not have it.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _padded_length  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _padded_length(backend: object) -> int:

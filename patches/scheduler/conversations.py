@@ -96,7 +96,9 @@ class Conversations:
     def on_arrival(self, request: Req) -> None:
         """Drops expired conversations, and notes the time; called for each request that names a conversation."""
         group = self._scheduler.dp_tp_group
-        now = time.monotonic() if group.world_size == 1 else group.broadcast_object(time.monotonic(), src=0)
+        now = time.monotonic()
+        if group.world_size > 1:
+            now = cast(float, group.broadcast_object(now, src=0))
         for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
             self._drop(name)
         owner_of(request).arrived_at = now
