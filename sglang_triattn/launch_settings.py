@@ -48,7 +48,6 @@ def _sparse(value: object) -> bool:
 SETTINGS = (
     Refusal("speculative_algorithm", _set, "a draft commits several tokens at a time, past the point of a round"),
     Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
-    Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
     Refusal("attn_dp_size", _many, _OTHER_LOOP, "use --dp-size without attention data parallelism"),
     Refusal("dcp_size", _many, _OTHER_POOL),
     Refusal("attn_cp_size", _many, _OTHER_POOL),
@@ -108,7 +107,25 @@ BESIDE_WINDOW_POOL = (
         _set,
         "the copies that it makes of the window layers' own KV pool are not tested with rounds",
     ),
+    Refusal("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
 )
+
+# Only for models that take images.
+BESIDE_IMAGES = (Refusal("pp_size", _many, "models that take images are not tested in stages", "use --pp-size 1"),)
+
+# Only with several pipeline stages.
+BESIDE_STAGES = (
+    Refusal("enable_hierarchical_cache", _set, "the copies that each pipeline stage makes are not tested with rounds"),
+    Refusal("enable_mixed_chunk", _set, "what decodes beside a prefill in a pipeline stage is not tested with rounds"),
+    Refusal(
+        "enable_dynamic_chunking",
+        _set,
+        "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
+    ),
+)
+
+GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *BESIDE_WINDOW_POOL, *BESIDE_IMAGES, *BESIDE_STAGES))
+"""All settings that may be refused."""
 
 # Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import check_model, check_settings, check_window_pool, window_of
+from sglang_triattn.patches.launch.incompatible import (
+    check_model,
+    check_settings,
+    check_stages,
+    check_window_pool,
+    window_of,
+)
 from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
@@ -60,6 +66,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         model = model_config_of(server_args)
         check_model(model)
         check_window_pool(settings, model)
+        check_stages(settings, model)
         window = window_of(model)
         if window:
             args_patch.replace_config(server_args, config.for_windows(window, settings.page_size))

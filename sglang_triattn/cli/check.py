@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, flag, read_settings
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import SETTINGS
+from sglang_triattn.launch_settings import GIVEN
 from sglang_triattn.model.sizes import load_config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
@@ -22,10 +22,11 @@ ALIASES = {
     "data_parallel_size": "dp_size",
     "decode_context_parallel_size": "dcp_size",
     "dp": "dp_size",
+    "enable_hicache": "enable_hierarchical_cache",
     "monokernel_backend": "enable_amd_monokernel",
     "pipeline_parallel_size": "pp_size",
 }
-_KNOWN = {refusal.field for refusal in SETTINGS}
+_KNOWN = set(GIVEN)
 # These change what is refused, though none is refused by itself.
 _TOGETHER = {"dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}

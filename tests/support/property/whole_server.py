@@ -15,6 +15,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
     """The simulation as a scheduler between two steps, with nothing queued."""
     return SimpleNamespace(
         enable_overlap=False,
+        pp_group=SimpleNamespace(world_size=1),
         forward_ct=412,
         token_to_kv_pool_allocator=sim.allocator,
         req_to_token_pool=sim.rows,

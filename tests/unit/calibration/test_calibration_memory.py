@@ -63,6 +63,9 @@ def scheduler_on(device: Device, overlap: bool = True) -> SimpleNamespace:
         schedule_stream=Stream("schedule", device.events),
         tp_worker=SimpleNamespace(model_runner=runner),
         tp_group=SimpleNamespace(world_size=1, rank_in_group=0, broadcast_object=lambda value: value),
+        pp_group=SimpleNamespace(
+            world_size=1, rank_in_group=0, is_last_rank=True, broadcast_object=lambda value: value
+        ),
         token_to_kv_pool_allocator=pool,
         req_to_token_pool=pool,
         model_config=SimpleNamespace(context_len=1000),

@@ -122,9 +122,14 @@ def test_refused_settings():
     told = {
         (name, reason, remedy if remedy.startswith("use ") else "")
         for names, reason, remedy in rows
-        for name in re.findall(r"`--([\w-]+)", names)
+        for name in re.findall(r"`--([\w-]+)", names.partition(", with `--pp-size`")[0])
     }
-    refusals = (*launch_settings.SETTINGS, *launch_settings.BESIDE_WINDOW_POOL)
+    refusals = (
+        *launch_settings.SETTINGS,
+        *launch_settings.BESIDE_WINDOW_POOL,
+        *launch_settings.BESIDE_IMAGES,
+        *launch_settings.BESIDE_STAGES,
+    )
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")
