@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from sglang_triattn import __version__
@@ -151,3 +152,14 @@ def resolve(target: str) -> Callable:
     owner = pkgutil.resolve_name(owner_path)
     attribute = inspect.getattr_static(owner, name)
     return getattr(attribute, "__func__", attribute)
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Sets an attribute temporarily."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

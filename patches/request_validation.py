@@ -11,7 +11,7 @@ SGLang's chat and completion endpoints wait for the first chunk, so an error in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fastapi import Response
     from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from sglang_triattn.patches.sglang_parts import ServerArgs
 
 
 # Fields of a request to /generate are named after what they hold.
@@ -57,14 +59,16 @@ def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerMan
     config = config_of(manager.server_args)
     if config is not None:
         media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
-        _check(config, tokenized.sampling_params.custom_params, tokenized.sampling_params.beam_width, media)
+        params = tokenized.sampling_params
+        _check(config, _stages_of(manager.server_args), params.custom_params, params.beam_width, media)
 
 
 async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import has_valid_data
 
-    config = config_of(http_server.get_global_state().tokenizer_manager.server_args)
+    server_args = http_server.get_global_state().tokenizer_manager.server_args
+    config = config_of(server_args)
     if config is not None:
         asked = obj.sampling_params
         # Of several prompts, those with images are told apart later.
@@ -74,31 +78,47 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
         try:
             for params in asked if isinstance(asked, list) else [asked]:
                 if isinstance(params, Mapping):
-                    _check(config, params.get("custom_params"), params.get("beam_width"), media)
+                    _check(
+                        config, _stages_of(server_args), params.get("custom_params"), params.get("beam_width"), media
+                    )
         except TriAttentionError as error:
             return http_server._create_error_response(error)
     return await original(obj, request)
 
 
-def _check(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+def _stages_of(server_args: object) -> int:
+    """Pipeline stages; SGLang puts the fields of its record together at run time."""
+    return cast("ServerArgs", server_args).pp_size
+
+
+def _check(config: Config, stages: int, custom_params: object, beam_width: object, media: Collection[str]) -> None:
     """Raises TriAttentionError for what a client must not ask for, and counts it.
 
     Args:
+        stages: pipeline stages of the server.
         custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
     """
     try:
-        _check_settings(config, custom_params, beam_width, media)
+        _check_settings(config, stages, custom_params, beam_width, media)
     except RequestError as error:
         _refusals.count(error.reason)
         raise
 
 
-def _check_settings(config: Config, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+def _check_settings(
+    config: Config, stages: int, custom_params: object, beam_width: object, media: Collection[str]
+) -> None:
     asked = with_media(read_request(config, custom_params), media)
     # SGLang itself refuses a width that is no number.
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise RequestError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
             "compressed and leaves no row behind: leave one of the two out.",
+            CONFLICT,
+        )
+    if asked.conversation is not None and stages > 1:
+        raise RequestError(
+            f"custom_params.{KEY}.conversation does not work on a server with --pp-size {stages}, whose stages have no "
+            "clock in common by which a row could expire: leave the conversation out.",
             CONFLICT,
         )

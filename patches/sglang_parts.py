@@ -51,4 +51,5 @@ if TYPE_CHECKING:
         attention_backend: str | None
         decode_attention_backend: str | None
         moe_runner_backend: str
+        pp_size: int
         prefill_attention_backend: str | None

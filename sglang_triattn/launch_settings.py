@@ -57,7 +57,6 @@ SETTINGS = (
         "use --speculative-algorithm NGRAM, or leave --speculative-algorithm out",
     ),
     Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
-    Refusal("pp_size", _many, _OTHER_LOOP, "use --pp-size 1"),
     Refusal("dcp_size", _many, _OTHER_POOL),
     Refusal("attn_cp_size", _many, _OTHER_POOL),
     Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),
@@ -116,6 +115,7 @@ BESIDE_WINDOW_POOL = (
         _set,
         "the copies that it makes of the window layers' own KV pool are not tested with rounds",
     ),
+    Refusal("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
 )
 
 # Only with --speculative-algorithm.
@@ -144,6 +144,26 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
 
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
+
+# Only for models that take images.
+BESIDE_IMAGES = (Refusal("pp_size", _many, "models that take images are not tested in stages", "use --pp-size 1"),)
+
+# Only with several pipeline stages.
+BESIDE_STAGES = (
+    Refusal("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
+    Refusal("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
+    Refusal("enable_hierarchical_cache", _set, "the copies that each pipeline stage makes are not tested with rounds"),
+    Refusal("enable_mixed_chunk", _set, "what decodes beside a prefill in a pipeline stage is not tested with rounds"),
+    Refusal(
+        "enable_dynamic_chunking",
+        _set,
+        "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
+    ),
+)
+
+_BESIDE = (*BESIDE_WINDOW_POOL, *BESIDE_IMAGES, *BESIDE_STAGES, *BESIDE_SPECULATION)
+GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
+"""All settings that may be refused."""
 
 # Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {

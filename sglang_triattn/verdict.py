@@ -12,7 +12,9 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS, SHARED
 from sglang_triattn.launch_settings import (
+    BESIDE_IMAGES,
     BESIDE_SPECULATION,
+    BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
     IMAGES_UNTRIED,
     SETTINGS,
@@ -25,7 +27,7 @@ from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.sizes import element_bytes, kv_dtype_of
 from sglang_triattn.model.support import refused_model, unsupported
-from sglang_triattn.model.vision import covers_images
+from sglang_triattn.model.vision import covers_images, is_covered
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,10 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
     else:
         try:
             _check_server(server, SETTINGS)
+            if server.given.get("pp_size", 1) > 1:
+                _check_server(server, BESIDE_STAGES)
+            if is_covered(content.get("architectures")):
+                _check_server(server, BESIDE_IMAGES)
             config = _check_layout(layout, label, server)
             if "speculative_algorithm" in server.given:
                 _check_speculation(server, label, config.window, bool(content.get("vision_config")))

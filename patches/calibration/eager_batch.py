@@ -2,8 +2,8 @@
 
 SGLang parts: `Req` and `ScheduleBatch` (sglang/srt/managers/schedule_batch.py), `ForwardBatch`
 (sglang/srt/model_executor/forward_batch_info.py), `ModelRunner`, `release_kv_cache` (sglang/srt/mem_cache/common.py),
-the streams of `Scheduler` (sglang/srt/managers/scheduler.py), which runs passes on `forward_stream` with overlap and on
-`schedule_stream` without.
+the streams of `Scheduler` (sglang/srt/managers/scheduler.py), which runs passes on `forward_stream` with overlap or
+stages and on `schedule_stream` without.
 
 Requests here are handled like SGLang's own profiling requests (managers/scheduler_components/dynamic_chunk_sizer.py):
 matched, locked, allocated, and released without entering the tree.
@@ -14,13 +14,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+
+from sglang_triattn.patches.scheduler.pipeline import is_staged, runs_beside
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_triattn.patches.sglang_parts import Scheduler
@@ -43,7 +46,7 @@ def eager(model_runner: ModelRunner) -> Iterator[None]:
 
 def forward_stream_of(scheduler: Scheduler) -> torch.Stream:
     """The stream on which SGLang runs forward passes, and rounds with them."""
-    return scheduler.forward_stream if scheduler.enable_overlap else scheduler.schedule_stream
+    return scheduler.forward_stream if runs_beside(scheduler) else scheduler.schedule_stream
 
 
 @contextmanager
@@ -90,7 +93,8 @@ class EagerBatch:
             positions: RoPE position of each token, all texts one behind the other, if not from 0 on in each.
 
         Returns:
-            Logits [requests, vocabulary] of each text's next token, on the model's device.
+            Logits [requests, vocabulary] of each text's next token, on the model's device; nothing of use in a
+            stage that is not the last.
         """
         from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -147,8 +151,22 @@ class EagerBatch:
                 forward.mrope_positions = forward.positions.to(forward.mrope_positions.dtype).expand(3, -1).contiguous()
         # Some models move the positions that they are given (Gemma-4).
         self.positions = forward.positions.clone()
+        if is_staged(self._scheduler):
+            return self._forward_stage(forward)
         output = cast("LogitsProcessorOutput", runner.forward(forward).logits_output)
         return cast(torch.Tensor, output.next_token_logits)
+
+    def _forward_stage(self, forward: ForwardBatch) -> torch.Tensor:
+        """This stage's part of a pass, which takes what the stage before computed; only the last returns logits."""
+        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+        stages, ranks = self._scheduler.pp_group, self._scheduler.attn_tp_group
+        received = None if stages.is_first_rank else PPProxyTensors(stages.recv_tensor_dict(all_gather_group=ranks))
+        output: Any = self._scheduler.tp_worker.model_runner.forward(forward, pp_proxy_tensors=received).logits_output
+        if stages.is_last_rank:
+            return output.next_token_logits
+        stages.send_tensor_dict(output.tensors, all_gather_group=ranks)
+        return torch.empty(0)
 
     def _release(self, request: Req) -> None:
         from sglang.srt.mem_cache.common import release_kv_cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
-from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_runs
+from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_layers, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import (
@@ -26,6 +26,7 @@ from sglang_triattn.patches.model.layers import (
     watching_queries,
 )
 from sglang_triattn.patches.model.rotation import served_shape
+from sglang_triattn.patches.scheduler.pipeline import from_first, from_last_stage, is_first, is_staged
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def calibrate_scheduler(
 ) -> QueryStats:
     """Measures the query statistics of the model that `scheduler` serves.
 
-    Call it on every tensor-parallel rank, in a scheduler that is built and runs no requests yet. It leaves pools and
+    Call it on every rank of every stage, in a scheduler that is built and runs no requests yet. It leaves pools and
     tree as they were. The caller removes the job's `partial` file once the statistics are safe.
 
     Args:
@@ -65,7 +66,8 @@ def calibrate_scheduler(
             f"The model {path} cannot be calibrated, because {error.reason}: use another model."
         ) from error
     _check_room(scheduler, job)
-    sums = QuerySums(shape.rope, shape.rotates, [shape.layers.index(layer.number) for layer in layers])
+    own, turns = numbers_of(layers), dict(zip(shape.layers, shape.rotates, strict=True))
+    sums = QuerySums(shape.rope, [turns[number] for number in own], [own.index(layer.number) for layer in layers])
     free = _free(scheduler)
     run = _Run(scheduler, job, sums, on_progress)
     with (
@@ -95,9 +97,7 @@ class _Run:
         self._scheduler = scheduler
         self._job = job
         self._sums = sums
-        # Ranks with attention data parallelism measure the same texts: their passes are of equal size, as they must be.
-        self._group = scheduler.tp_group
-        self._heads = scheduler.dp_tp_group
+        self._first = is_first(scheduler)
         self._on_progress = on_progress or (lambda done, most: None)
         self._done_tokens = 0
         self._unsaved = 0
@@ -106,8 +106,7 @@ class _Run:
     def run(self) -> Sums:
         job = self._job
         # Only the first rank is sure to see the file.
-        first = self._group.rank_in_group == 0
-        self._before = self._group.broadcast_object(load_progress(job) if first else None)
+        self._before = from_first(self._scheduler, load_progress(job) if self._first else Progress())
         unit = self._before.done
         self._done_tokens = sum(map(job.tokens_of, range(unit)))
         while unit < job.units:
@@ -156,11 +155,11 @@ class _Run:
 
     def _choose(self, samplers: Sequence[_Sampler], logits: torch.Tensor) -> list[int]:
         """The next token of each trace, chosen on one rank because logits may differ in the last bits."""
-        tokens = None
-        if self._group.rank_in_group == 0:
+        tokens: list[int] = []
+        if self._scheduler.tp_group.rank_in_group == 0 and self._scheduler.pp_group.is_last_rank:
             rows = logits.float().cpu()
             tokens = [sampler.choose(row) for sampler, row in zip(samplers, rows, strict=True)]
-        return self._group.broadcast_object(tokens)
+        return from_last_stage(self._scheduler, tokens)
 
     def _end_pass(self, tokens: int) -> None:
         self._sums.end_pass(tokens)
@@ -170,14 +169,18 @@ class _Run:
 
     def _save(self, unit: int) -> None:
         total = self._total()
-        if self._group.rank_in_group == 0:
+        if self._first:
             save_progress(self._job, Progress(unit, total))
         self._unsaved = 0
 
     def _total(self) -> Sums:
-        """Sums over all heads and all tokens so far."""
-        parts = self._heads.all_gather_object(self._sums.read())
-        return join_runs(None if parts[0] is None else join_heads(parts), self._before.sums)
+        """Sums over all layers, all heads and all tokens so far."""
+        # With attention data parallelism, all groups measure the same texts: their passes must be of equal size.
+        parts = self._scheduler.dp_tp_group.all_gather_object(self._sums.read())
+        whole = None if parts[0] is None else join_heads(parts)
+        if whole is not None and is_staged(self._scheduler):
+            whole = join_layers(self._scheduler.pp_group.all_gather_object(whole))
+        return join_runs(whole, self._before.sums)
 
 
 class _Sampler:

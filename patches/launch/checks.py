@@ -14,6 +14,7 @@ from sglang_triattn.patches.launch.incompatible import (
     check_model,
     check_settings,
     check_speculation,
+    check_stages,
     check_window_pool,
     window_of,
 )
@@ -69,6 +70,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_model(model)
         check_window_pool(settings, model)
         check_speculation(settings, model)
+        check_stages(settings, model)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)

@@ -7,16 +7,20 @@ KV pool) is checked later, in `patches/model/inspect.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import (
+    BESIDE_IMAGES,
     BESIDE_SPECULATION,
+    BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
     ENVIRONMENT,
     IMAGES_UNTRIED,
     SETTINGS,
     WINDOWS_UNTRIED,
+    Refusal,
     refused_drafts,
 )
 from sglang_triattn.model.kinds import served_window
@@ -66,10 +70,22 @@ def check_model(model: ModelConfig) -> None:
 def check_window_pool(settings: Any, model: ModelConfig) -> None:
     """Raises TriAttentionError for a setting that does not go with window layers that have a KV pool of their own."""
     if model.is_hybrid_swa:
-        for refusal in BESIDE_WINDOW_POOL:
-            value = getattr(settings, refusal.field)
-            if refusal.applies(value):
-                raise TriAttentionError(refusal.message(value))
+        _check_beside(settings, BESIDE_WINDOW_POOL)
+
+
+def check_stages(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting or a model that does not go with several pipeline stages."""
+    if settings.pp_size > 1:
+        _check_beside(settings, BESIDE_STAGES)
+    if model.is_multimodal:
+        _check_beside(settings, BESIDE_IMAGES)
+
+
+def _check_beside(settings: Any, refusals: Sequence[Refusal]) -> None:
+    for refusal in refusals:
+        value = getattr(settings, refusal.field)
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value))
 
 
 def check_speculation(settings: Any, model: ModelConfig) -> None:

@@ -28,7 +28,7 @@ _TABLE_TOLERANCE = 0.02
 
 
 def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> ModelShape:
-    """The shape of the model that `model_runner` serves, with the heads of all `ranks` tensor-parallel ranks.
+    """The shape of what `model_runner` holds of the served model, with the heads of all `ranks` tensor-parallel ranks.
 
     Args:
         rotation: of the layers that are scored.
@@ -46,7 +46,8 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         if layer.heads != first.heads:
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
-    numbers, kept = [layer.number for layer in layers], range(model_runner.token_to_kv_pool.layer_num)
+    pool = model_runner.token_to_kv_pool
+    numbers, kept = [layer.number for layer in layers], range(pool.start_layer, pool.start_layer + pool.layer_num)
     # Only a model that says so has layers without attention, or without KV; their share of the pool stays empty.
     text = config.hf_text_config
     gaps = getattr(config.hf_config, "block_configs", None)
@@ -157,7 +158,7 @@ def check_pool(model_runner: ModelRunner) -> None:
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
-    key = pools[0].get_key_buffer(0)
+    key = pools[0].get_key_buffer(pools[0].start_layer)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
 

@@ -26,6 +26,8 @@ from sglang_triattn.patches.model.layers import (
     watching_positions,
     watching_queries,
 )
+from sglang_triattn.patches.scheduler.pipeline import is_staged
+from sglang_triattn.patches.scheduler.tensor_parallel import agreed
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_parts import Scheduler
@@ -56,11 +58,34 @@ class Rotation:
 
 
 def served_shape(scheduler: Scheduler) -> ModelShape:
-    """The shape of the model that `scheduler` serves; every tensor-parallel rank calls this before it serves.
+    """The shape of the model that `scheduler` serves; every rank of every stage calls this before it serves.
 
     Raises:
         UnsupportedModel: `read_shape` or `match_rotation` refuses.
+        TriAttentionError: they do in another stage, or the stages do not go together.
     """
+    if not is_staged(scheduler):
+        return shape_of_stage(scheduler)
+    with agreed(scheduler):
+        own = shape_of_stage(scheduler)
+    return join_stages(scheduler.pp_group.all_gather_object(own))
+
+
+def join_stages(stages: Sequence[ModelShape]) -> ModelShape:
+    """The shape of a model whose layers are split over `stages`.
+
+    Raises:
+        UnsupportedModel: they rotate their queries differently.
+    """
+    first = stages[0]
+    if not all(same_rope(first.rope, stage.rope) for stage in stages):
+        raise UnsupportedModel("the layers of one pipeline stage have another rotary embedding than those of another")
+    layers = tuple(layer for stage in stages for layer in stage.layers)
+    return replace(first, layers=layers, rotates=tuple(turns for stage in stages for turns in stage.rotates))
+
+
+def shape_of_stage(scheduler: Scheduler) -> ModelShape:
+    """The same of this stage's layers; the stages before and after it run along, so every one calls this."""
     runner, ranks = scheduler.tp_worker.model_runner, scheduler.dp_tp_group.world_size
     layers = scored_layers(attention_layers(runner.model))
     ropes = read_ropes(runner.model, layers[0].attention.head_dim)

@@ -21,6 +21,7 @@ from sglang_triattn.calibration.texts import read_windows
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
+from sglang_triattn.patches.scheduler.pipeline import from_first, is_first
 from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
 
@@ -48,7 +49,7 @@ _PROBE_STEPS = 3
 
 
 def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QueryStats:
-    """Statistics that fit the served model; every tensor-parallel rank calls this.
+    """Statistics that fit the served model; every rank of every stage calls this.
 
     Args:
         wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached.
@@ -65,11 +66,10 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
                 wanted,
             )
         return check_stats(stats, shape)
-    group = scheduler.tp_group
-    first = group.rank_in_group == 0
+    first = is_first(scheduler)
     # Only the first rank looks at files, so that all ranks do the same.
     with measuring_alone(shape.fingerprint) if first else nullcontext():
-        found = group.broadcast_object(load_cached(shape) if first else None)
+        found = from_first(scheduler, load_cached(shape) if first else None)
         if found is not None:
             logger.info("TriAttention found the statistics of this model in %s", found.source)
             return found

@@ -29,6 +29,7 @@ from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
 from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.pipeline import batches_in_flight, requests_beside
 from sglang_triattn.patches.scheduler.request import beams_of, decoded_in, evicted_of
 from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
 
@@ -117,7 +118,8 @@ class Census:
 
     def _fault(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None, moved: set[int]) -> str | None:
         requests, idle = self._requests(running_batch, last_batch), self._conversations.idle()
-        queued = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
+        overlapped = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
+        queued = [*overlapped, *batches_in_flight(self._scheduler)]
         chunked = self._scheduler.chunked_req
         decoding = {id(request) for batch in queued for request in decoded_in(batch)}
         filling = {id(request) for batch in queued for request in batch.reqs if batch.forward_mode.is_extend()}
@@ -132,7 +134,7 @@ class Census:
         counted = self._scheduler.tree_cache.evictable_size() + self._scheduler.tree_cache.protected_size()
         if counted != len(pool.tree):
             return f"the tree counts {counted} slots, but holds {len(pool.tree)}"
-        fault = find_fault(pool, holders, list(_writes(queued, requests, holders, moved)))
+        fault = find_fault(pool, holders, list(_writes(overlapped, requests, holders, moved)))
         if fault is None and has_window_pool(self._scheduler):
             records = [*(request.kv for request in requests), *(parked.kv for parked in idle.values())]
             fault = find_peer_fault(pool, holders, read_peers(self._scheduler, records))
@@ -146,6 +148,7 @@ class Census:
             *running_batch.reqs,
             *(last_batch.reqs if last_batch is not None else ()),
             *((chunked,) if chunked is not None else ()),
+            *requests_beside(scheduler),
             *scheduler.waiting_queue,
         ]
         return [request for request in {id(request): request for request in found}.values() if request.kv.holds_kv]

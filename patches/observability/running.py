@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from sglang_triattn.patches.scheduler.pipeline import running_batches
 from sglang_triattn.patches.scheduler.request import evicted_of, frozen_of, owner_of, settings_of
 from sglang_triattn.patches.scheduler.window_pool import row_allocator
 
@@ -34,7 +35,8 @@ def held_tokens(requests: Iterable[Req]) -> tuple[int, int]:
 
 def running(scheduler: Scheduler) -> list[Req]:
     """Requests that decode and hold a row."""
-    return [request for request in scheduler.running_batch.reqs if request.kv.holds_kv and not request.finished()]
+    requests = (request for batch in running_batches(scheduler) for request in batch.reqs)
+    return [request for request in requests if request.kv.holds_kv and not request.finished()]
 
 
 def describe(scheduler: Scheduler) -> dict[str, Any]:

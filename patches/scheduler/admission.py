@@ -13,17 +13,17 @@ reservation, with compaction rounds between them (`chunked_prefill`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks import Hook, replaced
 from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, growth_of, longest_answer, max_kv_tokens_of
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.pipeline import requests_beside
 from sglang_triattn.patches.scheduler.request import (
     attach_options,
     frozen_of,
@@ -84,7 +84,7 @@ class Admission:
         self._scheduler, self._reserve = scheduler, reserve_per_row(scheduler)
 
     def _bound_adder(self, adder: type[PrefillAdder], _: object) -> type[PrefillAdder]:
-        return bounded_adder(adder, self._conversations)
+        return bounded_adder(adder, self._conversations, lambda: requests_beside(self._scheduler))
 
     def _attach_and_limit(self, original: Callable, scheduler: Scheduler, req: Req) -> None:
         """Reads a new request's settings, and lifts the cap that the size of the pool puts on its answer."""
@@ -167,10 +167,12 @@ class Admission:
         return self._scheduler.token_to_kv_pool_allocator.page_size
 
 
-def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> type[PrefillAdder]:
+def bounded_adder(
+    adder: type[PrefillAdder], conversations: Conversations, beside: Callable[[], Iterable[Req]] = tuple
+) -> type[PrefillAdder]:
     """A subclass of SGLang's PrefillAdder that reserves for compressed requests up to their bound.
 
-    Rows of idle conversations make way for requests that are admitted.
+    Rows of idle conversations make way for requests that are admitted; `beside` returns those of other microbatches.
     """
 
     class BoundedPrefillAdder(adder):
@@ -179,6 +181,9 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
+            # SGLang reserves nothing for what runs in other microbatches.
+            others = [req for req in beside() if settings_of(req) is not None]
+            self.memory_budget.total_offset += sum(map(self._get_running_request_total_token_offset, others))
             windows = conversations.windows
             if windows is not None and self.running_batch is not None:
                 # SGLang reserves nothing there for what runs.
@@ -190,7 +195,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             self._chunk_in_progress = has_chunked_req or self.new_chunked_req is not None
             acquired = conversations.acquire(req)
             # SGLang's other way to admit, for requests without stop conditions while the tree is off, knows no bound.
-            with _attribute(req.sampling_params, "ignore_eos", False):
+            with replaced(req.sampling_params, "ignore_eos", False):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
             if self.can_run_list and self.can_run_list[-1] is req:
                 conversations.commit(req)
@@ -220,7 +225,7 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
                     return super().preempt_to_schedule(req)
                 held = len(req.full_untruncated_fill_ids)
                 growth = growth_of(req, self.page_size, held=held)
-                with _attribute(req.sampling_params, "max_new_tokens", growth):
+                with replaced(req.sampling_params, "max_new_tokens", growth):
                     return super().preempt_to_schedule(req)
             finally:
                 self._preempting = None
@@ -287,14 +292,3 @@ def bounded_adder(adder: type[PrefillAdder], conversations: Conversations) -> ty
             super()._update_prefill_budget(prefix_len, extend_input_len, max_new_tokens, *args, **kwargs)
 
     return BoundedPrefillAdder
-
-
-@contextmanager
-def _attribute(owner: object, name: str, value: object):
-    """Sets an attribute temporarily."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -1,7 +1,7 @@
 """Which failures the server survives, and when compression stops.
 
 What nobody can survive is raised again and ends the server: a fault of the device, after which no call to it works; a
-failure with tensor parallelism, where the other ranks have gone on; books that do not balance.
+failure with tensor or pipeline parallelism, where the other ranks have gone on; books that do not balance.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from sglang_triattn.census import IntegrityError
 from sglang_triattn.errors import first_line
+from sglang_triattn.patches.scheduler.pipeline import is_staged
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_parts import Scheduler
@@ -76,7 +77,7 @@ def check_survivable(scheduler: Scheduler, error: Exception) -> None:
     """Raises if the server cannot go on after `error`; waits for the device."""
     if isinstance(error, IntegrityError):
         raise error
-    if scheduler.tp_group.world_size > 1:
+    if scheduler.tp_group.world_size > 1 or is_staged(scheduler):
         logger.error("TriAttention: a failure on one of several ranks ends the server, because the others have gone on")
         raise error
     if scheduler.req_to_token_pool.req_to_token.is_cuda:

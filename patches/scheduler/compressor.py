@@ -37,6 +37,7 @@ from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, un
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
+from sglang_triattn.patches.scheduler.pipeline import is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.scheduler.request import (
     can_compact,
     decoded_in,
@@ -94,8 +95,7 @@ class Compressor:
         self._page_size = self._allocator.page_size
         self._mover = mover
         self._conversations = conversations
-        # With kept sets per head, each rank would give the tree a different part of a row.
-        self._alike_on_ranks = config.selection in SHARED or scheduler.dp_tp_group.world_size == 1
+        self._alike_on_ranks = keeps_alike(scheduler, config.selection)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -210,9 +210,9 @@ class Compressor:
     def _give_back(self, attempt: Attempt, ordered: Sequence[torch.Tensor]) -> None:
         """Removes the emptied slots from the rows, and frees them."""
         pairs = list(zip(attempt.launches, ordered, strict=True))
-        # For the other strategies, the host knows which slots are emptied.
+        # For the other strategies, the host knows which slots are emptied; but a chunk may still be reading its row.
         remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
-        if remapped:
+        if remapped or is_staged(self._scheduler):
             self._await_forward_stream(*remapped)
         attempt.rewriting = True
         for launch, slots in pairs:
@@ -263,7 +263,7 @@ class Compressor:
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
         scheduler = self._scheduler
-        if not scheduler.enable_overlap:
+        if not runs_beside(scheduler):
             return nullcontext()
         scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
         for tensor in borrowed:
@@ -274,7 +274,7 @@ class Compressor:
     def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
         """Lets the schedule stream use tensors made on the forward stream."""
         scheduler = self._scheduler
-        if not scheduler.enable_overlap:
+        if not runs_beside(scheduler):
             return
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
         for tensor in borrowed:

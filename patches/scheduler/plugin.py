@@ -15,7 +15,7 @@ from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
 from sglang_triattn.patches.model import warm_up
 from sglang_triattn.patches.model.inspect import check_pool
-from sglang_triattn.patches.model.layers import attention_layers, check_windows
+from sglang_triattn.patches.model.layers import attention_layers, check_windows, scored_layers
 from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.patches.model.stats_source import find_stats
 from sglang_triattn.patches.model.workspace import Workspace
@@ -27,6 +27,7 @@ from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
 from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.pipeline import is_first, is_staged
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.request import give_up_waiting
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
@@ -99,7 +100,8 @@ class Compression:
         if self._census is not None:
             self._census.attach(scheduler)
         collector = scheduler.metrics_collector
-        if collector is not None and scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+        published = scheduler.metrics_reporter.current_scheduler_metrics_enabled and scheduler.pp_group.is_first_rank
+        if collector is not None and published:
             self.metrics = metrics.RoundMetrics(collector, scheduler, self.compressor, self._conversations)
             self._gauge = StoppedGauge(collector.labels)
         logger.info("TriAttention is active: %s", self.compressor.config)
@@ -109,7 +111,8 @@ class Compression:
         check_in_place(self._hooks)
         merge = merge_over_ranks(scheduler, self.config.selection)
         # Ranks measure together: one that fails alone cannot wait for the others, but must end.
-        with warm_up.in_one_sentence() if scheduler.tp_group.world_size == 1 else nullcontext():
+        alone = scheduler.tp_group.world_size == 1 and not is_staged(scheduler)
+        with warm_up.in_one_sentence() if alone else nullcontext():
             stats = served_stats(scheduler, self.config)
         with agreed(scheduler), warm_up.in_one_sentence():
             compressor = build_compressor(
@@ -159,21 +162,22 @@ class Compression:
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
-    """Statistics of all heads of the served model, for scores of its pool; every tensor-parallel rank calls this.
+    """Statistics of all layers and heads of the served model, for scores of its pool; every rank of every stage calls.
 
     Raises:
         TriAttentionError: the model, its KV pool or its statistics do not allow compression.
     """
     runner = scheduler.tp_worker.model_runner
-    check_pool(runner)
-    check_windows(attention_layers(runner.model), config.window)
-    window_pool.check_reach(scheduler, config.window)
+    with agreed(scheduler) if is_staged(scheduler) else nullcontext():
+        check_pool(runner)
+        check_windows(attention_layers(runner.model), config.window)
+        window_pool.check_reach(scheduler, config.window)
     shape = served_shape(scheduler)
-    if scheduler.tp_group.rank_in_group == 0:
+    if is_first(scheduler):
         for line in notices.at_launch(scheduler, config):
             logger.warning(line)
     stats = find_stats(scheduler, config.stats, shape)
-    if scheduler.tp_group.rank_in_group == 0:
+    if is_first(scheduler):
         for line in notices.of_stats(config, stats):
             logger.warning(line)
     return counted_from(stats, shape.first_position)
@@ -200,6 +204,8 @@ def build_compressor(
         ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
     """
     runner = scheduler.tp_worker.model_runner
+    if is_staged(scheduler):
+        stats = stats.of_layers([layer.number for layer in scored_layers(attention_layers(runner.model))])
     k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool, stats.layers)
     kernels = warm_up.runs_kernels(runner.device)
     scorer = build_scorer(

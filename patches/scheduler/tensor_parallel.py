@@ -66,7 +66,7 @@ def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
 
 @contextmanager
 def agreed(scheduler: Scheduler) -> Iterator[None]:
-    """Makes every rank refuse with a TriAttentionError if one of them does.
+    """Makes every rank of every stage refuse with a TriAttentionError if one of them does.
 
     Otherwise the others would wait for it at the next gather, and the launch with them.
     """
@@ -75,8 +75,9 @@ def agreed(scheduler: Scheduler) -> Iterator[None]:
         yield
     except TriAttentionError as error:
         refusal = str(error)
-    group = scheduler.tp_group
-    refusals = [refusal] if group.world_size == 1 else [refusal, *group.all_gather_object(refusal)]
-    first = next((said for said in refusals if said is not None), None)
+    first = refusal
+    for group in (scheduler.tp_group, scheduler.pp_group):
+        said = [] if group.world_size == 1 else group.all_gather_object(first)
+        first = next((each for each in (refusal, first, *said) if each is not None), None)
     if first is not None:
         raise TriAttentionError(first)

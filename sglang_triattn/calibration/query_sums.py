@@ -64,10 +64,19 @@ def join_runs(now: Sums | None, before: Sums | None) -> Sums:
 
 def join_heads(parts: Sequence[Sums]) -> Sums:
     """The sums of a model whose query heads are split over ranks; parts come in the order of the ranks."""
+    return _joined(parts, 1)
+
+
+def join_layers(parts: Sequence[Sums]) -> Sums:
+    """The sums of a model whose layers are split over pipeline stages; parts come in the order of the stages."""
+    return _joined(parts, 0)
+
+
+def _joined(parts: Sequence[Sums], dim: int) -> Sums:
     return Sums(
-        torch.cat([part.total for part in parts], dim=1),
-        torch.cat([part.abs_total for part in parts], dim=1),
-        torch.cat([part.unrotated for part in parts], dim=1),
+        torch.cat([part.total for part in parts], dim=dim),
+        torch.cat([part.abs_total for part in parts], dim=dim),
+        torch.cat([part.unrotated for part in parts], dim=dim),
         parts[0].count,
         parts[0].head_dim,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, flag, read_settings
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import BESIDE_SPECULATION, SETTINGS
+from sglang_triattn.launch_settings import GIVEN
 from sglang_triattn.model.sizes import load_config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
@@ -22,10 +22,11 @@ ALIASES = {
     "data_parallel_size": "dp_size",
     "decode_context_parallel_size": "dcp_size",
     "dp": "dp_size",
+    "enable_hicache": "enable_hierarchical_cache",
     "monokernel_backend": "enable_amd_monokernel",
     "pipeline_parallel_size": "pp_size",
 }
-_KNOWN = {refusal.field for refusal in (*SETTINGS, *BESIDE_SPECULATION)}
+_KNOWN = set(GIVEN)
 # Over how many ranks --tp-size splits a head, follows from these.
 _TOGETHER = {"attn_dp_size", "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.stats != AUTO:
         others.append(flag("stats"))
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
-    server = Server(config, arguments.page_size, _ranks(arguments.tp_size, given.pop("attn_dp_size", 1)), given)
+    server = Server(config, arguments.page_size, _ranks(arguments.tp_size, given.get("attn_dp_size", 1)), given)
     verdict = judge(content, arguments.model, server)
     if arguments.json:
         print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))

@@ -1,6 +1,7 @@
 """Query statistics and the shape of the model that they belong to: what calibration measures."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +82,18 @@ class QueryStats:
     def scored_dims(self) -> int:
         """Dims of a head that scores take into account: all, or those that RoPE turns."""
         return 2 * self.mean.shape[-1] if self.unrotated_mean is None else self.head_dim
+
+    def of_layers(self, layers: Sequence[int]) -> "QueryStats":
+        """The statistics of some of the layers, by their numbers in the model."""
+        places = [self.layers.index(layer) for layer in layers]
+        return replace(
+            self,
+            mean=self.mean[places],
+            abs_mean=self.abs_mean[places],
+            layers=tuple(layers),
+            rotates=tuple(self.rotates[place] for place in places),
+            unrotated_mean=None if self.unrotated_mean is None else self.unrotated_mean[places],
+        )
 
 
 def _fill(frozen: Any, name: str, usual: tuple) -> None:

@@ -96,6 +96,7 @@ class Memory:
             enable_overlap=False,
             tp_group=SimpleNamespace(world_size=1),
             dp_tp_group=SimpleNamespace(world_size=1),
+            pp_group=SimpleNamespace(world_size=1),
             token_to_kv_pool_allocator=self.allocator,
             req_to_token_pool=self.rows,
             tree_cache=self.tree,

@@ -16,6 +16,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
     return SimpleNamespace(
         enable_overlap=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: not sim.reserve),
+        pp_group=SimpleNamespace(world_size=1),
         forward_ct=412,
         token_to_kv_pool_allocator=sim.allocator,
         req_to_token_pool=sim.rows,

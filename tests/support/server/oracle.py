@@ -60,6 +60,7 @@ class Oracle:
         rotates: whether each of them has RoPE; None for all.
         window: tokens that a query of the other layers sees.
         reads: layers that read the keys and values of a scored one before them, and which one.
+        stages: scored layers of each pipeline stage, which has kept sets of its own; empty for one stage.
         value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
             of their values from the mean of the newest; None for the server's default.
     """
@@ -84,6 +85,7 @@ class Oracle:
     rotates: tuple[bool, ...] | None = None
     window: int = 0
     reads: dict[int, int] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scored is None:
@@ -205,12 +207,7 @@ class Oracle:
                 score = self._score(keys, self._turn(candidates), layer, head, self._turn(next_position))
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
         z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
-        importance = {
-            "shared-mean": lambda: z.mean((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
-            "union": lambda: z.amax((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
-            "per-head": lambda: z.amax(2).mean(0).expand(layers, -1, -1),
-            "per-layer-head": lambda: z.amax(2),
-        }[self.selection]()
+        importance = torch.cat([self._importance(part) for part in z.split(self.stages or (layers,))])
         kept = torch.zeros_like(visible)
         for layer in range(layers):
             for j in range(self.num_kv_heads):
@@ -225,6 +222,16 @@ class Oracle:
                 kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True
                 kept[layer, j, place[len(best) :]] = True
         return kept
+
+    def _importance(self, z: torch.Tensor) -> torch.Tensor:
+        """[L, H_kv, n]: merged z-scores of layers that choose together; z is [L, H_kv, group, n]."""
+        layers = len(z)
+        return {
+            "shared-mean": lambda: z.mean((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
+            "union": lambda: z.amax((0, 1, 2)).expand(layers, self.num_kv_heads, -1),
+            "per-head": lambda: z.amax(2).mean(0).expand(layers, -1, -1),
+            "per-layer-head": lambda: z.amax(2),
+        }[self.selection]()
 
     def _score(
         self, keys: torch.Tensor, positions: torch.Tensor, layer: int, head: int, next_position: int

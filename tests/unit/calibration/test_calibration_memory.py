@@ -65,6 +65,9 @@ def scheduler_on(device: Device, overlap: bool = True) -> SimpleNamespace:
         tp_group=SimpleNamespace(world_size=1, rank_in_group=0, broadcast_object=lambda value: value),
         dp_tp_group=SimpleNamespace(world_size=1),
         dp_attn_adapter=SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda batch: batch),
+        pp_group=SimpleNamespace(
+            world_size=1, rank_in_group=0, is_last_rank=True, broadcast_object=lambda value: value
+        ),
         token_to_kv_pool_allocator=pool,
         req_to_token_pool=pool,
         model_config=SimpleNamespace(context_len=1000),

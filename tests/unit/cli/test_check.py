@@ -146,6 +146,18 @@ def test_attention_data_parallelism(run_check):
     assert (output, "does not split into 3 groups" in error) == ("", True)
 
 
+def test_settings_refused_in_stages(run_check):
+    """Prevents a launch that refuses what this command lets pass, because of the pipeline stages beside it."""
+    for flag in ("--enable-mixed-chunk", "--enable-dynamic-chunking", "--enable-hierarchical-cache"):
+        assert run_check("qwen3-32b", flag)[0] == 0
+        status, output, _ = run_check("qwen3-32b", "--pp-size", "2", flag)
+        assert (status, output.split()[0]) == (1, flag)
+    assert run_check("qwen3-32b", "--pp-size", "2")[0] == 0
+    for model in ("gpt-oss-20b", "qwen2.5-vl-7b"):
+        status, output, _ = run_check(model, "--pp-size", "2")
+        assert (status, output.endswith(" are not tested in stages: use --pp-size 1.\n")) == (1, True)
+
+
 def test_other_names_are_those_of_sglang():
     """Prevents a refused setting that is given under its other name, and names that SGLang does not have."""
     parser = argparse.ArgumentParser()

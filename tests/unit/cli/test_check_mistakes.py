@@ -11,10 +11,10 @@ from plan_cases import CONFIGS
 from sglang_triattn.cli.check import _read_flags
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import SETTINGS
+from sglang_triattn.launch_settings import GIVEN, SETTINGS
 from sglang_triattn.verdict import Server, attention_words, judge, scored_words
 
-FLAGS = ["--" + each.field.replace("_", "-") for each in SETTINGS]
+FLAGS = ["--" + field.replace("_", "-") for field in sorted(GIVEN)]
 KNOWN = {file.stem: json.loads(file.read_text()) for file in sorted(CONFIGS.glob("*.json"))}
 FIELDS = sorted({name for known in KNOWN.values() for name in (*known, *(known.get("text_config") or ()))})
 INNER = ["rope_type", "factor", "full_attention", "partial_rotary_factor", "attention", "full_attn_layers", "no_op"]
@@ -120,7 +120,7 @@ def test_no_flags_break_it(words):
     except TriAttentionError as error:
         return is_one_line(error)
     assert set(others) <= {"--x"}
-    assert given_.keys() <= {each.field for each in SETTINGS}
+    assert given_.keys() <= GIVEN
     for each in SETTINGS:
         if each.field in given_:
             each.applies(given_[each.field])

@@ -39,7 +39,7 @@ def served(rotaries, **attention):
         layers.append(layer)
     return SimpleNamespace(
         model=layers,
-        token_to_kv_pool=SimpleNamespace(layer_num=len(layers)),
+        token_to_kv_pool=SimpleNamespace(layer_num=len(layers), start_layer=0),
         model_config=SimpleNamespace(
             model_path="nowhere",
             hf_config=SimpleNamespace(),
@@ -197,7 +197,7 @@ def test_a_cache_beside_the_rows_is_refused(monkeypatch):
     """Prevents rounds on rows that something else must stay in step with."""
     monkeypatch.setattr(MHATokenToKVPool, "get_key_buffer", lambda *_: torch.zeros(1))
     pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
-    pool.kv_cache_layout = "nhd"
+    pool.kv_cache_layout, pool.start_layer = "nhd", 0
     rows = ReqToTokenPool.__new__(ReqToTokenPool)
     rows._aux_cache = None
     runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=rows)

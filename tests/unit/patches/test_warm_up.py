@@ -62,6 +62,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
         tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
         dp_tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
+        pp_group=SimpleNamespace(world_size=1),
         metrics_collector=None,
         token_to_kv_pool_allocator=None,
     )

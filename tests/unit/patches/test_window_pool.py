@@ -29,8 +29,10 @@ def scheduler(*, size=400, page_size=16, reach=127):
 def test_host_memory_is_refused_for_such_models_alone():
     """Prevents rounds beside copies of the window layers' pool that no test has seen."""
     with pytest.raises(TriAttentionError, match=r"--enable-hierarchical-cache .* window layers. own KV pool"):
-        check_window_pool(SimpleNamespace(enable_hierarchical_cache=True), GPT_OSS)
-    check_window_pool(SimpleNamespace(enable_hierarchical_cache=False), GPT_OSS)
+        check_window_pool(SimpleNamespace(enable_hierarchical_cache=True, pp_size=1), GPT_OSS)
+    check_window_pool(SimpleNamespace(enable_hierarchical_cache=False, pp_size=1), GPT_OSS)
+    with pytest.raises(TriAttentionError, match=r"--pp-size 2 .* not tested in stages: use --pp-size 1"):
+        check_window_pool(SimpleNamespace(enable_hierarchical_cache=False, pp_size=2), GPT_OSS)
     check_window_pool(SimpleNamespace(enable_hierarchical_cache=True), SimpleNamespace(is_hybrid_swa=False))
 
 

@@ -122,10 +122,10 @@ def test_refused_settings():
     told = {
         (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
-        for name in re.findall(r"`--([\w-]+)", names)
+        for name in re.findall(r"`--([\w-]+)", names.partition(", with `--pp-size`")[0])
     }
-    beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_SPECULATION)
-    refusals = (*launch_settings.SETTINGS, *beside)
+    beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_IMAGES, *launch_settings.BESIDE_STAGES)
+    refusals = (*launch_settings.SETTINGS, *beside, *launch_settings.BESIDE_SPECULATION)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")

@@ -1,0 +1,134 @@
+"""Two pipeline stages: each keeps a KV pool and a tree of its own, and must come to the same rounds."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, served_logprobs, two_cores
+from oracle import TOLERANCE, Oracle, oracle_of
+from sglang_triattn.stats.file import load_stats
+
+STAGES = ("--pp-size", "2")
+STORM = (*STAGES, "--page-size", "16", "--triattention-selection", "shared-mean", "--chunked-prefill-size", "64")
+RETRACT = {
+    "SGLANG_TEST_RETRACT": "1",
+    "SGLANG_TEST_RETRACT_INTERVAL": "40",
+    "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "9",
+}
+
+
+@pytest.fixture(scope="module")
+def client(serve):
+    return serve("--page-size", "1", *STAGES, env=two_cores())
+
+
+@pytest.fixture(scope="module")
+def storm_client(serve):
+    return serve(*STORM, "--max-total-tokens", "2048", env={**two_cores(), **RETRACT})
+
+
+def assert_account(account: Oracle, ids: list[int], response: dict, frozen: int) -> None:
+    """Asserts that the served log-probabilities are those of the account, over at least five rounds."""
+    everything = ids + response["output_ids"][:-1]
+    expected, rounds = account.logprobs(everything, len(ids), frozen)
+    assert compression(response)["rounds"] == rounds >= 5
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+    assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+def test_logits_and_sums(client, tiny):
+    """Prevents a stage from scoring its keys by other layers' queries, rounds that the other stage does not have, and
+    rounds that both stages publish."""
+    ids = prompt(9, 50)
+    before = client.totals()["rounds"]
+    response = client.generate(ids, 240, logprobs=True)
+    assert_account(oracle_of(tiny), ids, response, len(ids))
+    log = client.server.log_path.read_text()
+    assert all(any(f"PP{stage}" in line and "is active" in line for line in log.splitlines()) for stage in (0, 1))
+    totals = client.totals()
+    assert totals["rounds"] == before + compression(response)["rounds"]
+    metrics = requests.get(client.url + "/metrics/", timeout=60).text
+    published = [line for line in metrics.splitlines() if line.startswith("sglang:triattention_rounds_total{")]
+    assert [float(line.split()[-1]) for line in published] == [totals["rounds"]]
+    assert 'pp_rank="0"' in published[0]
+
+
+def test_answers_below_the_trigger(serve, client):
+    """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
+    plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False)
+    stem = prompt(1, 60)
+    for ids in (stem, stem + prompt(3, 30)):
+        ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        assert ours["output_ids"] == theirs["output_ids"]
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+
+
+def test_conversations_are_refused(client):
+    """Prevents rows that one stage drops by its clock and the other keeps."""
+    sampling = greedy(4, custom_params={"triattention": {"conversation": "a"}})
+    refused = client.post("/generate", input_ids=prompt(4, 9), sampling_params=sampling)
+    assert refused.status_code == 400
+    assert "does not work on a server with --pp-size 2, whose stages have no clock in common" in refused.text
+
+
+def test_one_kept_set_for_each_stage(storm_client, tiny):
+    """Prevents a kept set chosen by other layers than the stage's own, and a compacted answer in the tree."""
+    ids = prompt(13, 40)
+    account = oracle_of(tiny)
+    account.selection, account.stages = "shared-mean", (1, 2)
+    response = storm_client.generate(ids, 240, logprobs=True)
+    assert response["meta_info"]["num_retractions"] == 0
+    assert_account(account, ids, response, 32)
+    following = ids + response["output_ids"]
+    assert storm_client.generate(following, 1)["meta_info"]["cached_tokens"] == 32
+
+
+def test_storm(storm_client):
+    """Prevents stages from drifting apart, and slots from leaking, where requests are aborted, retracted and prefilled
+    in chunks, and share prefixes. Every slot of both stages is counted at each round."""
+    stem = prompt(70, 90)
+
+    def ask(i: int) -> dict:
+        ids = [*stem, *prompt(71 + i, 10)] if i % 2 else prompt(71 + i, 20 + i)
+        return storm_client.post("/generate", rid=f"storm-{i}", input_ids=ids, sampling_params=greedy(260)).json()
+
+    before = storm_client.totals()["rounds"]
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(ask, i) for i in range(8)]
+        while storm_client.totals()["rounds"] < before + 8:
+            pass
+        for i in (0, 3):
+            storm_client.post("/abort_request", rid=f"storm-{i}")
+        answers = [future.result() for future in futures]
+    whole = [answer["meta_info"] for answer in answers if answer["meta_info"]["finish_reason"]["type"] != "abort"]
+    assert len(whole) == 6
+    assert sum(meta["num_retractions"] for meta in whole) > 0
+    for meta in whole:
+        report = meta["triattention"]
+        assert meta["completion_tokens"] == 260
+        assert report["physical_length"] <= report["frozen_length"] + BUDGET + INTERVAL
+    assert_pool_is_whole(storm_client)
+
+
+def test_statistics_measured_over_stages(serve, chat_model, tmp_path):
+    """Prevents a launch whose stages measure each their own model, or wait for each other."""
+    found = []
+    for flags in (STAGES, ()):
+        cache = tmp_path / str(len(flags))
+        env = {**two_cores(), "XDG_CACHE_HOME": str(cache)}
+        client = serve("--triattention-stats", "auto", *flags, env=env, model=chat_model, tokenizer=True)
+        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
+        assert client.totals()["stats"] == str(file)
+        assert compression(client.generate(prompt(5, 9), BUDGET + INTERVAL + 2))["rounds"] == 1
+        found.append(load_stats(file))
+        serve.stop(client)
+    staged, whole = found
+    assert (staged.layers, staged.token_count) == (whole.layers, whole.token_count)
+    assert (staged.mean - whole.mean).abs().max() < 0.02 * whole.abs_mean.max()
