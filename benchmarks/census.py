@@ -75,6 +75,7 @@ def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, de
     return SimpleNamespace(
         enable_overlap=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        pp_group=SimpleNamespace(world_size=1),
         forward_ct=0,
         token_to_kv_pool_allocator=allocator,
         req_to_token_pool=rows,

@@ -9,6 +9,7 @@ not where a model leaves RoPE out of some layers, norms after it, or holds an em
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -87,8 +88,10 @@ def join_stages(stages: Sequence[ModelShape]) -> ModelShape:
 def shape_of_stage(scheduler: Scheduler) -> ModelShape:
     """The same of this stage's layers; the stages before and after it run along, so every one calls this."""
     runner, ranks = scheduler.tp_worker.model_runner, scheduler.dp_tp_group.world_size
-    layers = scored_layers(attention_layers(runner.model))
-    ropes = read_ropes(runner.model, layers[0].attention.head_dim)
+    # A stage that refused alone would leave the others waiting in the passes.
+    with agreed(scheduler) if is_staged(scheduler) else nullcontext():
+        layers = scored_layers(attention_layers(runner.model))
+        ropes = read_ropes(runner.model, layers[0].attention.head_dim)
     position = min(POSITION, scheduler.model_config.context_len - 1)
     seen, first = _queries_at(scheduler, layers, position)
     rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)
