@@ -49,8 +49,11 @@ def generate(url: str, ids: list[int], tokens: int) -> dict:
     return response.json()
 
 
+SEEN = ("num_running_reqs", "num_used_tokens")
+
+
 class Watch(threading.Thread):
-    """Polls what the server runs and holds, into `seen` as [seconds, running requests, slots in use]."""
+    """Polls what all replicas run and hold, into `seen` as [seconds, running requests, slots in use]."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -59,9 +62,9 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(POLL_S):
-            load = requests.get(f"{self._url}/v1/loads?include=core", timeout=60).json()["loads"][0]
+            loads = requests.get(f"{self._url}/v1/loads?include=core", timeout=60).json()["loads"]
             now = round(time.monotonic() - self._start, 2)
-            self.seen.append([now, load["num_running_reqs"], load["num_used_tokens"]])
+            self.seen.append([now, *(sum(load[name] for load in loads) for name in SEEN)])
 
     def end(self) -> list[list[float]]:
         self._ended.set()

@@ -1,0 +1,129 @@
+"""What does freed memory buy in each way of serving? The requests of capacity.py, plain and compressed.
+
+Each way is a set of flags that both servers have. They alternate, and figures are medians over the runs. As in
+capacity.py, the ratio of running requests is a matter of memory and carries over to a GPU; that of tokens per second
+does not.
+
+    python benchmarks/modes.py --json modes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+import capacity
+from common import print_table, write
+from serving import prepared_model, serving
+
+
+def two_cores() -> dict[str, str]:
+    """The environment in which two ranks run on one core each; nothing on a GPU."""
+    if torch.accelerator.is_available():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of serving.
+
+    Attributes:
+        args: flags of both servers.
+        env: added to the environment of both.
+        devices: how many GPUs it takes, where there are any.
+    """
+
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    devices: int = 1
+
+
+MODES = {
+    "usual": Mode(),
+    "overlap off": Mode(("--disable-overlap-schedule",)),
+    "mixed chunks": Mode(("--enable-mixed-chunk", "--chunked-prefill-size", "64")),
+    "two tokenizer workers": Mode(("--tokenizer-worker-num", "2")),
+    "hierarchical cache": Mode(("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "16")),
+    "two replicas": Mode(("--dp-size", "2"), two_cores(), devices=2),
+    "tensor parallel": Mode(("--tp-size", "2"), two_cores(), devices=2),
+}
+
+
+def fits(mode: Mode) -> bool:
+    """Whether there are enough GPUs, or none: then ranks share the CPU's cores."""
+    return not torch.accelerator.is_available() or torch.accelerator.device_count() >= mode.devices
+
+
+def measure(mode: Mode, model: str, stats: str, tokens: int, runs: int, logs: Path) -> dict:
+    """Medians of both servers, and compressed over plain."""
+    found: dict[str, list[dict]] = {"plain": [], "compressed": []}
+    for run in range(runs):
+        for name, measured in found.items():
+            args = [*capacity.server_args(name == "compressed", stats), *mode.args]
+            with serving(model, args, logs / f"{name}-{run}.log", dict(mode.env)) as server:
+                measured.append(capacity.measure(server.url, tokens))
+    row: dict = {}
+    for name, measured in found.items():
+        median = capacity.median_of(measured)
+        row[name] = {key: value for key, value in median.items() if key != "timeline"}
+    row["ratios"] = {key: row["compressed"][key] / row["plain"][key] for key in ("mean_running", "tokens_per_second")}
+    return row
+
+
+def table(rows: list[dict]) -> None:
+    header = ["mode", "running plain", "compressed", "ratio", "tokens/s plain", "compressed", "ratio", "retractions"]
+    lines = []
+    for row in rows:
+        line = [row["mode"]]
+        for key in ("mean_running", "tokens_per_second"):
+            line += [row["plain"][key], row["compressed"][key], row["ratios"][key]]
+        lines.append([*line, row["plain"]["retractions"] + row["compressed"]["retractions"]])
+    print_table(header, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="few tokens, one run, the first ways only")
+    parser.add_argument("--only", nargs="+", choices=MODES, help="leave out the others")
+    parser.add_argument("--tokens", type=int, default=1000, help="generated tokens of a request")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
+    parser.add_argument("--stats", help="its statistics")
+    options = parser.parse_args()
+    tokens, runs = (options.tokens, options.runs) if not options.quick else (360, 1)
+    rows = []
+    with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
+        for name in options.only or list(MODES)[: 2 if options.quick else None]:
+            mode = MODES[name]
+            if not fits(mode):
+                print(f"{name}: left out, it takes {mode.devices} GPUs", flush=True)
+                continue
+            rows.append(
+                {"mode": name, "flags": " ".join(mode.args), **measure(mode, model, stats, tokens, runs, Path(logs))}
+            )
+            table(rows[-1:])
+    table(rows)
+    setting = {
+        "model": options.model or "tiny random Llama",
+        "pool": capacity.POOL,
+        "requests": capacity.REQUESTS,
+        "prompt": capacity.SHARED + capacity.OWN,
+        "tokens": tokens,
+        "budget": capacity.BUDGET,
+        "interval": capacity.INTERVAL,
+        "runs": runs,
+    }
+    write({"setting": setting, "rows": rows}, options.json, options.quick)
+
+
+if __name__ == "__main__":
+    main()
