@@ -57,7 +57,7 @@ LAUNCHES = {
 }
 
 _DATA = "needs a data set that no package index has"
-_SPECULATION = "speculative decoding is refused with compression"
+_SPECULATION = "speculation with a draft model is refused with compression"
 _SESSIONS = "streaming sessions are refused with compression"
 _GPU = "needs a GPU"
 _VISION = "needs a vision-language model of usable quality"
