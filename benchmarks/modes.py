@@ -46,14 +46,22 @@ class Mode:
     devices: int = 1
 
 
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+# The CPU platform's own backend: SGLang's for CPUs does not know the idle batches of attention data parallelism.
+REFERENCE = () if torch.accelerator.is_available() else ("--attention-backend", "torch_reference")
 MODES = {
     "usual": Mode(),
     "overlap off": Mode(("--disable-overlap-schedule",)),
     "mixed chunks": Mode(("--enable-mixed-chunk", "--chunked-prefill-size", "64")),
     "two tokenizer workers": Mode(("--tokenizer-worker-num", "2")),
     "hierarchical cache": Mode(("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "16")),
+    "n-gram drafts": Mode((*NGRAM, "--disable-overlap-schedule")),
     "two replicas": Mode(("--dp-size", "2"), two_cores(), devices=2),
     "tensor parallel": Mode(("--tp-size", "2"), two_cores(), devices=2),
+    "pipeline parallel": Mode(("--pp-size", "2"), two_cores(), devices=2),
+    "attention data parallel": Mode(
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), two_cores(), devices=2
+    ),
 }
 
 
@@ -92,7 +100,7 @@ def table(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="few tokens, one run, the first ways only")
+    parser.add_argument("--quick", action="store_true", help="few tokens, one run, the first two ways only")
     parser.add_argument("--only", nargs="+", choices=MODES, help="leave out the others")
     parser.add_argument("--tokens", type=int, default=1000, help="generated tokens of a request")
     parser.add_argument("--runs", type=int, default=3)
@@ -101,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     tokens, runs = (options.tokens, options.runs) if not options.quick else (360, 1)
     rows = []
-    with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
+    with prepared_model(options.model, options.stats, "Qwen3") as (model, stats), TemporaryDirectory() as logs:
         for name in options.only or list(MODES)[: 2 if options.quick else None]:
             mode = MODES[name]
             if not fits(mode):
@@ -113,7 +121,7 @@ def main() -> None:
             table(rows[-1:])
     table(rows)
     setting = {
-        "model": options.model or "tiny random Llama",
+        "model": options.model or "tiny random Qwen3",
         "pool": capacity.POOL,
         "requests": capacity.REQUESTS,
         "prompt": capacity.SHARED + capacity.OWN,

@@ -22,13 +22,13 @@ VOCABULARY = 32768
 
 
 @contextmanager
-def prepared_model(model: str | None, stats: str | None):
-    """(model, statistics): those given, or the tiny model's, which live as long as the context."""
+def prepared_model(model: str | None, stats: str | None, architecture: str = "Llama"):
+    """(model, statistics): those given, or a tiny model's of `architecture`, which live as long as the context."""
     if model is not None:
         yield model, stats or "auto"
         return
     with tempfile.TemporaryDirectory() as folder:
-        tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY)
+        tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY, architecture=architecture)
         write_tokenizer(tiny)
         yield str(tiny.path), str(tiny.stats)
 

@@ -19,7 +19,7 @@ END = 2
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A random Llama: small enough to decode over 100 tokens/s on a CPU, sharp enough that every token matters."""
+    """A random model: small enough to decode over 100 tokens/s on a CPU, sharp enough that every token matters."""
 
     path: Path
     stats: Path
@@ -55,15 +55,21 @@ ROPE_KINDS = {
 }
 
 
-def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY) -> TinyModel:
-    """Writes the model and random statistics for it."""
-    from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig
+def build_tiny_model(
+    folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY, architecture: str = "Llama"
+) -> TinyModel:
+    """Writes the model and random statistics for it.
+
+    Args:
+        architecture: transformers' configuration without `Config`; for interleaved RoPE it is Glm4.
+    """
+    import transformers
 
     from sglang_triattn.model.rope import rope_of_transformers
 
     tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
     torch.manual_seed(0)
-    config = (Glm4Config if tiny.interleaved else LlamaConfig)(
+    config = getattr(transformers, f"{'Glm4' if tiny.interleaved else architecture}Config")(
         vocab_size=vocabulary,
         hidden_size=128,
         intermediate_size=256,
@@ -79,7 +85,7 @@ def build_tiny_model(folder: Path, rope: str = "plain", vocabulary: int = VOCABU
         eos_token_id=END,
         pad_token_id=0,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tiny.path)
     save_random_stats(tiny, rope_of_transformers(model.model, config))
     return tiny
