@@ -4,6 +4,7 @@ Torch and transformers are imported only when a subcommand runs, so that `--help
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +20,14 @@ from sglang_triattn.errors import TriAttentionError
 
 USER_ERROR = 2
 INTERRUPTED = 130
+CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 1 for "no", 2 for a user error, 130 when interrupted."""
+    """Runs the command and returns its exit status.
+
+    It is 0, 1 for "no", 2 for a user error, 130 when interrupted, 141 when nobody reads the output any more.
+    """
     words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
     parser = _parser()
     arguments, others = parser.parse_known_args(words)
@@ -33,7 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: -- {' '.join(server_args)}")
     arguments.server_args = server_args
     try:
-        return arguments.run(arguments) or 0
+        status = arguments.run(arguments) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     except TriAttentionError as error:
         print(f"sglang-triattn: {error}", file=sys.stderr)
         return USER_ERROR

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from plan_cases import QWEN3_32B
 from sglang_triattn.cli import main as cli
 from sglang_triattn.stats.file import load_stats
 from tiny_models import COMMON, make_model, make_text
@@ -147,6 +148,16 @@ def test_help_loads_neither_torch_nor_transformers():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "--max-tokens" in result.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """Prevents a traceback behind `sglang-triattn check ... | head -1`."""
+    code = "import sys; from sglang_triattn.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "check", "--model", str(QWEN3_32B)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        said = running.stderr.read()
+    assert (running.returncode, said) == (141, "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["unknown"], ["calibrate"], ["calibrate", "--max-tokens", "many"]])
