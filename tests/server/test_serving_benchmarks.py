@@ -13,6 +13,8 @@ import pytest
 import warm
 from checkout import ROOT
 from harness import own_core
+from plan_cases import QWEN3_32B
+from sglang_triattn.cli import main as cli
 
 FOLDER = ROOT / "benchmarks"
 ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": str(own_core())}
@@ -20,15 +22,15 @@ ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": str(own_core())}
 
 @pytest.fixture
 def run_quick(forkserver, monkeypatch, tmp_path):
-    """`run_quick(name)` runs a benchmark with servers that start in seconds, and returns what it wrote."""
+    """`run_quick(name, *options)` runs a benchmark with servers that start in seconds, and returns what it wrote."""
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def running_server(model: str, args: list[str], env: dict[str, str] | None, log_path: Path):
         return warm.running_server(forkserver, Path(model), args, {**ONE_CORE, **(env or {})}, log_path)
 
-    def run(name: str) -> dict:
+    def run(name: str, *options: str) -> dict:
         monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "out.json")])
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "out.json"), *options])
         importlib.import_module(name).main()
         content = json.loads((tmp_path / "out.json").read_text())
         if draw := importlib.import_module("plot").DRAWN.get(name):
@@ -39,7 +41,7 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["agents", "capacity", "serve", "soak"])
+@pytest.mark.parametrize("name", ["agents", "capacity", "modes", "serve", "soak"])
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--help"], capture_output=True, text=True)
@@ -54,6 +56,25 @@ def test_capacity(run_quick):
         assert content[name]["finished"] == content["setting"]["requests"]
         assert content[name]["retractions"] == 0
     assert content["compressed"]["peak_slots"] <= content["setting"]["pool"]
+
+
+def test_modes(run_quick):
+    """Prevents ratios of servers that do not finish the same requests."""
+    content = run_quick("modes", "--only", "overlap off")
+    (row,) = content["rows"]
+    assert row["flags"] == "--disable-overlap-schedule"
+    for name in ("plain", "compressed"):
+        assert row[name]["finished"] == content["setting"]["requests"]
+    ratios = {key: row["compressed"][key] / row["plain"][key] for key in row["ratios"]}
+    assert row["ratios"] == ratios
+    assert ratios["mean_running"] > 1.5
+
+
+def test_the_modes_are_compressed(monkeypatch):
+    """Prevents a way of serving in the benchmark that the launch refuses."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name, mode in importlib.import_module("modes").MODES.items():
+        assert cli.main(["check", "--model", str(QWEN3_32B), *mode.args]) == 0, name
 
 
 def test_agents(run_quick):
