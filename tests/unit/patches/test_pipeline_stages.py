@@ -55,10 +55,10 @@ def test_all_stages_refuse_where_one_does(stages):
 
 def test_stages_never_keep_alike():
     """Prevents stages whose trees hold different parts of one row."""
-    assert keeps_alike(SimpleNamespace(tp_group=group(), pp_group=group()), "per-head")
-    assert keeps_alike(SimpleNamespace(tp_group=group(None), pp_group=group()), "union")
-    assert not keeps_alike(SimpleNamespace(tp_group=group(None), pp_group=group()), "per-head")
-    assert not keeps_alike(SimpleNamespace(tp_group=group(), pp_group=group(None)), "union")
+    assert keeps_alike(SimpleNamespace(dp_tp_group=group(), pp_group=group()), "per-head")
+    assert keeps_alike(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "union")
+    assert not keeps_alike(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "per-head")
+    assert not keeps_alike(SimpleNamespace(dp_tp_group=group(), pp_group=group(None)), "union")
 
 
 def request(*, holds_kv: bool = True, finished: bool = False) -> SimpleNamespace:
