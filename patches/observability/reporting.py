@@ -105,7 +105,11 @@ def reporting_streamer(
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
-            reports = [(owner_of(req).report or _NOTHING).to_dict() if req.finished() else None for req in reqs]
+            # Not `Req.finished()`: this runs for every request in every step, and a call costs as much as the rest.
+            reports = [
+                (owner_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
+                for req in reqs
+            ]
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
             reason = stopped()
             return info if reason is None else {**info, _STOPPED: [reason] * len(reqs)}

@@ -45,6 +45,8 @@ def early_rounds(
         windows: the window layers' own KV pool, if they have one.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
+    if windows is None and requests and most_of_next_step(scheduler, requests[0], page_size) <= free_slots(scheduler):
+        return []
     needed = slots_of_next_step(requests, joining, page_size)
     if windows is not None:
         windows.make_room(requests, needed, drop_one)
@@ -63,6 +65,16 @@ def early_rounds(
         chosen.append((index, plan))
         missing -= plan.freed_slots
     return chosen
+
+
+def most_of_next_step(scheduler: Scheduler, request: Req, page_size: int) -> int:
+    """No fewer slots than the next step allocates, without a look at each request: usually there are many more.
+
+    Args:
+        request: any of the running requests.
+    """
+    rows = scheduler.req_to_token_pool
+    return (rows.size - rows.available_size()) * (ceil_align(owner_of(request).reserve, page_size) + page_size)
 
 
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:

@@ -119,12 +119,13 @@ def frozen_of(request: Req, settings: Config, page_size: int) -> int:
 def long_enough(requests: Sequence[Req]) -> list[int]:
     """Indices of the requests that may have outgrown their budget, as far as two integer comparisons can tell.
 
-    Called for every request in every step, though only a few have a round.
+    Called for every request in every step, though only a few have a round: a method call for each doubles the cost.
     """
     found = []
     for index, request in enumerate(requests):
-        kv, owner = request.kv, owner_of(request)
-        if owner.settings is not None and owner.may_be_due(kv.kv_committed_len, kv.cache_protected_len):
+        kv, owner = request.kv, getattr(request, _OWNER, None) or owner_of(request)
+        may_be_due = kv.kv_committed_len >= owner.due_len or kv.cache_protected_len != owner.due_protected
+        if may_be_due and owner.settings is not None:
             found.append(index)
     return found
 

@@ -69,6 +69,8 @@ class CompressedRequest:
         kept: whether its row waits for the conversation's next turn.
         arrived_at: arrival time, in seconds of the scheduler's clock.
         report: what compression did to it; set when it gives its row back.
+        due_len, due_protected: no round is due before the row has `due_len` entries, while the tree owns
+            `due_protected` of them.
 
     Raises:
         LifecycleError: from every transition called in the wrong stage.
@@ -88,7 +90,7 @@ class CompressedRequest:
         self.report: Report | None = None
         self._inherited = False
         self._published: int | None = None
-        self._due_len, self._due_protected = 0, -1
+        self.due_len, self.due_protected = 0, -1
 
     @property
     def settings(self) -> Config | None:
@@ -244,23 +246,19 @@ class CompressedRequest:
 
     def wait_until(self, due_len: int, protected: int) -> None:
         """Notes that no round is due before the row has `due_len` entries, while the tree owns `protected` of them."""
-        self._due_len, self._due_protected = due_len, protected
-
-    def may_be_due(self, physical: int, protected: int) -> bool:
-        """Whether a round may be due, as far as two integer comparisons can tell."""
-        return physical >= self._due_len or protected != self._due_protected
+        self.due_len, self.due_protected = due_len, protected
 
     def _begin(self, record: RowRecord, *, inherited: bool) -> None:
         self.record, self._inherited = record, inherited
         self.rounds = self.freed_slots = 0
         # Its settings may differ from those of the turn before.
-        self._due_protected = -1
+        self.due_protected = -1
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:
         self._leave(Stage.ADMITTED)
         record, self.record, self._inherited = self.held_record, None, False
         self.report, self.stage = report, stage
-        self._due_protected = -1
+        self.due_protected = -1
         return record
 
     def _leave(self, *stages: Stage) -> None:
