@@ -1,0 +1,60 @@
+"""Both pools of models whose window layers have one of their own, under load."""
+
+from __future__ import annotations
+
+import pytest
+
+from families import WINDOW
+from family_servers import prepared, started
+from gemma4_family import VARIANTS
+from harness import Client, assert_pool_is_whole, compression, prompt
+from storm import FLAGS, RETRACTING, retractions, storm
+
+
+def test_answer_longer_than_either_pool(serve, tmp_path):
+    """Prevents slots of one pool from waiting for the other to be freed."""
+    tiny, _ = prepared(tmp_path, "gpt-oss")
+    flags = ("--page-size", "16", "--max-total-tokens", "640", "--swa-full-tokens-ratio", "0.4")
+    client = started(serve, tiny, "gpt-oss", *flags)
+    ids = prompt(63, 40)
+    response = client.generate(ids, 1200)
+    report = compression(response)
+    assert len(response["output_ids"]) == 1200
+    assert report["physical_length"] + report["evicted_tokens"] == report["logical_length"] == len(ids) + 1199
+    assert report["freed_slots"] == report["evicted_tokens"] > 640
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "ratio", "interval", "requests"),
+    [
+        ("gpt-oss", 16, 0.8, 16, 80),
+        ("gpt-oss", 1, 0.2, 128, 80),
+        ("mimo-v2", 1, 0.8, 16, 40),
+        ("gemma-4-shared", 16, 0.8, 16, 40),
+    ],
+)
+def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):
+    """Prevents leaks in either pool, hangs, and a slot that is given back while window layers still read it."""
+    tiny, account = prepared(tmp_path, family)
+    flags = ("--page-size", str(page_size), "--max-total-tokens", "1024", "--swa-full-tokens-ratio", str(ratio))
+    env = {**RETRACTING, "SGLANG_SWA_EVICTION_INTERVAL": str(interval)}
+    client = started(serve, tiny, family, *flags, *FLAGS, env=env)
+    _, finished = storm(client, 1, requests, (WINDOW, account.budget), 1500, conversations=6)
+    assert len(finished) > requests // 2
+    assert retractions(finished) > requests // 26
+    assert client.totals()["rounds"] > requests // 3
+    if family in VARIANTS:
+        assert_images_are_refused(client)
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+def assert_images_are_refused(client: Client) -> None:
+    """Prevents rounds behind an image, and a refusal that comes once a stream has begun."""
+    for stream in (False, True):
+        body = {"image_data": ["data:image/png;base64,"], "sampling_params": {"max_new_tokens": 4}, "stream": stream}
+        response = client.post("/generate", input_ids=prompt(5, 9), **body)
+        assert response.status_code == 400
+        assert "compression covers only the text of this model" in response.text
