@@ -91,6 +91,20 @@ def test_the_cost_of_metrics_is_measured(tmp_path):
     assert all(row["share"] < row["microseconds"] for row in rows)
 
 
+def test_the_cost_of_a_step_is_measured(monkeypatch, tmp_path):
+    """Prevents a benchmark that no longer runs the hooks of a step, and figures for hooks that see nothing."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    step_cost = importlib.import_module("step_cost")
+    out = tmp_path / "step.json"
+    step_cost.main(["--quick", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 32, 128]
+    assert all(0 < row["share"] < row["microseconds"] for row in rows)
+    monkeypatch.setattr(step_cost.Hooked, "finds_rounds", lambda _: False)
+    with pytest.raises(SystemExit, match="plan no round"):
+        step_cost.measure(1, 1, 1)
+
+
 def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
     """Prevents figures for a check that is fast because it checks nothing."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -168,7 +182,6 @@ def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's, and
-    # tests/server/test_serving_benchmarks.py those of the serving benchmarks.
-    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality", "serve"}:
+    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
+    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
