@@ -41,7 +41,8 @@ def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):
     flags = ("--page-size", str(page_size), "--max-total-tokens", "1024", "--swa-full-tokens-ratio", str(ratio))
     env = {**RETRACTING, "SGLANG_SWA_EVICTION_INTERVAL": str(interval)}
     client = started(serve, tiny, family, *flags, *FLAGS, env=env)
-    _, finished = storm(client, 1, requests, (WINDOW, account.budget), 1500, conversations=6)
+    # SGLang lets the window layers of MiMo-V2 see one token more.
+    _, finished = storm(client, 1, requests, (WINDOW + 1, account.budget), 1500, conversations=6)
     assert len(finished) > requests // 2
     assert retractions(finished) > requests // 26
     assert client.totals()["rounds"] > requests // 3

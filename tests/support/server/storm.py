@@ -70,6 +70,8 @@ def storm(
 
     with ThreadPoolExecutor(24) as pool:
         results = list(pool.map(one, range(requests)))
+    refused = [result for result in results if "meta_info" not in result]
+    assert not refused, refused
     ends = [result["meta_info"]["finish_reason"]["type"] for result in results]
     assert set(ends) <= {"length", "abort"}
     finished = [result for result, end in zip(results, ends, strict=True) if end == "length"]
