@@ -90,11 +90,12 @@ def __getattr__(name: str):
                 server_args.max_total_tokens = POOL_TOKENS
 
         def init_backend(self) -> None:
-            from sglang_triattn.patches.cpu import attention_dp, backend_choice, experts
+            from sglang_triattn.patches.cpu import attention_dp, backend_choice, experts, state_layers
 
             attention_dp.install()
             backend_choice.register()
             experts.install()
+            state_layers.install()
             host_tier.install()
 
     globals()[name] = PlainCpuPlatform

@@ -1,0 +1,159 @@
+"""The gated delta rule (Qwen3-Next, Qwen3.5) in torch, in the place of SGLang's Triton kernels.
+
+SGLang parts: `chunk_gated_delta_rule` (sglang/kernels/ops/attention/fla/chunk.py),
+`fused_recurrent_gated_delta_rule_packed_decode` (fla/fused_recurrent.py), `fused_gdn_gating`
+(linear/fused_gdn_gating.py), `fused_qkvzba_split_reshape_cat` (triton_gdn_fused_proj.py), `FusedRMSNormGated`
+(fla/fused_norm_gate.py). Each function takes what the kernel takes.
+
+A request's state is a matrix [values, keys] for each value head. With the decay exp(g), the write strength beta and
+the token's query, key and value, S <- exp(g) S, S <- S + beta (v - S k) k^T, and the output is S q. All of it is
+computed in float32, token by token: slow, and the definition itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+CHUNK = 64
+"""Tokens between two of the states that `prefill` returns, as in SGLang's kernel."""
+
+
+def split_groups(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Projections that are packed by key head, unpacked.
+
+    Args:
+        mixed_qkvz: [tokens, key_heads * (2 * key_dim + 2 * group * value_dim)], group = value_heads / key_heads.
+        mixed_ba: [tokens, key_heads * 2 * group].
+
+    Returns:
+        Queries, keys and values side by side; gates [tokens, value_heads, value_dim]; b and a [tokens, value_heads].
+    """
+    tokens, group = len(mixed_qkvz), value_heads // key_heads
+    widths = [key_dim, key_dim, group * value_dim, group * value_dim]
+    parts = mixed_qkvz.view(tokens, key_heads, sum(widths)).split(widths, dim=-1)
+    q, k, v, z = (part.reshape(tokens, -1) for part in parts)
+    b, a = (part.reshape(tokens, -1) for part in mixed_ba.view(tokens, key_heads, 2 * group).split(group, dim=-1))
+    return torch.cat((q, k, v), dim=-1), z.view(tokens, value_heads, value_dim), b, a
+
+
+def gates(
+    A_log: torch.Tensor,  # noqa: N803 - SGLang's name
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logarithms of the decays, and write strengths: each [1, tokens, value heads], in float32."""
+    steps = functional.softplus(a.float() + dt_bias.float(), beta, threshold)
+    return (-A_log.float().exp() * steps)[None], b.float().sigmoid()[None]
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _step(
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each request: state [..., V, K], q and k [..., K], v [..., V], g and beta [...]."""
+    state = state * g.exp()[..., None, None]
+    change = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
+    state = state + change[..., None] * k[..., None, :]
+    return state, (state @ q[..., None])[..., 0]
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Outputs of the tokens of several requests, one behind the other.
+
+    Args:
+        q, k: [1, tokens, key heads, K]. v: [1, tokens, value heads, V]. g, beta: [1, tokens, value heads].
+        initial_state: [slots, value heads, V, K], which takes the last states. Those of new requests are zero.
+        initial_state_indices: slot of each request; a negative one is padding.
+        cu_seqlens: first token of each request, and the end.
+
+    Returns:
+        Outputs like `v`; None; the states before each chunk of a request's tokens, [1, chunks, value heads, V, K].
+    """
+    assert not head_first
+    group, scale = v.shape[2] // q.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
+    queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = _unit(queries), _unit(keys)
+    queries, values = queries * scale, v[0].float()
+    found, states = torch.zeros_like(values), []
+    bounds = cu_seqlens.tolist()
+    for slot, first, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
+        state = initial_state[slot].float() if slot >= 0 else torch.zeros_like(initial_state[0], dtype=torch.float32)
+        for token in range(first, end):
+            if (token - first) % CHUNK == 0:
+                states.append(state)
+            state, found[token] = _step(
+                state, queries[token], keys[token], values[token], g[0, token].float(), beta[0, token].float()
+            )
+        if inplace_update and slot >= 0:
+            initial_state[slot] = state.to(initial_state.dtype)
+    return found.to(v.dtype)[None], None, torch.stack(states)[None]
+
+
+def decode(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,  # noqa: N803 - SGLang's name
+    dt_bias: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each request: queries, keys and values side by side in `mixed_qkv`, [requests, width].
+
+    Writes `out`, [requests, 1, value heads, V], and the states of the requests whose slot is not negative.
+    """
+    requests = len(mixed_qkv)
+    value_heads, value_dim, key_dim = initial_state.shape[1:]
+    value_width = value_heads * value_dim
+    key_width = (mixed_qkv.shape[1] - value_width) // 2
+    q, k, v = mixed_qkv.float().split([key_width, key_width, value_width], dim=-1)
+    group = value_heads * key_dim // key_width
+    q, k = (part.view(requests, -1, key_dim).repeat_interleave(group, dim=1) for part in (q, k))
+    if use_qk_l2norm_in_kernel:
+        q, k = _unit(q), _unit(k)
+    g, beta = gates(A_log, a, b, dt_bias)
+    slots = ssm_state_indices[:requests].long()
+    real = slots >= 0
+    before = initial_state[slots.clamp(min=0)].float()
+    state, found = _step(before, q * scale, k, v.view(requests, value_heads, value_dim), g[0], beta[0])
+    initial_state[slots[real]] = state[real].to(initial_state.dtype)
+    out[:, 0] = (found * real[:, None, None]).to(out.dtype)
+    return out, initial_state
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, eps: float, activation: str
+) -> torch.Tensor:
+    """RMS norm of `x`, [..., width], times an activation of `gate`, in the dtype of `x`."""
+    found = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        found = found * weight.float()
+    turned = gate.float().sigmoid()
+    return (found * (turned if activation == "sigmoid" else turned * gate.float())).to(x.dtype)

@@ -1,0 +1,36 @@
+"""Layers that keep a state instead of KV, on plain CPUs: torch in the place of kernels that are compiled for GPUs alone
+(`convolution`, `delta_rule`).
+
+SGLang parts: the kernels' modules in sglang/kernels/ops/attention and sglang/kernels/ops/mamba, from which the modules
+of the models and of their attention backends import by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_triattn.patches.cpu import convolution, delta_rule
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+
+
+def install() -> None:
+    """Called before SGLang imports its models, once in each process that computes."""
+    from sglang.kernels.ops.attention import triton_gdn_fused_proj
+    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
+    from sglang.kernels.ops.attention.linear import fused_gdn_gating
+    from sglang.kernels.ops.mamba import causal_conv1d_triton
+
+    causal_conv1d_triton.causal_conv1d_fn = convolution.prefill
+    causal_conv1d_triton.causal_conv1d_update = convolution.decode
+    triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat = delta_rule.split_groups
+    fused_gdn_gating.fused_gdn_gating = delta_rule.gates
+    chunk.chunk_gated_delta_rule = delta_rule.prefill
+    fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
+    fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
+
+
+def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return delta_rule.gated_norm(x, g, self.weight, self.eps, self.activation)
