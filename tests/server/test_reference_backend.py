@@ -22,6 +22,7 @@ CASES = [
     ("deepseek-v3", 16),
     ("qwen3-moe", 1),
     ("glm-4.5", 16),
+    ("qwen3-next", 1),
 ]
 
 

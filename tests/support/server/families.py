@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from state_settings import QWEN3_NEXT
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -240,6 +241,7 @@ FAMILIES = {
             "rope_parameters": PLAIN_ROPE,
         },
     ),
+    "qwen3-next": Family("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT),
     "glm-4.5": Family(
         "Glm4MoeConfig",
         "glm4_moe",
