@@ -40,7 +40,7 @@ def split_groups(
 
 
 def gates(
-    A_log: torch.Tensor,  # noqa: N803 - SGLang's name
+    A_log: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     dt_bias: torch.Tensor,
@@ -117,7 +117,7 @@ def decode(
     mixed_qkv: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    A_log: torch.Tensor,  # noqa: N803 - SGLang's name
+    A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     scale: float,
     initial_state: torch.Tensor,
