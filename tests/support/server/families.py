@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from state_settings import QWEN3_NEXT
+from state_settings import QWEN3_NEXT, QWEN3_NEXT_WRITTEN
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -241,7 +241,7 @@ FAMILIES = {
             "rope_parameters": PLAIN_ROPE,
         },
     ),
-    "qwen3-next": Family("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT),
+    "qwen3-next": Family("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT, QWEN3_NEXT_WRITTEN),
     "glm-4.5": Family(
         "Glm4MoeConfig",
         "glm4_moe",

@@ -17,3 +17,5 @@ QWEN3_NEXT: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+# As published, which SGLang reads and transformers completes.
+QWEN3_NEXT_WRITTEN: dict[str, Any] = {"full_attention_interval": 4, "layer_types": None}
