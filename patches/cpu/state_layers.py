@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_triattn.patches.cpu import convolution, delta_rule
 
 if TYPE_CHECKING:
-    import torch
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 
 
@@ -30,6 +31,8 @@ def install() -> None:
     chunk.chunk_gated_delta_rule = delta_rule.prefill
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
     fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
+    # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
+    setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
 
 
 def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
