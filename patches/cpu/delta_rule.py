@@ -157,3 +157,9 @@ def gated_norm(
         found = found * weight.float()
     turned = gate.float().sigmoid()
     return (found * (turned if activation == "sigmoid" else turned * gate.float())).to(x.dtype)
+
+
+def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor) -> None:
+    """Adds sigmoid(hidden . gate) * shared to `routed`, in place: [tokens, width] each, and `gate` [width]."""
+    strength = (hidden.float() @ gate.float()).sigmoid()
+    routed.add_((strength[:, None] * shared.float()).to(routed.dtype))

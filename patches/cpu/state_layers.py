@@ -22,6 +22,7 @@ def install() -> None:
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
+    from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import causal_conv1d_triton
 
     causal_conv1d_triton.causal_conv1d_fn = convolution.prefill
@@ -31,6 +32,7 @@ def install() -> None:
     chunk.chunk_gated_delta_rule = delta_rule.prefill
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
     fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
+    elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
 
