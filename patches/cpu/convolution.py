@@ -6,6 +6,8 @@ function takes what the kernel takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -16,7 +18,7 @@ def prefill(
     bias: torch.Tensor | None,
     conv_states: torch.Tensor,
     query_start_loc: torch.Tensor,
-    seq_lens_cpu: list[int],
+    seq_lens_cpu: Sequence[int],
     cache_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
     activation: str | None = "silu",

@@ -37,5 +37,5 @@ def install() -> None:
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
 
 
-def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return delta_rule.gated_norm(x, g, self.weight, self.eps, self.activation)
