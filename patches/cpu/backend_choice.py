@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang_triattn.patches.cpu import state_layers
+
 if TYPE_CHECKING:
     import torch
     from sglang.srt.configs.model_config import ModelConfig
@@ -89,8 +91,9 @@ def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
     from sglang.srt.arg_groups import overrides
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
-    # The other way of keeping states for the tree needs a GPU: without this, "auto" takes it, and then refuses it.
-    overrides.supports_mamba_cache_extra_buffer = lambda *_: False
+    if state_layers.announce(model_config_of(server_args)):
+        # The other way of keeping states for the tree needs a GPU: without this, "auto" takes it, and then refuses it.
+        overrides.supports_mamba_cache_extra_buffer = lambda *_: False
     settings = resolving_view(server_args)
     gpu_only = not set(model_config_of(server_args).hf_config.architectures or ()).isdisjoint(_GPU_ONLY)
     if _asked(server_args) in (None, NAME):

@@ -93,7 +93,8 @@ def prefill(
         Outputs like `v`; None; the states before each chunk of a request's tokens, [1, chunks, value heads, V, K].
     """
     assert not head_first
-    group, scale = v.shape[2] // q.shape[2], q.shape[-1] ** -0.5 if scale is None else scale
+    group = v.shape[2] // q.shape[2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
         queries, keys = _unit(queries), _unit(keys)

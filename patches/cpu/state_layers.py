@@ -7,6 +7,7 @@ of the models and of their attention backends import by name.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,26 @@ from sglang_triattn.patches.cpu import convolution, delta_rule
 
 if TYPE_CHECKING:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.configs.model_config import ModelConfig
+
+# Set by the main process, which knows the model, for those that compute: these take what is replaced here before they
+# know it.
+_ENVIRONMENT = "SGLANG_TRIATTN_STATE_LAYERS"
+
+
+def announce(model: ModelConfig) -> bool:
+    """Whether layers of the model that is about to be served keep a state. Then the processes to come install torch."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    found = mambaish_config(model) is not None
+    os.environ[_ENVIRONMENT] = str(int(found))
+    return found
 
 
 def install() -> None:
-    """Called before SGLang imports its models, once in each process that computes."""
+    """Called before SGLang imports its models, once in each process that computes; does nothing for other models."""
+    if os.environ.get(_ENVIRONMENT) != "1":
+        return
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
