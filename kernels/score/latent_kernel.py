@@ -137,6 +137,8 @@ def latent_kernel(
     once. `shift` to `beyond` decode float8.
     """
     PARTS: tl.constexpr = 3 if KIND == "fp32" else (2 if KIND == "fp16" else 1)  # pyright: ignore[reportAssignmentType]
+    # Of sizes and turned keys, which are float32 numbers whatever the pool holds.
+    ALL: tl.constexpr = 3  # pyright: ignore[reportAssignmentType]
     i_ls, i_c, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, first = i_ls // split, (i_ls % split) * GP
     F, U = frequencies * ALIGN, others * ALIGN
@@ -182,11 +184,11 @@ def latent_kernel(
             m_f = o_f < F
             b_kre, b_kim = load_keys(p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED)
             b_size = tl.sqrt(b_kre * b_kre + b_kim * b_kim)
-            b_acc = dot_columns(b_size, p_columns, S + o_f, m_f, W, part, b_acc, 3, WIDEN)
+            b_acc = dot_columns(b_size, p_columns, S + o_f, m_f, W, part, b_acc, ALL, WIDEN)
             if not MAX:
                 b_kre, b_kim = turn_back(p_phases, b_kre, b_kim, o_f, m_f, F)
-                b_acc = dot_columns(b_kre, p_columns, S + F + o_f, m_f, W, part, b_acc, 3, WIDEN)
-                b_acc = dot_columns(b_kim, p_columns, S + 2 * F + o_f, m_f, W, part, b_acc, 3, WIDEN)
+                b_acc = dot_columns(b_kre, p_columns, S + F + o_f, m_f, W, part, b_acc, ALL, WIDEN)
+                b_acc = dot_columns(b_kim, p_columns, S + 2 * F + o_f, m_f, W, part, b_acc, ALL, WIDEN)
         if MAX:
             b_score = tl.full([BLOCK, GP], float("-inf"), tl.float32)
             for i_o in range(offsets):
@@ -198,8 +200,8 @@ def latent_kernel(
                         p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED
                     )
                     b_kre, b_kim = turn_back(p_phases + i_o * 2 * F, b_kre, b_kim, o_f, m_f, F)
-                    b_trig = dot_columns(b_kre, p_columns, S + F + o_f, m_f, W, part, b_trig, 3, WIDEN)
-                    b_trig = dot_columns(b_kim, p_columns, S + 2 * F + o_f, m_f, W, part, b_trig, 3, WIDEN)
+                    b_trig = dot_columns(b_kre, p_columns, S + F + o_f, m_f, W, part, b_trig, ALL, WIDEN)
+                    b_trig = dot_columns(b_kim, p_columns, S + 2 * F + o_f, m_f, W, part, b_trig, ALL, WIDEN)
                 b_score = tl.maximum(b_score, b_trig, propagate_nan=tl.PropagateNan.ALL)
         else:
             b_score = b_acc

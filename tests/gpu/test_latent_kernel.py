@@ -61,7 +61,7 @@ def test_shapes(device, shape):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_aggregations(device, dtype, aggregation):
     """Prevents a dtype from being decoded or split wrongly, and phases of another offset."""
-    case = KernelCase(lengths=[9, 3], device=device, group=5, layers=2, head_dim=56, rotary_dim=16, dtype=dtype,
+    case = KernelCase(lengths=[9, 3], device=device, group=5, layers=2, head_dim=64, rotary_dim=16, dtype=dtype,
                       scales=dtype.itemsize == 1, **LATENT)  # fmt: skip
     check(case, aggregation)
 
