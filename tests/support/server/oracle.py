@@ -203,7 +203,7 @@ class Oracle:
             for head in range(heads):
                 place = places[layer][head // group]
                 candidates = frozen + place[: len(place) - self.recent]
-                keys = cache.layers[self.scored[layer]].keys[0, head // group, candidates].double()
+                keys = self._keys(cache, layer, head // group, candidates)
                 score = self._score(keys, self._turn(candidates), layer, head, self._turn(next_position))
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
         z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
@@ -222,6 +222,10 @@ class Oracle:
                 kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True
                 kept[layer, j, place[len(best) :]] = True
         return kept
+
+    def _keys(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        """[n, D] float64: what scores read of the tokens at `places`, with the turned dims first."""
+        return cache.layers[self.scored[layer]].keys[0, head, places].double()
 
     def _importance(self, z: torch.Tensor) -> torch.Tensor:
         """[L, H_kv, n]: merged z-scores of layers that choose together; z is [L, H_kv, group, n]."""
