@@ -35,26 +35,6 @@ PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "tie_word_embeddings": True}
-LATENT = {
-    "num_key_value_heads": HEADS,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 40,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "head_dim": 16,
-    "v_head_dim": 20,
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 8,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-    # Of published configurations, unknown to transformers, and read by SGLang.
-    "moe_layer_freq": 1,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-}
 ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
@@ -180,25 +160,27 @@ FAMILIES = {
         "DeepseekV3Config",
         "deepseek_v2",
         {
-            **LATENT,
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "head_dim": 16,
+            "v_head_dim": 20,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 8,
             "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "num_mtp_layers": 0,
+            # Of published configurations, unknown to transformers, and read by SGLang.
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
             "rope_parameters": {**YARN, **BETAS, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
-    ),
-    "kimi-k2": Family(
-        "DeepseekV3Config",
-        "deepseek_v2",
-        {
-            **LATENT,
-            "n_group": 1,
-            "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5},
-        },
-        {"model_type": "kimi_k2"},
-    ),
-    "glm-4.7-flash": Family(
-        "Glm4MoeLiteConfig",
-        "glm4_moe_lite",
-        {**LATENT, "n_group": 1, "qk_nope_head_dim": 32, "v_head_dim": 48, "rope_parameters": PLAIN_ROPE},
     ),
     "exaone4": Family(
         "Exaone4Config",
@@ -305,5 +287,5 @@ def build_family(folder: Path, family: str) -> TinyModel:
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     if FAMILIES[family].code:
         (folder / family / "configuration.py").write_text(FAMILIES[family].code)
-    layers, width = fields["num_hidden_layers"], fields["head_dim"]
+    layers, width = fields["num_hidden_layers"], fields.get("head_dim", 0)
     return TinyModel(folder / family, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, width)

@@ -81,7 +81,7 @@ def prepared(folder, family):
         interleaved=rope.style == "interleaved",
         scored=layers,
         rotates=rotates,
-        window=WINDOW + (family in SEE_ONE_MORE),
+        window=0 if latent else WINDOW + (family in SEE_ONE_MORE),
         reads=reads,
         scaling=rope.attention_scaling,
         value_share=0.0 if latent else None,
@@ -128,7 +128,7 @@ def compare_with_account(
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     tokens = 280
-    if page_size > 16:
+    if page_size > 16 and account.window:
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
         tokens = 450

@@ -10,11 +10,34 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from families import FAMILIES, build_family
+from families import FAMILIES, PLAIN_ROPE, YARN, build_family
 from oracle import Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import TinyModel
 
+_LATENT = FAMILIES["deepseek-v3"]
+FAMILIES["kimi-k2"] = replace(
+    _LATENT,
+    settings={
+        **_LATENT.settings,
+        "n_group": 1,
+        # Unlike the published one, so that cosines and sines are scaled.
+        "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    written={"model_type": "kimi_k2"},
+)
+FAMILIES["glm-4.7-flash"] = replace(
+    _LATENT,
+    config="Glm4MoeLiteConfig",
+    module="glm4_moe_lite",
+    settings={
+        **_LATENT.settings,
+        "n_group": 1,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "rope_parameters": PLAIN_ROPE,
+    },
+)
 LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
 
 
