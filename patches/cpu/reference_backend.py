@@ -107,13 +107,12 @@ class ReferenceBackend(AttentionBackend):
             places = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_slots)
             # The parameter is declared a tensor; all pools take either.
             pool.set_kv_buffer(layer, places, k, v)  # pyright: ignore[reportArgumentType]
-        expanded = k is not None and v is not None and not save_kv_cache and isinstance(pool, MLATokenToKVPool)
-        if expanded:
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        expanded = not save_kv_cache and isinstance(pool, MLATokenToKVPool)
+        if expanded and k is not None and v is not None:
             if any(span.first for span in self._spans):
                 raise NotImplementedError("The reference backend reads a prefix as latents: serve this model on a GPU.")
             keys, values = k, v
-        else:
-            keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         done = 0

@@ -113,18 +113,28 @@ def started(serve, tiny, family, *flags, env=None):
 
 
 def compare_with_account(
-    serve, folder, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str] | None = None
+    serve,
+    folder,
+    family: str,
+    page_size: int,
+    selection: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    ranks: int = 1,
 ) -> list[dict[str, int]]:
     """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
 
     Args:
         flags, env: of the server, besides.
+        ranks: with latent KV, how many tensor-parallel ranks choose for themselves.
 
     Returns:
         What compression reports of each.
     """
     tiny, account = prepared(folder, family)
     account.selection = selection
+    if family in LATENTS:
+        account.num_kv_heads = ranks
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     tokens = 280

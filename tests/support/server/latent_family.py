@@ -67,8 +67,15 @@ def pool_rope(rope: Rope) -> Rope:
 
 
 class LatentOracle(Oracle):
-    """The account of a model whose cache in transformers holds latents as keys, and rotated keys as values."""
+    """The account of a model whose cache in transformers holds latents as keys, and rotated keys as values.
+
+    All heads read the one that is cached. `num_kv_heads` counts the tensor-parallel ranks, each of which keeps of its
+    copy what its own heads choose.
+    """
 
     def _keys(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
         held = cache.layers[self.scored[layer]]
-        return torch.cat([held.values[0, head, places], held.keys[0, head, places]], dim=-1).double()
+        return torch.cat([held.values[0, 0, places], held.keys[0, 0, places]], dim=-1).double()
+
+    def _values(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        return cache.layers[self.scored[layer]].keys[0, 0, places].double()

@@ -212,7 +212,7 @@ class Oracle:
         for layer in range(layers):
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
-                values = cache.layers[self.scored[layer]].values[0, j, frozen + place].double()
+                values = self._values(cache, layer, j, frozen + place)
                 center = values[len(values) - min(self.recent, 64) :].mean(0) if self.recent else 0.0
                 sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
@@ -226,6 +226,10 @@ class Oracle:
     def _keys(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
         """[n, D] float64: what scores read of the tokens at `places`, with the turned dims first."""
         return cache.layers[self.scored[layer]].keys[0, head, places].double()
+
+    def _values(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        """[n, D_v] float64: the values of the tokens at `places`."""
+        return cache.layers[self.scored[layer]].values[0, head, places].double()
 
     def _importance(self, z: torch.Tensor) -> torch.Tensor:
         """[L, H_kv, n]: merged z-scores of layers that choose together; z is [L, H_kv, group, n]."""
