@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 
+@torch.no_grad()
 def key_weights(
     expand: Callable[[torch.Tensor], torch.Tensor], rank: int, heads: int, key_dim: int, *, like: torch.Tensor
 ) -> torch.Tensor:

@@ -80,7 +80,6 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
 def test_statistics_foretell_mean_logits(tmp_path, name):
     """Prevents means of other dims than those that meet the pool's rows, and pairs of dims in transformers' order."""
     config = MODELS[name]
@@ -99,11 +98,12 @@ def test_statistics_foretell_mean_logits(tmp_path, name):
     for layer in model.model.layers:
         layer.self_attn.q_b_proj.register_forward_hook(lambda *call: seen.append(call[2][0].unflatten(-1, (6, -1))))
     ids = transformers.AutoTokenizer.from_pretrained(folder)((tmp_path / "text").read_text())["input_ids"]
-    model(input_ids=torch.tensor([ids[: stats.token_count]]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids[: stats.token_count]]))
     for number, query in enumerate(seen):
         attention = model.model.layers[number].self_attn
         query, latent = query.double(), random(rank, seed=number).float()
-        keys = attention.kv_b_proj(latent).unflatten(0, (6, -1))[:, : config.qk_nope_head_dim].double()
+        keys = attention.kv_b_proj(latent).detach().unflatten(0, (6, -1))[:, : config.qk_nope_head_dim].double()
         expected = (query[..., : config.qk_nope_head_dim] * keys).sum(-1).mean(0)
         found = stats.unrotated_mean[number].double() @ latent.double()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
