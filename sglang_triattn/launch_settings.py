@@ -118,6 +118,11 @@ BESIDE_WINDOW_POOL = (
     Refusal("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
 )
 
+# Only for models with latent KV.
+BESIDE_LATENTS = (
+    Refusal("enable_hierarchical_cache", _set, "the copies that it makes of latent KV are not tested with rounds"),
+)
+
 # Only with --speculative-algorithm.
 BESIDE_SPECULATION = (
     Refusal(
@@ -142,6 +147,7 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
     )
 
 
+LATENTS_UNTRIED = "its latent KV is not tested with drafted tokens"
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
 
@@ -161,7 +167,7 @@ BESIDE_STAGES = (
     ),
 )
 
-_BESIDE = (*BESIDE_WINDOW_POOL, *BESIDE_IMAGES, *BESIDE_STAGES, *BESIDE_SPECULATION)
+_BESIDE = (*BESIDE_WINDOW_POOL, *BESIDE_LATENTS, *BESIDE_IMAGES, *BESIDE_STAGES, *BESIDE_SPECULATION)
 GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
 """All settings that may be refused."""
 

@@ -125,6 +125,7 @@ def test_refused_settings():
         for name in re.findall(r"`--([\w-]+)", names.partition(", with `--pp-size`")[0])
     }
     beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_IMAGES, *launch_settings.BESIDE_STAGES)
+    beside = (*beside, *launch_settings.BESIDE_LATENTS)
     refusals = (*launch_settings.SETTINGS, *beside, *launch_settings.BESIDE_SPECULATION)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
