@@ -6,7 +6,6 @@ SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenT
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,9 +183,6 @@ def check_pool(model_runner: ModelRunner) -> None:
 
 def _check_latent_pool(pool: MLATokenToKVPool) -> None:
     """Raises TriAttentionError unless a row is a latent and a rotated key of one dtype, which can be scored here."""
-    # The other kernel takes the first dims of a row for those that RoPE turns.
-    if torch.device(pool.device).type == "cuda" and find_spec("sglang_triattn.kernels.score.latent_kernel") is None:
-        raise UnsupportedModel("this version has no kernel that scores its latent KV, and serves it on CPUs alone")
     if pool.use_dsa or pool.kv_scale_buffer is not None:
         raise UnsupportedModel("its latent KV is packed together with scales, or with what an indexer reads")
     if pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:

@@ -154,14 +154,6 @@ def test_rows_of_latents_have_no_values():
     assert keys[0].shape == (17, 1, RANK + TURNING)
 
 
-def test_latents_without_a_kernel_are_refused(monkeypatch):
-    """Prevents a GPU from scoring the first dims of latents as if they turned."""
-    monkeypatch.setattr("sglang_triattn.patches.model.inspect.find_spec", lambda name: None)
-    check_pool(runner_of(pool()))
-    with pytest.raises(TriAttentionError, match="this version has no kernel that scores its latent KV"):
-        check_pool(runner_of(pool(device="cuda")))
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
