@@ -11,6 +11,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import (
+    check_decode_server,
     check_model,
     check_settings,
     check_speculation,
@@ -71,6 +72,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_window_pool(settings, model)
         check_speculation(settings, model)
         check_stages(settings, model)
+        check_decode_server(settings, model)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)
