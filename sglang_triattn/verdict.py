@@ -15,6 +15,7 @@ from sglang_triattn.latents import for_latents
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
+    BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
@@ -137,6 +138,8 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
             _check_server(server, SETTINGS)
             if server.given.get("pp_size", 1) > 1:
                 _check_server(server, BESIDE_STAGES)
+            if server.given.get("disaggregation_mode") == "decode":
+                _check_server(server, BESIDE_PREFILL_ELSEWHERE)
             if is_covered(content.get("architectures")):
                 _check_server(server, BESIDE_IMAGES)
             config = _check_layout(layout, label, server)

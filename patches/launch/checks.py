@@ -12,6 +12,7 @@ from sglang_triattn.latents import for_latents
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import (
+    check_decode_server,
     check_latents,
     check_model,
     check_settings,
@@ -77,6 +78,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_stages(settings, model)
         if has_latents(model):
             config = for_latents(config)
+        check_decode_server(settings, model)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)

@@ -14,6 +14,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
+    BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
@@ -94,6 +95,24 @@ def check_stages(settings: Any, model: ModelConfig) -> None:
         _check_beside(settings, BESIDE_STAGES)
     if model.is_multimodal:
         _check_beside(settings, BESIDE_IMAGES)
+
+
+def check_decode_server(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting or a model that does not go with a prefill on another server."""
+    mode = settings.disaggregation_mode
+    if mode != "decode":
+        return
+    beside = f"--disaggregation-mode {mode}"
+    for refusal in BESIDE_PREFILL_ELSEWHERE:
+        value = getattr(settings, refusal.field)
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value, beside))
+    if model.is_hybrid_swa or model.is_multimodal:
+        raise TriAttentionError(
+            f"{beside} does not work with --enable-triattention for {named(model)}, because models that take images, "
+            "or whose window layers have a KV pool of their own, are not tested on a decode server: leave "
+            "--disaggregation-mode out."
+        )
 
 
 def _check_beside(settings: Any, refusals: Sequence[Refusal]) -> None:

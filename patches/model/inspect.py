@@ -158,6 +158,7 @@ def check_pool(model_runner: ModelRunner) -> None:
 
     Window layers may have such a pool of their own.
     """
+    from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -172,7 +173,7 @@ def check_pool(model_runner: ModelRunner) -> None:
         elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
             raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     rows = model_runner.req_to_token_pool
-    if type(rows) is not ReqToTokenPool:
+    if type(rows) is not ReqToTokenPool and type(rows) is not DecodeReqToTokenPool:
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")

@@ -31,6 +31,7 @@ from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.pipeline import is_first, is_staged
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.request import give_up_waiting
+from sglang_triattn.patches.scheduler.separation import DecodeServer
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.rounds.plan import Totals
 from sglang_triattn.rounds.scoring import build_scorer, counted_from
@@ -80,6 +81,7 @@ class Compression:
             *positions.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),
+            *DecodeServer(lambda scheduler, batch: self._on_next_batch(scheduler, batch, scheduler.last_batch)).hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read, self._describe, lambda: self._breaker.reason),

@@ -20,7 +20,7 @@ SETTINGS = [
         {},
         ["--enable-deterministic-inference True", "--speculative-algorithm NGRAM"],
     ),
-    (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
+    (["--disaggregation-mode", "prefill"], {}, ["--disaggregation-mode", "prefill"]),
     (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
     (
         [

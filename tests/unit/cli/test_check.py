@@ -17,7 +17,7 @@ from sglang_triattn.cli import main as cli
 from sglang_triattn.launch_settings import IMAGES_UNTRIED, LATENTS_UNTRIED, SETTINGS, WINDOWS_UNTRIED
 
 # Values to try for a setting; None stands for a switch.
-VALUES = (None, "2", "buffer_only", "minicpm_flashattn", "something")
+VALUES = (None, "2", "buffer_only", "prefill", "minicpm_flashattn", "something")
 
 
 def fact(output: str, name: str) -> str:
