@@ -16,7 +16,8 @@ class Mover:
         token_bytes: bytes of one token's keys and values in all layers.
 
     Args:
-        k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are.
+        k_buffers, v_buffers: per layer [num_slots, H_kv, head_dim], the KV pool; must stay where they are. A pool of
+            latents has no values.
         kernels: whether to use the Triton kernel; by default if the pool is on a CUDA device.
 
     Attributes:
@@ -35,7 +36,7 @@ class Mover:
     ) -> None:
         self.begun = 0
         self._layers = len(k_buffers)
-        k, v = k_buffers[0], v_buffers[0]
+        k, v = k_buffers[0], (*v_buffers, k_buffers[0])[0]
         self.token_bytes = sum(buffer[0].nbytes for buffer in (*k_buffers, *v_buffers))
         alike = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
         # One launch for both, unless keys and values differ in dtype, shape or strides.

@@ -96,8 +96,12 @@ class Scorer:
         if k_buffers[0].is_cuda if kernels is None else kernels:
             from sglang_triattn.kernels.compact.move_kernel import check_movable
             from sglang_triattn.kernels.pools import key_pools
+            from sglang_triattn.kernels.score.latent_tuning import check_latents, latent_columns
 
             self._pools = key_pools(k_buffers)
+            if tables.rotary_start:
+                check_latents(k_buffers[0], tables)
+                self._columns = latent_columns(tables, aggregation)
             if value_share:
                 self._value_pools = key_pools(self._v_buffers)
                 check_movable(self._value_pools)
@@ -222,6 +226,7 @@ class Scorer:
                 made["sizes"] = value_size_torch(self._v_buffers, slots, lengths, recent)
             yield Piece(slice(0, requests), slice(0, layers), **made)
             return
+        from sglang_triattn.kernels.score.latent_kernel import score_latents_triton
         from sglang_triattn.kernels.score.score_kernel import score_triton
         from sglang_triattn.kernels.score.value_size_kernel import value_size_triton
 
@@ -232,10 +237,13 @@ class Scorer:
             if sized:
                 value_size_triton(self._value_pools[group], slots[rows], lengths[rows], recent, sizes=piece.sizes)
             if scored:
-                score_triton(
-                    self._pools[group], slots[rows], lengths[rows], next_positions[rows], self._tables[group], recent,
-                    aggregation=self._aggregation, scores=piece.scores, moments=piece.moments, phases=piece.phases,
-                )  # fmt: skip
+                arguments = (self._pools[group], slots[rows], lengths[rows], next_positions[rows], self._tables[group])
+                made = {"scores": piece.scores, "moments": piece.moments, "phases": piece.phases}
+                if self._tables.rotary_start:
+                    made["columns"] = self._columns[group]
+                    score_latents_triton(*arguments, recent, aggregation=self._aggregation, **made)
+                else:
+                    score_triton(*arguments, recent, aggregation=self._aggregation, **made)
             yield piece
 
     def _workspace(self, requests: int, num_tokens: int, layers: int) -> dict[str, torch.Tensor]:

@@ -37,6 +37,20 @@ WHY = {
     (CONTROLLER, "DataParallelController.get_init_info"): "passes them on to the main process",
     (SCHEDULER, "Scheduler.__init__"): "finds the statistics, builds the compressor, rehearses its rounds",
     (SCHEDULER, "Scheduler.get_next_batch_to_run"): "runs the rounds that are due: the safe point",
+    (SCHEDULER, "SchedulerDisaggregationDecodeMixin.get_next_disagg_decode_batch_to_run"): (
+        "does the same on a decode server"
+    ),
+    (SCHEDULER, "DecodePreallocQueue._pre_alloc"): "admits a request there",
+    (SCHEDULER, "DecodePreallocQueue._pre_alloc_fill_len"): "gives a retracted request a row as long as it had",
+    (SCHEDULER, "DecodePreallocQueue._required_admission_tokens"): "reserves by the bound there",
+    (SCHEDULER, "DecodePreallocQueue._prealloc_required_tokens"): "does so for requests that were retracted",
+    (SCHEDULER, "DecodePreallocQueue._active_reserved_tokens"): "keeps what requests there lack to reach their bounds",
+    (SCHEDULER, "DecodePreallocQueue._need_space_for_single_req"): "asks no more than that for them",
+    (SCHEDULER, "ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt"): (
+        "gives a joining batch the lengths of its rows"
+    ),
+    (SCHEDULER, "backup_kv_cache"): "copies shortened rows of retracted requests to the host",
+    (SCHEDULER, "restore_kv_cache"): "copies them back",
     (SCHEDULER, "Scheduler.get_init_info"): "answers the launch: compresses, or why not",
     (SCHEDULER, "KVCacheConfigurator._profile_available_bytes"): (
         "allocates memory for scoring before the KV pool is sized"

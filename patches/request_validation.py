@@ -60,7 +60,7 @@ def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerMan
     if config is not None:
         media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
         params = tokenized.sampling_params
-        _check(config, _stages_of(manager.server_args), params.custom_params, params.beam_width, media)
+        _check(config, _no_conversations(manager.server_args), params.custom_params, params.beam_width, media)
 
 
 async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:
@@ -79,34 +79,46 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
             for params in asked if isinstance(asked, list) else [asked]:
                 if isinstance(params, Mapping):
                     _check(
-                        config, _stages_of(server_args), params.get("custom_params"), params.get("beam_width"), media
+                        config,
+                        _no_conversations(server_args),
+                        params.get("custom_params"),
+                        params.get("beam_width"),
+                        media,
                     )
         except TriAttentionError as error:
             return http_server._create_error_response(error)
     return await original(obj, request)
 
 
-def _stages_of(server_args: object) -> int:
-    """Pipeline stages; SGLang puts the fields of its record together at run time."""
-    return cast("ServerArgs", server_args).pp_size
+def _no_conversations(server_args: object) -> str | None:
+    """Why a server can keep no conversations, to complete "with ..."; None if it can."""
+    # SGLang puts the fields of its record together at run time.
+    settings = cast("ServerArgs", server_args)
+    if settings.pp_size > 1:
+        return f"--pp-size {settings.pp_size}, whose stages have no clock in common by which a row could expire"
+    if settings.disaggregation_mode == "decode":
+        return "--disaggregation-mode decode, which another server sends whole prompts and not what follows a row"
+    return None
 
 
-def _check(config: Config, stages: int, custom_params: object, beam_width: object, media: Collection[str]) -> None:
+def _check(
+    config: Config, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
+) -> None:
     """Raises TriAttentionError for what a client must not ask for, and counts it.
 
     Args:
-        stages: pipeline stages of the server.
+        no_conversations: see `_no_conversations`.
         custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
     """
     try:
-        _check_settings(config, stages, custom_params, beam_width, media)
+        _check_settings(config, no_conversations, custom_params, beam_width, media)
     except RequestError as error:
         _refusals.count(error.reason)
         raise
 
 
 def _check_settings(
-    config: Config, stages: int, custom_params: object, beam_width: object, media: Collection[str]
+    config: Config, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
 ) -> None:
     asked = with_media(read_request(config, custom_params), media)
     # SGLang itself refuses a width that is no number.
@@ -116,9 +128,9 @@ def _check_settings(
             "compressed and leaves no row behind: leave one of the two out.",
             CONFLICT,
         )
-    if asked.conversation is not None and stages > 1:
+    if asked.conversation is not None and no_conversations is not None:
         raise RequestError(
-            f"custom_params.{KEY}.conversation does not work on a server with --pp-size {stages}, whose stages have no "
-            "clock in common by which a row could expire: leave the conversation out.",
+            f"custom_params.{KEY}.conversation does not work on a server with {no_conversations}: leave the "
+            "conversation out.",
             CONFLICT,
         )

@@ -36,7 +36,8 @@ class Config:
     from the mean value of the newest tokens.
 
     Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
-    budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0.
+    budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0,
+    and always 0 where the model has latent KV (`latents.for_latents`).
 
     Some fields are not settings but facts of a served model. Of one with window layers, see `for_windows`: `window`,
     the most tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that
@@ -197,7 +198,7 @@ OPTIONS = (
         "SHARE",
         "share of the kept tokens besides the newest that are chosen by how far their values lie from the newest "
         "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
-        default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0",
+        default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0; 0 for latent KV",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(

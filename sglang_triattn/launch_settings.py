@@ -56,7 +56,12 @@ SETTINGS = (
         "rounds do not compact the KV of a draft model yet",
         "use --speculative-algorithm NGRAM, or leave --speculative-algorithm out",
     ),
-    Refusal("disaggregation_mode", lambda value: value not in (None, "null"), _OWN_KV),
+    Refusal(
+        "disaggregation_mode",
+        lambda value: value == "prefill",
+        "a prefill server does not decode",
+        "use --enable-triattention on the decode server alone",
+    ),
     Refusal("dcp_size", _many, _OTHER_POOL),
     Refusal("attn_cp_size", _many, _OTHER_POOL),
     Refusal("enable_two_batch_overlap", _set, _OTHER_LOOP),
@@ -118,6 +123,11 @@ BESIDE_WINDOW_POOL = (
     Refusal("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
 )
 
+# Only for models with latent KV.
+BESIDE_LATENTS = (
+    Refusal("enable_hierarchical_cache", _set, "the copies that it makes of latent KV are not tested with rounds"),
+)
+
 # Only with --speculative-algorithm.
 BESIDE_SPECULATION = (
     Refusal(
@@ -142,6 +152,7 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
     )
 
 
+LATENTS_UNTRIED = "its latent KV is not tested with drafted tokens"
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
 
@@ -161,7 +172,39 @@ BESIDE_STAGES = (
     ),
 )
 
-_BESIDE = (*BESIDE_WINDOW_POOL, *BESIDE_IMAGES, *BESIDE_STAGES, *BESIDE_SPECULATION)
+_UNTRIED_ALONE = "it is not tested on a decode server"
+
+# Only with --disaggregation-mode decode.
+BESIDE_PREFILL_ELSEWHERE = (
+    Refusal(
+        "disaggregation_decode_enable_radix_cache",
+        _set,
+        "prefixes that a decode server shares are not tested with rounds",
+    ),
+    Refusal("disaggregation_decode_enable_offload_kvcache", _set, _OWN_KV),
+    Refusal("enable_pd_role_switch", _set, "a prefill server does not decode"),
+    Refusal(
+        "disaggregation_decode_host_receive_threshold",
+        lambda value: value is not None and value < 1,
+        _UNTRIED_ALONE,
+    ),
+    Refusal("disaggregation_decode_allocation_policy", lambda value: value == "prefill_complete", _UNTRIED_ALONE),
+    Refusal("enable_hierarchical_cache", _set, _UNTRIED_ALONE),
+    Refusal("speculative_algorithm", _set, _UNTRIED_ALONE),
+    Refusal("pp_size", _many, _UNTRIED_ALONE, "use --pp-size 1"),
+    Refusal("tp_size", _many, _UNTRIED_ALONE, "use --tp-size 1"),
+    Refusal("dp_size", _many, _UNTRIED_ALONE, "use --dp-size 1"),
+    Refusal("enable_lora", _set, _UNTRIED_ALONE),
+)
+
+_BESIDE = (
+    *BESIDE_PREFILL_ELSEWHERE,
+    *BESIDE_WINDOW_POOL,
+    *BESIDE_LATENTS,
+    *BESIDE_IMAGES,
+    *BESIDE_STAGES,
+    *BESIDE_SPECULATION,
+)
 GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
 """All settings that may be refused."""
 

@@ -11,12 +11,16 @@ from typing import Any
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.select import SELECTIONS, SHARED
+from sglang_triattn.latents import for_latents
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
+    BESIDE_LATENTS,
+    BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
     IMAGES_UNTRIED,
+    LATENTS_UNTRIED,
     SETTINGS,
     WINDOWS_UNTRIED,
     Refusal,
@@ -134,11 +138,13 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
             _check_server(server, SETTINGS)
             if server.given.get("pp_size", 1) > 1:
                 _check_server(server, BESIDE_STAGES)
+            if server.given.get("disaggregation_mode") == "decode":
+                _check_server(server, BESIDE_PREFILL_ELSEWHERE)
             if is_covered(content.get("architectures")):
                 _check_server(server, BESIDE_IMAGES)
             config = _check_layout(layout, label, server)
             if "speculative_algorithm" in server.given:
-                _check_speculation(server, label, config.window, bool(content.get("vision_config")))
+                _check_speculation(server, label, layout, bool(content.get("vision_config")))
         except TriAttentionError as error:
             refusal = str(error)
     return Verdict(label, layout, config, server.page_size, server.ranks, dtype, refusal, reason)
@@ -163,18 +169,26 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
         )
     if layout.window_pool:
         _check_server(server, BESIDE_WINDOW_POOL)
+    if layout.latent:
+        _check_server(server, BESIDE_LATENTS)
+        config = for_latents(config)
     return config.for_windows(window, server.page_size) if window else config
 
 
-def _check_speculation(server: Server, label: str, window: int, sees: bool) -> None:
+def _check_speculation(server: Server, label: str, layout: AttentionLayout | None, sees: bool) -> None:
     """Raises TriAttentionError for a setting, or a model, that does not go with speculative decoding."""
     algorithm = server.given["speculative_algorithm"]
     for refusal in BESIDE_SPECULATION:
         value = server.given.get(refusal.field, False)
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
-    if window or sees:
-        raise refused_drafts(algorithm, label, WINDOWS_UNTRIED if window else IMAGES_UNTRIED)
+    for untried, reason in (
+        (layout and layout.window, WINDOWS_UNTRIED),
+        (layout and layout.latent, LATENTS_UNTRIED),
+        (sees, IMAGES_UNTRIED),
+    ):
+        if untried:
+            raise refused_drafts(algorithm, label, reason)
 
 
 def attention_words(layout: AttentionLayout) -> str:

@@ -44,6 +44,9 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.compact.list_moves_kernel import moves_settings
     from sglang_triattn.kernels.compact.move_kernel import ALIGNMENT, MAX_WORDS, WORD, move_settings
     from sglang_triattn.kernels.pools import KINDS
+    from sglang_triattn.kernels.score.latent_tuning import HEADS as LATENT_HEADS
+    from sglang_triattn.kernels.score.latent_tuning import LEAST_HEADS
+    from sglang_triattn.kernels.score.latent_tuning import launch_settings as latent_settings
     from sglang_triattn.kernels.score.reference import CHUNK
     from sglang_triattn.kernels.score.tables import STYLES
     from sglang_triattn.kernels.score.tuning import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
@@ -59,6 +62,10 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     for shape in itertools.product(KINDS, frequencies, groups, STYLES, ("mean", "max")):
         for aligned, unrotated in itertools.product((False, True)[: 1 + (shape[1] % ALIGN == 0)], others):
             yield "score_kernel", launch_settings(*shape, aligned, capability >= WARPGROUPS, unrotated)
+    # Powers of two, to which all numbers of heads are rounded.
+    heads = [LEAST_HEADS << power for power in range((LATENT_HEADS // LEAST_HEADS).bit_length())]
+    for shape in itertools.product(KINDS, heads, STYLES, ("mean", "max")):
+        yield "latent_kernel", latent_settings(*shape, capability >= WARPGROUPS)
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
     for selection, group in itertools.product(SELECTIONS, groups):
         yield "importance_kernel", importance_settings(selection, group)
@@ -82,11 +89,12 @@ def jit_functions() -> dict[str, dict]:
     from triton import JITFunction
 
     from sglang_triattn.kernels.compact import list_moves_kernel, move_kernel
-    from sglang_triattn.kernels.score import parts, score_kernel, value_size_kernel
+    from sglang_triattn.kernels.score import latent_kernel, parts, score_kernel, value_size_kernel
     from sglang_triattn.kernels.select import importance_kernel, keep_kernel
 
     modules = (
-        score_kernel, importance_kernel, keep_kernel, list_moves_kernel, move_kernel, value_size_kernel, parts,
+        score_kernel, latent_kernel, importance_kernel, keep_kernel, list_moves_kernel, move_kernel, value_size_kernel,
+        parts,
     )  # fmt: skip
     return {
         module.__name__: {name: f for name, f in vars(module).items() if isinstance(f, JITFunction)}

@@ -92,7 +92,7 @@ def build_tiny_model(
 
 
 def save_random_stats(
-    tiny: TinyModel, rope: Rope, layers: tuple[int, ...] = (), rotates: tuple[bool, ...] = ()
+    tiny: TinyModel, rope: Rope, layers: tuple[int, ...] = (), rotates: tuple[bool, ...] = (), rotary_start: int = 0
 ) -> None:
     """Writes random statistics of a model, of all its layers and all turned by `rope` unless told otherwise."""
     from sglang_triattn.model.fingerprint import model_fingerprint
@@ -114,6 +114,7 @@ def save_random_stats(
             layers=layers,
             rotates=rotates,
             unrotated_mean=torch.randn(*heads, tiny.head_dim - rope.rotary_dim),
+            rotary_start=rotary_start,
         ),
         tiny.stats,
     )

@@ -1,4 +1,4 @@
-"""Building blocks of `score_triton`: loading, decoding, rotating, and products without rounding loss."""
+"""Building blocks of the score kernels: loading, decoding, rotating, and products without rounding loss."""
 
 import triton
 import triton.language as tl
@@ -20,6 +20,17 @@ def dot(b_x, b_v, b_acc, PARTS: tl.constexpr, WIDEN: tl.constexpr):
         else:
             b_acc = tl.dot(b_high.to(tl.bfloat16), b_v, b_acc)
         b_x = b_x - b_high
+    return b_acc
+
+
+@triton.jit
+def dot_columns(b_x, p_columns, o_d, m_d, W, part, b_acc, PARTS: tl.constexpr, WIDEN: tl.constexpr):
+    """b_acc + b_x . v for float32 b_x and the first columns of v [dims, W] at o_d: three bfloat16 parts, each `part`
+    elements behind the one before."""
+    o_g = tl.arange(0, b_acc.shape[1])
+    for i_p in tl.static_range(3):  # pyright: ignore[reportGeneralTypeIssues]
+        p_v = p_columns + i_p * part + o_d[:, None] * W + o_g[None, :]
+        b_acc = dot(b_x, tl.load(p_v, mask=m_d[:, None], other=0.0), b_acc, PARTS, WIDEN)
     return b_acc
 
 
@@ -48,6 +59,15 @@ def decode(b_x, shift, limit, factor, beyond, KIND: tl.constexpr):
     else:
         b_value = b_x.to(tl.float32)
     return b_value
+
+
+@triton.jit
+def turn_back(p_phases, b_kre, b_kim, o_f, m_f, F):
+    """Re and Im of keys [BLOCK, FT], turned back by the phase of one position: that, or turning the coefficients
+    forward, gives the same product."""
+    b_cos = tl.load(p_phases + o_f, mask=m_f, other=0.0)[None, :]
+    b_sin = tl.load(p_phases + F + o_f, mask=m_f, other=0.0)[None, :]
+    return b_kre * b_cos + b_kim * b_sin, b_kim * b_cos - b_kre * b_sin
 
 
 @triton.jit

@@ -16,6 +16,8 @@ its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one 
 
 Dims u that RoPE does not turn, behind the rotated ones, meet the key alike from every position. There the mean over
 future queries of q_u . K_u is mean(q_u) . K_u exactly, which is added once, without s: RoPE scales rotated dims alone.
+With latent attention (MLA) the unturned dims are the latent c, which all heads share, and stand before the rotated
+ones: q . W c is (W^T q) . c, so their mean query is that of the absorbed queries W^T q.
 In a layer without RoPE nothing depends on the position: its score is mean(q) . K over the whole head, with exp() and
 g_f put to 1, s to 1 and the spread to 0. Dims that are left alone between those that turn are pairs of frequency 0:
 there exp() and g_f are 1, and the spread is put to 0.
@@ -161,14 +163,15 @@ def _features(pools: Sequence[torch.Tensor], slots: torch.Tensor, tables: ScoreT
     features = slots.new_empty(shape, dtype=torch.float32)
     for target, pool in zip(features, pools, strict=True):
         whole = gather_slots(pool, flat).unflatten(0, (requests, num_tokens)).transpose(1, 2)
-        keys = whole[..., : tables.rotary_dim]
+        begin = tables.rotary_start
+        keys = whole[..., begin : begin + tables.rotary_dim]
         if tables.style == "half":
             target[..., : 2 * half].copy_(keys)
         else:
             target[..., :half].copy_(keys[..., 0::2])
             target[..., half : 2 * half].copy_(keys[..., 1::2])
         if others:
-            target[..., 3 * half :].copy_(whole[..., tables.rotary_dim :])
+            target[..., 3 * half :].copy_(whole[..., :begin] if begin else whole[..., tables.rotary_dim :])
     real, imag, size = features[..., : 3 * half].unflatten(-1, (3, half)).unbind(-2)
     torch.mul(real, real, out=size)
     size.addcmul_(imag, imag).sqrt_()

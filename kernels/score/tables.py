@@ -24,7 +24,7 @@ class ScoreTables:
     """[L, H_q, F] float32: s * (a - |mu|), never negative; 0 where nothing turns: in layers without RoPE, and at
     frequency 0."""
     unrotated: torch.Tensor
-    """[L, H_q, U] float32: mean query in the dims behind `rotary_dim`; U is 0 if these are not scored."""
+    """[L, H_q, U] float32: mean query in the dims that RoPE never turns; U is 0 if these are not scored."""
     rotates: torch.Tensor
     """[L] float32: 1 where RoPE turns a layer's keys, else 0."""
     inv_freq: torch.Tensor
@@ -34,8 +34,10 @@ class ScoreTables:
     style: str
     """half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1])."""
     rotary_dim: int
-    """2F: the leading dims of a head that RoPE rotates, in layers that have it."""
+    """2F: the dims of a head that RoPE rotates, in layers that have it."""
     num_kv_heads: int
+    rotary_start: int = 0
+    """The first of them: 0, or U in a pool of latents, whose rows hold the latent (U dims) and then the rotated key."""
 
     def __getitem__(self, layers: slice) -> "ScoreTables":
         """The constants of some layers."""
@@ -60,6 +62,7 @@ def build_tables(
     *,
     unrotated: torch.Tensor | None = None,
     rotates: Sequence[bool] | None = None,
+    rotary_start: int = 0,
 ) -> ScoreTables:
     """Prepares the constants of one model.
 
@@ -70,8 +73,9 @@ def build_tables(
         attention_scaling: RoPE's factor on cos and sin, 1.0 except for YaRN-like types; folded in, so that rotated
             and other dims have the weights that they have in the attention's logits.
         style: "half" or "interleaved", see `ScoreTables`.
-        unrotated: [L, H_q, U] float32, mean query in the dims behind the first 2F; None leaves these unscored.
+        unrotated: [L, H_q, U] float32, mean query in the dims that RoPE never turns; None leaves these unscored.
         rotates: for each layer, whether RoPE turns its queries and keys; None stands for all.
+        rotary_start: see `ScoreTables`.
 
     Raises:
         ValueError: shapes disagree, `style` is unknown, or H_q is not a multiple of `num_kv_heads`.
@@ -89,6 +93,8 @@ def build_tables(
         unrotated = torch.zeros(*mean.shape[:2], 0)
     if unrotated.ndim != 3 or unrotated.shape[:2] != mean.shape[:2]:
         raise ValueError(f"unrotated must be [L, H_q, U] for mean {list(mean.shape)}, got {list(unrotated.shape)}")
+    if rotary_start not in (0, unrotated.shape[-1]):
+        raise ValueError(f"the rotated dims begin at 0 or behind all {unrotated.shape[-1]} others, got {rotary_start}")
     rotates = [True] * len(mean) if rotates is None else rotates
     if len(rotates) != len(mean):
         raise ValueError(f"rotates must have one entry for each of {len(mean)} layers, got {len(rotates)}")
@@ -113,6 +119,7 @@ def build_tables(
         style=style,
         rotary_dim=2 * inv_freq.numel(),
         num_kv_heads=num_kv_heads,
+        rotary_start=rotary_start,
     )
 
 

@@ -6,8 +6,7 @@ layer is the query that meets the cached keys, after any query norm and after Ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,16 +14,9 @@ import torch
 from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
 from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_layers, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
+from sglang_triattn.patches.calibration.capture import absorb_in, capture
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
-from sglang_triattn.patches.model.layers import (
-    AttentionLayer,
-    Call,
-    UnsupportedModel,
-    attention_layers,
-    numbers_of,
-    scored_layers,
-    watching_queries,
-)
+from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.patches.model.rotation import served_shape
 from sglang_triattn.patches.scheduler.pipeline import from_first, from_last_stage, is_first, is_staged
 from sglang_triattn.stats.file import ModelShape, QueryStats
@@ -67,13 +59,14 @@ def calibrate_scheduler(
         ) from error
     _check_room(scheduler, job)
     own, turns = numbers_of(layers), dict(zip(shape.layers, shape.rotates, strict=True))
-    sums = QuerySums(shape.rope, [turns[number] for number in own], [own.index(layer.number) for layer in layers])
+    reads = [own.index(layer.number) for layer in layers]
+    sums = QuerySums(shape.rope, [turns[number] for number in own], reads, absorb_in(layers))
     free = _free(scheduler)
     run = _Run(scheduler, job, sums, on_progress)
     with (
         on_forward_stream(scheduler),
         eager(runner),
-        _capture(layers, sums, lambda: run.batch.positions + shape.first_position),
+        capture(layers, sums, lambda: run.batch.positions + shape.first_position),
     ):
         total = run.run()
     if _free(scheduler) != free:
@@ -204,32 +197,6 @@ class _Sampler:
         return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
-@contextmanager
-def _capture(
-    layers: Sequence[AttentionLayer], sums: QuerySums, positions_of_pass: Callable[[], torch.Tensor]
-) -> Iterator[None]:
-    """While open, adds the queries that reach each of `layers` to `sums`.
-
-    Args:
-        positions_of_pass: returns what the tokens of the pass that runs are turned by, [tokens].
-    """
-    numbers = numbers_of(layers)
-
-    def see(place: int, call: Call) -> None:
-        reason = call.unfinished()
-        if reason is not None:
-            raise CalibrationError(
-                f"The queries of layer {call.attention.layer_id} cannot be measured, because they reach SGLang's "
-                f"attention {reason} and become final only within its backend: calibrate with another "
-                "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
-            )
-        positions = positions_of_pass()[: call.query.shape[0]]
-        sums.add(numbers.index(layers[place].number), call.heads(len(positions)), positions)
-
-    with watching_queries(layers, see):
-        yield
-
-
 def _free(scheduler: Scheduler) -> tuple[int, int]:
     """Free slots and rows."""
     return scheduler.token_to_kv_pool_allocator.available_size(), scheduler.req_to_token_pool.available_size()
@@ -294,4 +261,5 @@ def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> Qu
         layers=shape.layers,
         rotates=shape.rotates,
         unrotated_mean=unrotated,
+        rotary_start=shape.rotary_start,
     )

@@ -2,9 +2,7 @@
 
 SGLang parts: the choices of --attention-backend (sglang/srt/arg_groups/choices.py), two steps of the resolution of
 settings (sglang/srt/arg_groups/resolution_hooks.py), `register_attention_backend`
-(sglang/srt/layers/attention/attention_registry.py), and `AttentionBackendRegistry`
-(sglang/srt/models/deepseek_common/attention_backend_handler.py), which says by which formula models with latent KV call
-a backend.
+(sglang/srt/layers/attention/attention_registry.py).
 """
 
 from __future__ import annotations
@@ -59,12 +57,6 @@ def register() -> None:
 def _build(runner: ModelRunner) -> ReferenceBackend:
     from sglang_triattn.patches.cpu.reference_backend import ReferenceBackend
 
-    if runner.use_mla_backend:
-        from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-        from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
-
-        # Of the formulas for latent KV, the one that reads nothing but the pool, in prefill and decode alike.
-        AttentionBackendRegistry.register(NAME, lambda attention, batch: AttnForwardMethod.MLA)
     return ReferenceBackend(runner)
 
 

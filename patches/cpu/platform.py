@@ -36,9 +36,10 @@ def activate() -> str | None:
     if accelerated:
         return None
     # Not at the top: on a GPU server, none of it is imported.
-    from sglang_triattn.patches.cpu import backend_choice
+    from sglang_triattn.patches.cpu import backend_choice, process_memory
 
     backend_choice.offer()
+    process_memory.offer()
     return PLATFORM_CLASS
 
 
@@ -90,13 +91,20 @@ def __getattr__(name: str):
                 server_args.max_total_tokens = POOL_TOKENS
 
         def init_backend(self) -> None:
-            from sglang_triattn.patches.cpu import attention_dp, backend_choice, experts, state_layers
+            from sglang_triattn.patches.cpu import (
+                attention_dp,
+                backend_choice,
+                experts,
+                process_memory,
+                state_layers,
+            )
 
             attention_dp.install()
             backend_choice.register()
             experts.install()
             state_layers.install()
             host_tier.install()
+            process_memory.install()
 
     globals()[name] = PlainCpuPlatform
     return PlainCpuPlatform

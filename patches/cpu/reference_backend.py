@@ -6,7 +6,9 @@ these go through `attention.attend`.
 
 SGLang parts: `AttentionBackend` (sglang/srt/layers/attention/base_attn_backend.py), whose methods these are;
 `SWAKVPool` (sglang/srt/mem_cache/swa_memory_pool.py), whose window layers have their own slots; `MLATokenToKVPool`
-(sglang/srt/mem_cache/memory_pool.py), whose values are the first dims of its keys.
+(sglang/srt/mem_cache/memory_pool.py), whose values are the first dims of its keys. Models with latent KV call it as
+they call Triton's backend (sglang/srt/models/deepseek_common/attention_backend_handler.py): a prefill without a prefix
+gives keys and values that are made of its own tokens' latents, and everything else reads latents from the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_triattn.patches.cpu.attention import Span, attend, drafted_spans
@@ -89,7 +91,8 @@ class ReferenceBackend(AttentionBackend):
             v: [tokens, H_kv, D_v]. K and V may be None where a layer reads those of another.
             layer: its settings.
             forward_batch: the step.
-            save_kv_cache: whether K/V are to be stored.
+            save_kv_cache: whether K/V are to be stored. Where latents have been stored already, K and V are those of
+                the step's tokens for each query head.
             sinks: [H_q], see `attend`.
 
         Returns:
@@ -105,16 +108,21 @@ class ReferenceBackend(AttentionBackend):
             # The parameter is declared a tensor; all pools take either.
             pool.set_kv_buffer(layer, places, k, v)  # pyright: ignore[reportArgumentType]
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        expanded = not save_kv_cache and isinstance(pool, MLATokenToKVPool)
+        if expanded and k is not None and v is not None:
+            if any(span.first for span in self._spans):
+                raise NotImplementedError("The reference backend reads a prefix as latents: serve this model on a GPU.")
+            keys, values = k, v
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         done = 0
         for span in self._spans:
-            slots = self._slots(span, layer)
             mine = slice(done, done + span.queries)
+            seen = mine if expanded else self._slots(span, layer)
             answers[mine] = attend(
                 queries[mine],
-                keys[slots],
-                values[slots],
+                keys[seen],
+                values[seen],
                 span.visible(layer.sliding_window_size),
                 layer.scaling,
                 cap=layer.logit_cap or 0.0,

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.latents import for_latents
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import (
+    check_decode_server,
+    check_latents,
     check_model,
     check_settings,
     check_speculation,
     check_stages,
     check_window_pool,
+    has_latents,
     window_of,
 )
 from sglang_triattn.patches.launch.model_config import check_model_file
@@ -69,8 +73,12 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         model = model_config_of(server_args)
         check_model(model)
         check_window_pool(settings, model)
+        check_latents(settings, model)
         check_speculation(settings, model)
         check_stages(settings, model)
+        if has_latents(model):
+            config = for_latents(config)
+        check_decode_server(settings, model)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)

@@ -13,18 +13,28 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
+    BESIDE_LATENTS,
+    BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_WINDOW_POOL,
     ENVIRONMENT,
     IMAGES_UNTRIED,
+    LATENTS_UNTRIED,
     SETTINGS,
     WINDOWS_UNTRIED,
     Refusal,
     refused_drafts,
 )
 from sglang_triattn.model.kinds import served_window
-from sglang_triattn.model.support import has_covered_pool, has_covered_widths, refused_model
+from sglang_triattn.model.support import (
+    INDEXED,
+    LATENT_UNCOVERED,
+    has_covered_latents,
+    has_covered_pool,
+    has_covered_widths,
+    refused_model,
+)
 from sglang_triattn.model.vision import is_covered
 
 if TYPE_CHECKING:
@@ -73,12 +83,36 @@ def check_window_pool(settings: Any, model: ModelConfig) -> None:
         _check_beside(settings, BESIDE_WINDOW_POOL)
 
 
+def check_latents(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting that does not go with latent KV."""
+    if has_latents(model):
+        _check_beside(settings, BESIDE_LATENTS)
+
+
 def check_stages(settings: Any, model: ModelConfig) -> None:
     """Raises TriAttentionError for a setting or a model that does not go with several pipeline stages."""
     if settings.pp_size > 1:
         _check_beside(settings, BESIDE_STAGES)
     if model.is_multimodal:
         _check_beside(settings, BESIDE_IMAGES)
+
+
+def check_decode_server(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting or a model that does not go with a prefill on another server."""
+    mode = settings.disaggregation_mode
+    if mode != "decode":
+        return
+    beside = f"--disaggregation-mode {mode}"
+    for refusal in BESIDE_PREFILL_ELSEWHERE:
+        value = getattr(settings, refusal.field)
+        if refusal.applies(value):
+            raise TriAttentionError(refusal.message(value, beside))
+    if model.is_hybrid_swa or model.is_multimodal:
+        raise TriAttentionError(
+            f"{beside} does not work with --enable-triattention for {named(model)}, because models that take images, "
+            "or whose window layers have a KV pool of their own, are not tested on a decode server: leave "
+            "--disaggregation-mode out."
+        )
 
 
 def _check_beside(settings: Any, refusals: Sequence[Refusal]) -> None:
@@ -99,6 +133,8 @@ def check_speculation(settings: Any, model: ModelConfig) -> None:
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
     if model.is_hybrid_swa or window_of(model):
         raise refused_drafts(algorithm, named(model), WINDOWS_UNTRIED)
+    if has_latents(model):
+        raise refused_drafts(algorithm, named(model), LATENTS_UNTRIED)
     if model.is_multimodal or model.model_is_mrope:
         raise refused_drafts(algorithm, named(model), IMAGES_UNTRIED)
 
@@ -109,6 +145,13 @@ def window_of(model: ModelConfig) -> int:
     return served_window({**model.hf_text_config.to_dict(), "architectures": model.hf_config.architectures})
 
 
+def has_latents(model: ModelConfig) -> bool:
+    """Whether SGLang keeps latents in place of keys and values (MLA)."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return model.attention_arch == AttentionArch.MLA
+
+
 def named(model: ModelConfig) -> str:
     """Path and architecture of a ModelConfig, for messages."""
     return f"{model.model_path} ({', '.join(model.hf_config.architectures or ['unknown'])})"
@@ -117,12 +160,13 @@ def named(model: ModelConfig) -> str:
 def unsupported(model: ModelConfig) -> str | None:
     """Why compression does not cover a ModelConfig's attention, to complete "because ...", or None if it does."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     covered = is_covered(model.hf_config.architectures)
     reasons = (
         (not model.is_generation, "it does not generate text"),
-        (model.attention_arch == AttentionArch.MLA, "its attention is multi-head latent attention (MLA)"),
+        (is_deepseek_dsa(model.hf_text_config), INDEXED),
+        (has_latents(model) and not has_covered_latents(model.hf_config.architectures), LATENT_UNCOVERED),
         (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
         (mambaish_config(model) is not None, "some of its layers are state-space or linear-attention layers"),
         (
@@ -142,7 +186,9 @@ def unsupported(model: ModelConfig) -> str | None:
             "its embeddings look up the tokens before by the length of the row, which a round changes",
         ),
         (
-            model.head_dim != model.v_head_dim and not has_covered_widths(model.hf_config.architectures),
+            model.head_dim != model.v_head_dim
+            and not has_latents(model)
+            and not has_covered_widths(model.hf_config.architectures),
             "its keys and values have different widths",
         ),
     )

@@ -1,6 +1,7 @@
 """The loaded model's shape, rotary embedding and KV pool, as the scorer needs them.
 
-SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenToKVPool` (mem_cache/memory_pool.py).
+SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenToKVPool` and `MLATokenToKVPool`
+(mem_cache/memory_pool.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -40,9 +42,12 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     layers = attention_layers(model_runner.model)
     scored = scored_layers(layers)
     first = scored[0]
+    latent = first.latent is not None
     for layer in layers:
         layer.check()
     for layer in scored:
+        if (layer.latent is not None) != latent:
+            raise UnsupportedModel("some of its layers have latent KV, and others have not")
         if layer.heads != first.heads:
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
@@ -60,15 +65,18 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
     if padded or first.heads[0] * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
+    if latent and not (all(rotation.rotates) and rotation.rope.rotary_dim == first.rotary_width):
+        raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys")
     return ModelShape(
         num_q_heads=q_heads,
-        num_kv_heads=config.get_total_num_kv_heads(),
+        num_kv_heads=1 if latent else config.get_total_num_kv_heads(),
         head_dim=first.attention.head_dim,
         rope=rotation.rope,
         fingerprint=model_fingerprint(model_runner.model_config.model_path),
         layers=numbers_of(scored),
         rotates=rotation.rotates,
         first_position=rotation.first_position,
+        rotary_start=first.attention.head_dim - first.rotary_width,
     )
 
 
@@ -107,14 +115,22 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
     from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
-    from sglang.srt.layers.rotary_embedding.rope_variant import Gemma4RotaryEmbedding, Llama3RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import (
+        DeepseekScalingRotaryEmbedding,
+        Gemma4RotaryEmbedding,
+        Llama3RotaryEmbedding,
+    )
     from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 
     scaling = 1.0
     # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
     if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding, MRotaryEmbedding, Gemma4RotaryEmbedding):
         frequencies = rotary._compute_inv_freq(rotary.base)
-    elif type(rotary) is YaRNScalingRotaryEmbedding or type(rotary) is YaRNScalingMRotaryEmbedding:
+    elif (
+        type(rotary) is YaRNScalingRotaryEmbedding
+        or type(rotary) is YaRNScalingMRotaryEmbedding
+        or type(rotary) is DeepseekScalingRotaryEmbedding
+    ):
         frequencies = rotary._compute_inv_freq(rotary.scaling_factor)
         scaling = float(rotary.mscale)
     elif type(rotary) is LinearScalingRotaryEmbedding and len(rotary.scaling_factors) == 1:
@@ -138,11 +154,12 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
 
 
 def check_pool(model_runner: ModelRunner) -> None:
-    """Raises TriAttentionError unless the KV pool is SGLang's plain one, a slot being a row of each layer's buffer.
+    """Raises TriAttentionError unless the KV pool is one of SGLang's plain ones, a slot being a row of each buffer.
 
     Window layers may have such a pool of their own.
     """
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+    from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool = model_runner.token_to_kv_pool
@@ -151,16 +168,26 @@ def check_pool(model_runner: ModelRunner) -> None:
         _check_window_pool(model_runner, pool)
         pools = [pool.full_kv_pool, pool.swa_kv_pool]
     for pool in pools:
-        if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        if type(pool) is MLATokenToKVPool:
+            _check_latent_pool(pool)
+        elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
             raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     rows = model_runner.req_to_token_pool
-    if type(rows) is not ReqToTokenPool:
+    if type(rows) is not ReqToTokenPool and type(rows) is not DecodeReqToTokenPool:
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
     key = pools[0].get_key_buffer(pools[0].start_layer)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
+
+
+def _check_latent_pool(pool: MLATokenToKVPool) -> None:
+    """Raises TriAttentionError unless a row is a latent and a rotated key of one dtype, which can be scored here."""
+    if pool.use_dsa or pool.kv_scale_buffer is not None:
+        raise UnsupportedModel("its latent KV is packed together with scales, or with what an indexer reads")
+    if pool.kv_cache_dim != pool.kv_lora_rank + pool.qk_rope_head_dim:
+        raise UnsupportedModel(f"{pool.kv_cache_dim} numbers of each token are cached, more than its latent and key")
 
 
 def _check_window_pool(model_runner: ModelRunner, pool: SWAKVPool) -> None:

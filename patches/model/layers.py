@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.model.latent import LatentAttention, Parts, latent_attentions
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -41,30 +42,46 @@ class Call:
     Attributes:
         query: [tokens, H_q * D], or with the last two dims apart; with padding, which follows the tokens.
         options: keywords of the call.
+        latent: the layer with latent KV that the attention belongs to, if it does.
     """
 
     attention: RadixAttention
     query: torch.Tensor
     batch: ForwardBatch
     options: Mapping[str, object]
+    latent: LatentAttention | None = None
 
     def unfinished(self) -> str | None:
         """In which form the query arrives if it is not yet what meets the cached keys; None if it is."""
         if self.query.dtype.itemsize == 1:
             return f"as {str(self.query.dtype).removeprefix('torch.')}"
-        return next((f"with {name}" for name in _UNFINISHED if self.options.get(name) is not None), None)
+        # Absorbed queries of two parts are final, unless the backend has yet to turn one of them.
+        apart = ("q_rope",) if self.latent is not None else ()
+        pending = (name for name in _UNFINISHED if name not in apart and self.options.get(name) is not None)
+        return next((f"with {name}" for name in pending), None)
 
     def heads(self, tokens: int) -> torch.Tensor:
         """[H_q, tokens, D]: the queries of the first tokens."""
         attention = self.attention
         return self.query[:tokens].reshape(tokens, attention.tp_q_head_num, attention.qk_head_dim).transpose(0, 1)
 
+    def parts(self, tokens: int) -> Parts:
+        """The same of a layer with latent KV."""
+        assert self.latent is not None
+        return self.latent.parts(self.attention, self.query, self.options, tokens)
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One attention layer of a loaded model."""
+    """One attention layer of a loaded model.
+
+    Attributes:
+        attention: what meets the cached keys.
+        latent: the layer itself if its KV is latent.
+    """
 
     attention: RadixAttention
+    latent: LatentAttention | None = None
 
     @property
     def number(self) -> int:
@@ -77,6 +94,16 @@ class AttentionLayer:
         return before + 1 if before > 0 else 0
 
     @property
+    def called(self) -> list[RadixAttention]:
+        """What of the layer is called in a forward pass: one of these, once."""
+        return [self.attention] if self.latent is None else [self.attention, self.latent.expanded]
+
+    @property
+    def rotary_width(self) -> int:
+        """Most dims of a query that RoPE may turn."""
+        return self.attention.head_dim if self.latent is None else self.latent.rotary_width
+
+    @property
     def heads(self) -> tuple[int, int]:
         """Query and KV heads on this rank."""
         return self.attention.tp_q_head_num, self.attention.tp_k_head_num
@@ -85,6 +112,7 @@ class AttentionLayer:
         """Raises UnsupportedModel if the layer's logits depend on more than a query and a key."""
         attention = self.attention
         reasons = (
+            (self.latent is not None and self.latent.selects, "attends to the tokens that an indexer selects"),
             (attention.is_cross_attention, "is cross attention"),
             (attention.use_irope, "is local to chunks"),
             (attention.pos_encoding_mode != "NONE", "adds a bias by position"),
@@ -103,37 +131,42 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    latents = [AttentionLayer(latent.attention, latent) for latent in latent_attentions(model)]
+    held = {id(attention) for layer in latents for attention in layer.called}
+    found = [module for module in model.modules() if isinstance(module, RadixAttention) and id(module) not in held]
     # SGLang's `TransformersBase` (sglang/srt/models/transformers.py) keeps them beside the modules of transformers.
     found += getattr(model, "attention_instances", {}).values()
-    if not found:
+    layers = [*map(AttentionLayer, found), *latents]
+    if not layers:
         raise UnsupportedModel("it has no attention layers that SGLang keeps KV for")
-    return sorted(map(AttentionLayer, found), key=lambda layer: layer.number)
+    return sorted(layers, key=lambda layer: layer.number)
 
 
 @contextmanager
 def watching_queries(layers: Sequence[AttentionLayer], see: Callable[[int, Call], None]) -> Iterator[None]:
     """While open, `see` gets each call of `layers`, with the layer's place among them, before it runs."""
 
-    def watched(place: int, attention: RadixAttention) -> Callable:
+    def watched(place: int, attention: RadixAttention, latent: LatentAttention | None) -> Callable:
         forward = attention.forward
 
         def wrapper(*args: Any, **kwargs: Any) -> object:
             query = args[0] if args else kwargs["q"]
             batch = args[3] if len(args) > 3 else kwargs["forward_batch"]
-            see(place, Call(attention, query, batch, kwargs))
+            see(place, Call(attention, query, batch, kwargs, latent))
             return forward(*args, **kwargs)
 
         return wrapper
 
     # Not hooks of torch: some models call `forward` themselves.
     for place, layer in enumerate(layers):
-        layer.attention.forward = watched(place, layer.attention)
+        for attention in layer.called:
+            attention.forward = watched(place, attention, layer.latent)
     try:
         yield
     finally:
         for layer in layers:
-            del layer.attention.forward
+            for attention in layer.called:
+                del attention.forward
 
 
 def scored_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:

@@ -4,6 +4,7 @@ A text of one token attends to that token alone, so what enters a layer does not
 same token is run at two positions. What lies between the two queries of a layer is its rotation, which must be that of
 one of the model's rotary embeddings, or none (NoPE). So a layer is never scored by frequencies that it does not use:
 not where a model leaves RoPE out of some layers, norms after it, or holds an embedding that it does not apply.
+With latent KV, the part of a query that meets rotated keys is compared, and the other part must stay as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ POSITION = 997
 """Where the second token stands, or at the end of a shorter context: far enough for wrong frequencies to show."""
 
 Queries = tuple[torch.Tensor, torch.Tensor]
-"""The queries [H_q, D] of one token in one layer, at position 0 and farther on."""
+"""The queries [H_q, D] of one token in one layer, at position 0 and farther on; of latent KV, what RoPE may turn."""
 
 TOLERANCE = 0.05
 """Largest difference between a query and the one foretold, in its length: 16-bit arithmetic stays well below."""
@@ -91,7 +92,7 @@ def shape_of_stage(scheduler: Scheduler) -> ModelShape:
     # A stage that refused alone would leave the others waiting in the passes.
     with agreed(scheduler) if is_staged(scheduler) else nullcontext():
         layers = scored_layers(attention_layers(runner.model))
-        ropes = read_ropes(runner.model, layers[0].attention.head_dim)
+        ropes = read_ropes(runner.model, layers[0].rotary_width)
     position = min(POSITION, scheduler.model_config.context_len - 1)
     seen, first = _queries_at(scheduler, layers, position)
     rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)
@@ -150,12 +151,19 @@ def _queries_at(
 ) -> tuple[list[Queries | None], int]:
     """`seen` of `match_rotation`, on the CPU in float64, and the position that a text's first token is turned by."""
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
+    still: list[list[torch.Tensor]] = [[] for _ in layers]
     turned: list[int] = []
     model = scheduler.tp_worker.model_runner.model
 
     def see(place: int, call: Call) -> None:
-        if call.unfinished() is None:
+        if call.unfinished() is not None:
+            return
+        if call.latent is None:
             seen[place].append(call.heads(1)[:, 0].double().cpu())
+        else:
+            parts = call.parts(1)
+            seen[place].append(parts.turning[:, 0].double().cpu())
+            still[place].append(parts.still[:, 0].double().cpu())
 
     token = scheduler.model_config.vocab_size // 2
     with (
@@ -173,6 +181,11 @@ def _queries_at(
                 batch.close()
     if len(set(turned)) > 1:
         raise UnsupportedModel("its layers turn a token by different positions")
+    for layer, queries in zip(layers, still, strict=True):
+        if queries and not _fits(queries[1], queries[0]):
+            raise UnsupportedModel(
+                f"what its attention layer {layer.number} compares with latents depends on positions"
+            )
     # A backend that turns queries itself does it by the positions that it is given.
     return [(queries[0], queries[1]) if queries else None for queries in seen], turned[0] if turned else 0
 

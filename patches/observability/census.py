@@ -31,6 +31,7 @@ from sglang_triattn.patches.observability.census_peers import read_peers, to_hos
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.pipeline import batches_in_flight, requests_beside
 from sglang_triattn.patches.scheduler.request import beams_of, decoded_in, evicted_of
+from sglang_triattn.patches.scheduler.separation import requests_in_transfer
 from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Census:
         chunked = self._scheduler.chunked_req
         decoding = {id(request) for batch in queued for request in decoded_in(batch)}
         filling = {id(request) for batch in queued for request in batch.reqs if batch.forward_mode.is_extend()}
+        filling |= {id(request) for request in requests_in_transfer(self._scheduler)}
         filling -= {id(request) for batch in queued if batch.forward_mode.is_mixed() for request in decoded_in(batch)}
         lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding, reserve=self._has_reserves)
         fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
@@ -149,6 +151,7 @@ class Census:
             *(last_batch.reqs if last_batch is not None else ()),
             *((chunked,) if chunked is not None else ()),
             *requests_beside(scheduler),
+            *requests_in_transfer(scheduler),
             *scheduler.waiting_queue,
         ]
         return [request for request in {id(request): request for request in found}.values() if request.kv.holds_kv]

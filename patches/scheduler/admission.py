@@ -33,6 +33,7 @@ from sglang_triattn.patches.scheduler.request import (
     write_tree_rule,
 )
 from sglang_triattn.patches.scheduler.reserve import reserve_per_row
+from sglang_triattn.patches.scheduler.separation import decodes_alone
 from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
 
@@ -157,6 +158,8 @@ class Admission:
         if self._scheduler.chunked_prefill_size is None:
             return False
         page_size = self._page_size()
+        if decodes_alone(self._scheduler) and ceil_align(len(req.origin_input_ids), page_size) > self._capacity():
+            return False  # another server sends the prompt's K/V as a whole
         frozen = frozen_of(req, settings, page_size)
         return ceil_align(frozen + settings.trigger(frozen), page_size) + page_size <= self._capacity()
 

@@ -30,7 +30,6 @@ from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
-from sglang_triattn.kernels.select import SHARED
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, shortened, snapshot
 from sglang_triattn.patches.scheduler.bounds import reserved_of
 from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, unbroken
@@ -56,7 +55,6 @@ from sglang_triattn.rounds.plan import Plan, Totals, plan_round
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.memory_pool import KVCache
 
     from sglang_triattn.patches.sglang_parts import Scheduler
 
@@ -68,7 +66,7 @@ class Compressor:
         scheduler: SGLang's Scheduler, fully built.
         config: the server's settings.
         scorer: reads the keys of the scheduler's KV pool.
-        mover: moves K/V in that pool; None if rounds only rewrite rows, see `make_mover`.
+        mover: moves K/V in that pool; None if rounds only rewrite rows, see `buffers.make_mover`.
         conversations: idle rows, which give way to running requests.
         breaker: counts failures; by default one of its own.
     """
@@ -280,21 +278,3 @@ class Compressor:
         for tensor in borrowed:
             if tensor.is_cuda:
                 tensor.record_stream(scheduler.schedule_stream)
-
-
-def make_mover(
-    config: Config, page_size: int, pool: KVCache, layers: Sequence[int], *, kernels: bool | None = None
-) -> Mover | None:
-    """The Mover for `layers` of SGLang's KV pool `pool`.
-
-    Window layers are not among them: a round moves nothing that they will ever read again. None if rounds move nothing
-    at all: slots can be freed one by one, and all heads keep the same tokens.
-    """
-    if page_size == 1 and config.selection in SHARED:
-        return None
-    return Mover(*kv_buffers(pool, layers), kernels=kernels)
-
-
-def kv_buffers(pool: KVCache, layers: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Key and value buffers of `layers` of SGLang's KV pool, per layer [num_slots, H_kv, head_dim]."""
-    return [pool.get_key_buffer(layer) for layer in layers], [pool.get_value_buffer(layer) for layer in layers]

@@ -14,6 +14,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
 from sglang_triattn.patches.model import warm_up
+from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
 from sglang_triattn.patches.model.inspect import check_pool
 from sglang_triattn.patches.model.layers import attention_layers, check_windows, scored_layers
 from sglang_triattn.patches.model.rotation import served_shape
@@ -25,11 +26,12 @@ from sglang_triattn.patches.observability.stopped import StoppedGauge
 from sglang_triattn.patches.scheduler import chunked_prefill, positions, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
-from sglang_triattn.patches.scheduler.compressor import Compressor, kv_buffers, make_mover
+from sglang_triattn.patches.scheduler.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.pipeline import is_first, is_staged
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.request import give_up_waiting
+from sglang_triattn.patches.scheduler.separation import DecodeServer
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.rounds.plan import Totals
 from sglang_triattn.rounds.scoring import build_scorer, counted_from
@@ -79,6 +81,7 @@ class Compression:
             *positions.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),
+            *DecodeServer(lambda scheduler, batch: self._on_next_batch(scheduler, batch, scheduler.last_batch)).hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read, self._describe, lambda: self._breaker.reason),

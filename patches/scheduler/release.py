@@ -91,7 +91,10 @@ class Rows:
             give_back(original, req, tree_cache, checkpoint=checkpoint)
         else:
             give_back(original, req, tree_cache, checkpoint=checkpoint)
-            owner.retract(report)
+            if req.kv.retraction_backup is None:
+                owner.retract(report)
+            else:
+                owner.suspend(report)
             write_tree_rule(req)
 
 

@@ -3,7 +3,7 @@
 Each layer's queries are added as they pass and then dropped, so memory does not grow with the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -90,16 +90,26 @@ class QuerySums:
         rotates: for each scored layer, whether it has RoPE.
         reads: for each layer of the model that reads the KV of a scored one, the place of that one among the scored;
             by default each scored layer reads its own, and no other does.
+        absorb: with latent KV, turns a sum of queries [H_q, D] float64 of a scored layer, by its place, into the sum
+            of what meets the latent, [H_q, C] (`latent_queries.absorbed`).
     """
 
-    def __init__(self, rope: Rope, rotates: Sequence[bool], reads: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rope: Rope,
+        rotates: Sequence[bool],
+        reads: Sequence[int] = (),
+        absorb: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self._rope, self._rotates = rope, tuple(rotates)
         self._reads = sorted(reads or range(len(self._rotates)))
         # Of each scored layer: [H_q, F] complex128, [H_q, F] float64 and [H_q, head_dim - 2F] float64, as in `Sums`.
         self._parts: list[tuple[torch.Tensor, ...] | None] = [None] * len(self._rotates)
+        self._absorb = absorb
+        # Of each layer, the part of its third sum that has yet to be absorbed.
+        self._expanded: dict[int, torch.Tensor] = {}
         self._seen: list[tuple[int, int]] = []  # (index, tokens) since the last end_pass
         self._count = 0
-        self._head_dim = 0
 
     def add(self, index: int, query: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds the queries of one layer in one forward pass.
@@ -109,17 +119,36 @@ class QuerySums:
             query: [H_q, S, head_dim], any float dtype, as it meets the cached keys.
             positions: [S], the positions of its tokens.
         """
-        query = query.float()
+        width = self._rope.rotary_dim
+        self._add(index, query[..., :width], positions, query[..., width:].sum(1, dtype=torch.float64))
+
+    def add_latent(
+        self, index: int, turning: torch.Tensor, positions: torch.Tensor, still: torch.Tensor, *, absorbed: bool
+    ) -> None:
+        """Adds the queries of one layer with latent KV in one forward pass.
+
+        Args:
+            index, positions: as for `add`.
+            turning: [H_q, S, 2F], what meets the rotated keys.
+            still: [H_q, S, C], what meets the latents; or [H_q, S, D], what meets keys that are made of them.
+            absorbed: which of the two `still` is.
+        """
+        summed = still.sum(1, dtype=torch.float64)
+        if not absorbed:
+            self._expanded[index] = summed + self._expanded[index] if index in self._expanded else summed
+            summed = summed.new_zeros(0)
+        self._add(index, turning, positions, summed)
+
+    def _add(self, index: int, turning: torch.Tensor, positions: torch.Tensor, still: torch.Tensor) -> None:
+        query = turning.float()
         if self._rotates[index]:
             query = unrotate(query, positions, self._rope)
         z = to_complex(query, self._rope)  # [H_q, S, F]
-        unrotated = query[..., self._rope.rotary_dim :].sum(1, dtype=torch.float64)
-        parts = (z.sum(1, dtype=torch.complex128), z.abs().sum(1, dtype=torch.float64), unrotated)
+        parts = (z.sum(1, dtype=torch.complex128), z.abs().sum(1, dtype=torch.float64), still)
         parts = tuple(part / self._reads.count(index) for part in parts)
         before = self._parts[index]
-        self._parts[index] = parts if before is None else tuple(map(torch.add, before, parts))
+        self._parts[index] = parts if before is None else tuple(map(_plus, before, parts))
         self._seen.append((index, query.shape[1]))
-        self._head_dim = query.shape[-1]
 
     def end_pass(self, tokens: int) -> None:
         """Ends a forward pass.
@@ -143,5 +172,15 @@ class QuerySums:
             return None
         # A pass has ended, so every layer has sums.
         layers = cast("list[tuple[torch.Tensor, ...]]", self._parts)
-        total, abs_total, unrotated = (torch.stack(parts).cpu() for parts in zip(*layers, strict=True))
-        return Sums(total, abs_total, unrotated, self._count, self._head_dim)
+        absorb = cast("Callable[[int, torch.Tensor], torch.Tensor]", self._absorb)
+        whole = [
+            (total, sizes, _plus(still, absorb(index, self._expanded[index])) if index in self._expanded else still)
+            for index, (total, sizes, still) in enumerate(layers)
+        ]
+        total, abs_total, unrotated = (torch.stack(parts).cpu() for parts in zip(*whole, strict=True))
+        return Sums(total, abs_total, unrotated, self._count, self._rope.rotary_dim + unrotated.shape[-1])
+
+
+def _plus(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two sums, of which one may still be empty."""
+    return one + other if one.numel() and other.numel() else other if other.numel() else one

@@ -3,8 +3,10 @@
 Queries are captured where every transformers model passes them to its attention function, and RoPE is undone there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -18,11 +20,13 @@ from sglang_triattn.calibration.job import (
     CalibrationError,
     CalibrationJob,
 )
+from sglang_triattn.calibration.latent_queries import absorbed, key_weights
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import kv_heads, readers, scored_layers
 from sglang_triattn.model.rope import RopeError, rope_of_transformers
+from sglang_triattn.model.support import has_covered_latents
 from sglang_triattn.model.vision import is_covered
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import attention_for, watching_queries
@@ -92,7 +96,8 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
     layers, rotates = scored_layers(config)
     places = {reader: layers.index(layer) for reader, layer in readers(config).items()}
-    sums = QuerySums(rope, rotates, list(places.values()))
+    latent = getattr(config, "kv_lora_rank", None) or 0
+    sums = QuerySums(rope, rotates, list(places.values()), _absorb(body, layers) if latent else None)
     start = load_progress(job)
     saved = 0
     done = sum(map(job.tokens_of, range(start.done)))
@@ -100,8 +105,14 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
 
     def add(layer: int, query: torch.Tensor) -> None:
         # One window at a time, at positions 0 to S - 1.
-        if layer in places:
-            sums.add(places[layer], query[0], torch.arange(query.shape[2], device=query.device))
+        if layer not in places:
+            return
+        positions = torch.arange(query.shape[2], device=query.device)
+        if latent:
+            still, turning = query[0].split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+            sums.add_latent(places[layer], turning, positions, still, absorbed=False)
+        else:
+            sums.add(places[layer], query[0], positions)
 
     with torch.inference_mode(), bar, watching_queries(add):
         for index in range(start.done, len(job.windows)):
@@ -115,6 +126,9 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
                 saved = 0
     total = join_runs(sums.read(), start.sums)
     mean, abs_mean, unrotated = total.means()
+    if latent and config.rope_interleave:
+        # transformers moves the halves of each pair apart as it turns them; SGLang's pool has them side by side.
+        rope = replace(rope, style="interleaved")
     return QueryStats(
         mean=mean,
         abs_mean=abs_mean,
@@ -127,7 +141,28 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         layers=layers,
         rotates=rotates,
         unrotated_mean=unrotated,
+        rotary_start=latent,
     )
+
+
+def _absorb(body: torch.nn.Module, layers: Sequence[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    """`absorb` of `QuerySums` for the scored `layers` of a transformers model with latent KV."""
+    # Typed as Any, because torch types all attributes of modules as modules or tensors.
+    attentions: list[Any] = [module for module in body.modules() if hasattr(module, "kv_b_proj")]
+    found = {attention.layer_idx: attention for attention in attentions}
+
+    def absorb(place: int, summed: torch.Tensor) -> torch.Tensor:
+        attention = found[layers[place]]
+        weights = key_weights(
+            attention.kv_b_proj,
+            attention.kv_lora_rank,
+            len(summed),
+            attention.qk_nope_head_dim,
+            like=attention.kv_a_layernorm.weight,
+        )
+        return absorbed(summed, weights)
+
+    return absorb
 
 
 def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
@@ -141,10 +176,10 @@ def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
 
 def _check_config(config) -> None:
     """Raises CalibrationError unless some layers cache keys per head and attend to all of them."""
-    if getattr(config, "kv_lora_rank", None):
+    if getattr(config, "kv_lora_rank", None) and not has_covered_latents(config.architectures):
         raise CalibrationError(
-            f"Models of type {config.model_type} use latent attention (MLA), which caches no keys per head, "
-            "but TriAttention needs them: use a model with grouped-query attention and RoPE."
+            f"Models of type {config.model_type} have latent KV (MLA), whose queries are known for DeepSeek-V3 and "
+            "GLM-4.7-Flash alone: use one of these, or a model with grouped-query attention and RoPE."
         )
     if not scored_layers(config)[0]:
         raise CalibrationError(

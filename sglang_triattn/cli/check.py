@@ -25,6 +25,7 @@ ALIASES = {
     "enable_hicache": "enable_hierarchical_cache",
     "monokernel_backend": "enable_amd_monokernel",
     "pipeline_parallel_size": "pp_size",
+    "tensor_parallel_size": "tp_size",
 }
 _KNOWN = set(GIVEN)
 # Over how many ranks --tp-size splits a head, follows from these.

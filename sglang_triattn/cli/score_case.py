@@ -163,4 +163,5 @@ def _tables(fields: dict[str, np.ndarray], stats: QueryStats, path: Path, device
         device,
         unrotated=None if stats.unrotated_mean is None else stats.unrotated_mean[index],
         rotates=[stats.rotates[place] for place in places],
+        rotary_start=stats.rotary_start,
     )

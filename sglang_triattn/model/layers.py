@@ -46,7 +46,9 @@ def readers(config: Any) -> dict[int, int]:
 
 
 def kv_heads(config: Any) -> int:
-    """KV heads of the scored layers."""
+    """KV heads of the scored layers. Latent KV is one, whatever the configuration says of its expanded heads."""
+    if getattr(config, "kv_lora_rank", None):
+        return 1
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[scored_layers(config)[0][0]]
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads

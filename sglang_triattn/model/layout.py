@@ -26,8 +26,7 @@ from sglang_triattn.model.kinds import (
 _SINKS = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM")
 _INTERLEAVED = (
     *("CohereForCausalLM", "Cohere2ForCausalLM", "Glm4ForCausalLM", "ChatGLMModel", "GPTJForCausalLM"),
-    *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-    "LongcatFlashForCausalLM",
+    *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"),
 )
 _ROTATED_SHARE = {"Glm4MoeForCausalLM": 0.5, "Qwen3NextForCausalLM": 0.25, "ChatGLMModel": 0.5}
 """Where the file says nothing about it."""
@@ -40,7 +39,9 @@ class Layer:
     Attributes:
         kind: one of KINDS.
         rotary_dim: dims of a query and key that RoPE turns; 0 if it turns none.
-        kv_heads: heads that the KV cache holds of each token; 0 if the layer has none.
+        kv_heads: heads that the KV cache holds of each token; 0 if the layer has none. Latent KV is one head, of which
+            every rank holds a copy.
+        head_dim: dims of a key; of latent KV, the latent, which is key and value at once, and the rotated key.
         window: most tokens that a query sees, its own included; 0 unless the kind is "window".
         sinks: the softmax has one more, learned, logit per head.
         reads_other: it reads the KV of a layer before it. SGLang's pool has room for it all the same.
@@ -84,7 +85,13 @@ class AttentionLayout:
     @property
     def scored(self) -> tuple[int, ...]:
         """Numbers of the layers whose keys are scored: those that attend to all tokens, and have keys of their own."""
-        return tuple(number for number, layer in enumerate(self.layers) if layer.kind == FULL and not layer.reads_other)
+        full = (FULL, LATENT)
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kind in full and not layer.reads_other)
+
+    @property
+    def latent(self) -> bool:
+        """Whether the scored layers have latent KV."""
+        return any(layer.kind == LATENT for layer in self.layers)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -151,6 +158,8 @@ def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
 
 
 def _interleaved(fields: Fields) -> bool:
+    if fields.get("kv_lora_rank"):
+        return bool(fields.get("rope_interleave", True))
     style = fields.get("rope_is_neox_style")
     return architecture(fields) in _INTERLEAVED if style is None else not style
 

@@ -38,11 +38,16 @@ _POOLS_COVERED = ("GptOssForCausalLM", "Step3p5ForCausalLM", "Gemma4ForCondition
 # may leave dims alone between those that it turns.
 _GEMMA = ("Gemma4ForConditionalGeneration",)
 
+# SGLang serves latent KV in more models, but these alone are known to turn and absorb their queries in this way.
+_LATENT = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
 _NO_ROPE = "its attention has no rotary embedding"
 _OTHER_DIMS = "it rotates other dims of a head than the leading ones"
+INDEXED = "its layers attend to the tokens that an indexer selects (DeepSeek sparse attention)"
+LATENT_UNCOVERED = "it has multi-head latent attention (MLA), and is none of the models for which that is covered"
 
 
 def _always(_: Fields) -> bool:
@@ -78,6 +83,11 @@ def has_covered_pool(architectures: list[str] | None) -> bool:
 def has_covered_widths(architectures: list[str] | None) -> bool:
     """Whether keys and values of the first of `architectures` may have different widths."""
     return bool(architectures) and architectures[0] in _ASYMMETRIC
+
+
+def has_covered_latents(architectures: list[str] | None) -> bool:
+    """Whether the latent KV of the first of `architectures` can be scored."""
+    return bool(architectures) and architectures[0] in _LATENT
 
 
 def unsupported(config: Fields) -> str | None:
@@ -126,8 +136,9 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
             takes_other_media(fields),
             "it takes images or sound, and is none of the models whose images are covered",
         ),
-        (fields.get("kv_lora_rank"), "its attention is multi-head latent attention (MLA)"),
+        (fields.get("index_topk"), INDEXED),
         (state_space, "it is a state-space model, or has state-space or linear-attention layers"),
+        (fields.get("kv_lora_rank") and not has_covered_latents([architecture(fields)]), LATENT_UNCOVERED),
         (others, f"some of its layers are of the type {min(others, default='')}"),
         (
             WINDOW in kinds and has_window_pool(fields) and not has_covered_pool([architecture(fields)]),
@@ -156,6 +167,7 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
         ),
         (
             fields.get("v_head_dim") not in (None, 0, fields.get("head_dim"))
+            and not fields.get("kv_lora_rank")
             and not has_covered_widths([architecture(fields)]),
             "its keys and values have different widths",
         ),

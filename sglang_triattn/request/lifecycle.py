@@ -7,6 +7,7 @@
               acquire  rollback                                        admit  | +-- park ----> PARKED
                  v  |                                                     |  round
               ACQUIRED ---------------------------------------------------+
+                                                    ADMITTED -- suspend -> SUSPENDED -- resume -> ADMITTED
 
 A request's row, in KV entries:
 
@@ -48,6 +49,7 @@ class Stage(Enum):
     """The stage of a request's life."""
 
     ARRIVED = "waits without a row"
+    SUSPENDED = "waits while the host has a copy of its row"
     ACQUIRED = "waits behind its conversation's row, for one attempt at admission"
     ADMITTED = "holds a row"
     PARKED = "left its row to its conversation"
@@ -241,6 +243,20 @@ class CompressedRequest:
         """
         self._end(report, Stage.ARRIVED)
         self.rounds = self.freed_slots = 0
+
+    def suspend(self, report: Report) -> None:
+        """ADMITTED -> SUSPENDED: the host has copied its row, which went to the allocator.
+
+        The record stays: the next row gets the copy, holes included.
+        """
+        self._leave(Stage.ADMITTED)
+        self.report, self.stage = report, Stage.SUSPENDED
+
+    def resume(self) -> None:
+        """SUSPENDED -> ADMITTED: it owns a row into which the host copies the entries of the one before."""
+        self._leave(Stage.SUSPENDED)
+        self.due_protected = -1
+        self.stage = Stage.ADMITTED
 
     # When to look for a round
 

@@ -31,6 +31,7 @@ def score_tables(
         device,
         unrotated=None if stats.unrotated_mean is None else stats.unrotated_mean[:, heads],
         rotates=stats.rotates,
+        rotary_start=stats.rotary_start,
     )
 
 

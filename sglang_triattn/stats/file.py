@@ -54,6 +54,8 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
         "layers": json.dumps(stats.layers),
         "rotates": json.dumps(stats.rotates),
     }
+    if stats.rotary_start:
+        fields["rotary_start"] = stats.rotary_start
     if stats.rope is not None:
         tensors["inv_freq"] = stats.rope.inv_freq.to("cpu", torch.float64).contiguous()
         fields |= {
@@ -117,6 +119,7 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
     # A file without RoPE is a published one: all dims are rotated, in half style.
     rope, served = stats.rope, shape.rope
     _same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
+    _same(stats, "the first dim that RoPE turns", stats.rotary_start, shape.rotary_start)
     _same(stats, "RoPE style", rope.style if rope else "half", served.style)
     if rope is not None:
         scaling = (rope.attention_scaling, served.attention_scaling)
@@ -182,6 +185,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             layers=_numbers(fields, "layers"),
             rotates=tuple(map(bool, _numbers(fields, "rotates"))),
             unrotated_mean=tensors.get("unrotated_mean"),
+            rotary_start=int(fields.get("rotary_start", 0)),
         )
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {RECALIBRATE}") from error
@@ -206,6 +210,8 @@ def _check_numbers(stats: QueryStats) -> None:
         others = (*mean.shape[:2], stats.head_dim - 2 * mean.shape[-1])
         require(unrotated.shape == others, "shapes of its unrotated dims disagree")
         parts.append(unrotated)
+    still = 0 if unrotated is None else unrotated.shape[-1]
+    require(stats.rotary_start in (0, still), "the dims that RoPE turns are elsewhere")
     require(all(bool(torch.isfinite(part).all()) for part in parts), "it holds NaN or infinite values")
     # The mean of absolute values bounds the absolute value of the mean, up to float32 rounding.
     bounded = bool((mean.abs() <= abs_mean * (1 + 1e-4) + 1e-6).all())

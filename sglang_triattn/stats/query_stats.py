@@ -25,6 +25,8 @@ class ModelShape:
         fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
         rotates: for each scored layer, whether RoPE turns its queries and keys; empty stands for all.
         first_position: what a text's first token is turned by; not 0 where SGLang counts positions from 1 (Gemma-4).
+        rotary_start: the first dim of a cached key that RoPE turns: 0, or with latent KV the width of the latent, which
+            stands before the rotated key.
     """
 
     layers: tuple[int, ...]
@@ -35,6 +37,7 @@ class ModelShape:
     fingerprint: str | None
     rotates: tuple[bool, ...] = ()
     first_position: int = 0
+    rotary_start: int = 0
 
     def __post_init__(self) -> None:
         _fill(self, "rotates", (True,) * len(self.layers))
@@ -57,9 +60,10 @@ class QueryStats:
             layers without RoPE.
         token_count: tokens that the means were taken over.
         source: where the statistics come from, for messages; not stored.
-        layers, rotates: as in `ModelShape`; empty `layers` stand for 0 to L - 1.
-        unrotated_mean: [L, H_q, head_dim - 2F] float32: mean query in the dims behind those that RoPE turns, which
-            may be none; None in files of version 1 and published ones.
+        layers, rotates, rotary_start: as in `ModelShape`; empty `layers` stand for 0 to L - 1.
+        unrotated_mean: [L, H_q, head_dim - 2F] float32: mean query in the dims that RoPE does not turn, which may be
+            none; with latent KV, as the query meets the latent (W_uk^T q). None in files of version 1 and published
+            ones.
     """
 
     mean: torch.Tensor
@@ -73,6 +77,7 @@ class QueryStats:
     layers: tuple[int, ...] = ()
     rotates: tuple[bool, ...] = ()
     unrotated_mean: torch.Tensor | None = None
+    rotary_start: int = 0
 
     def __post_init__(self) -> None:
         _fill(self, "layers", tuple(range(len(self.mean))))

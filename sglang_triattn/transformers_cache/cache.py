@@ -205,6 +205,8 @@ def shape_of(model: Any) -> ModelShape:
     """
     config = model.config.get_text_config()
     reason = unsupported({**config.to_dict(), "architectures": [type(model).__name__]})
+    if reason is None and getattr(config, "kv_lora_rank", None):
+        reason = "it caches latents in place of keys (MLA)"
     if reason is not None:
         raise CacheError(f"The model cannot be compacted, because {reason}: use one with full attention and RoPE.")
     if config._attn_implementation not in _ATTENTION:

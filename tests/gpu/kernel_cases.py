@@ -51,13 +51,15 @@ class KernelCase:
 
     def __init__(self, *, lengths, device="cpu", layers=2, kv_heads=2, group=3, head_dim=64, rotary_dim=None,
                  value_dim=None, style="half", scaling=1.0, dtype=torch.float32, scales=False, seed=0,
-                 unrotated=True, rotates=None, turning=None):  # fmt: skip
+                 unrotated=True, rotates=None, turning=None, latent=False):  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
             return torch.randn(*shape, generator=generator)
 
         self.frequencies = half = (rotary_dim or head_dim) // 2
+        # A row of latents has its rotated dims last.
+        self.rotary_start = head_dim - 2 * half if latent else 0
         self.style, heads, count = style, kv_heads * group, sum(lengths)
         inv_freq = 1e4 ** (-torch.arange(half, dtype=torch.float64) / half)
         inv_freq[turning or half :] = 0
@@ -67,8 +69,9 @@ class KernelCase:
         self.unrotated = randn(layers, heads, head_dim - 2 * half if unrotated else 0) * scaling
         self.rotates = rotates or [True] * layers
         self.tables = build_tables(
-            self.mean, abs_mean, inv_freq, 1.0, style, kv_heads, device, unrotated=self.unrotated, rotates=rotates
-        )
+            self.mean, abs_mean, inv_freq, 1.0, style, kv_heads, device, unrotated=self.unrotated, rotates=rotates,
+            rotary_start=self.rotary_start,
+        )  # fmt: skip
         self.spread, self.inv_freq = abs_mean.double() - self.mean.abs().double(), inv_freq
         self.spread[~torch.tensor(self.rotates)] = 0
         self.spread[..., turning or half :] = 0
@@ -105,6 +108,7 @@ class KernelCase:
         if self.scales is not None:
             keys = keys * self.scales.double()[:, None, None, None]
         group = self.mean.shape[1] // keys.shape[2]
+        keys = keys.roll(-self.rotary_start, dims=-1)
         others = keys[..., 2 * self.frequencies :][..., : self.unrotated.shape[-1]].repeat_interleave(group, dim=2)
         fixed = torch.einsum("lnhu,lhu->lhn", others, self.unrotated.double())
         keys = keys[..., : 2 * self.frequencies]

@@ -61,13 +61,13 @@ def run(forkserver, folder, tmp_path):
 
 
 def unsupported_model(folder: Path, name: str) -> Path:
-    """Configuration and tokenizer, without weights, of a model that caches no keys per head ("mla"), or that normalises
-    them after rotation ("late-norm")."""
+    """Configuration and tokenizer, without weights, of a model whose latent KV is not covered ("mla"), or that
+    normalises queries and keys after their rotation ("late-norm")."""
     target = folder / name
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     if name == "mla":
-        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV3ForCausalLM"])
+        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV2ForCausalLM"])
     else:
         config = HunYuanDenseV1Config(**sizes, use_qk_norm=True, architectures=["HunYuanDenseV1ForCausalLM"])
     config.save_pretrained(target)
@@ -204,7 +204,7 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
         (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
         (
             ["--model", "mla"],
-            "mla (DeepseekV3ForCausalLM) cannot be calibrated, because its attention is",
+            "mla (DeepseekV2ForCausalLM) cannot be calibrated, because it has multi-head latent attention (MLA)",
         ),
         (
             ["--model", "late-norm"],

@@ -13,6 +13,7 @@ import harness
 from families import WINDOW, build_family
 from family_servers import SEE_ONE_MORE, modules_of, remote_code
 from gemma4_family import build_gemma4
+from latent_family import LATENT_FAMILIES
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.stats.query_stats import QueryStats
@@ -43,7 +44,9 @@ def widen(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**fields, "sliding_window": WINDOW + 1}))
 
 
-def measured_in_sglang(forkserver, tmp_path: Path, family: str, model: TinyModel) -> QueryStats:
+def measured_in_sglang(
+    forkserver, tmp_path: Path, family: str, model: TinyModel, more: dict[str, str] | None = None
+) -> QueryStats:
     """What `sglang-triattn calibrate --engine sglang` measures on `tmp_path / "text.txt"`, which this writes."""
     data, out = tmp_path / "text.txt", tmp_path / "measured.safetensors"
     data.write_text(text(0, 900))
@@ -54,6 +57,7 @@ def measured_in_sglang(forkserver, tmp_path: Path, family: str, model: TinyModel
         "SGLANG_DISABLED_MODEL_ARCHS": harness.unused_architectures(*modules_of(family)),
         "TORCHDYNAMO_DISABLE": "1",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        **(more or {}),
     }
     ended = run_command(forkserver, tmp_path, words, {**harness.STRICT, **env})
     assert ended.code == 0, ended.output[-3000:]
@@ -76,6 +80,42 @@ def test_calibration_in_sglang_agrees_with_transformers(forkserver, tmp_path, fa
     for name in ("mean", "abs_mean", "unrotated_mean"):
         one, other = getattr(measured, name), getattr(expected, name)
         assert (one - other).norm() <= 1e-3 * other.norm(), name
+
+
+# Lets every pass absorb queries, where a prefill would expand keys.
+_ABSORBING = """
+def absorb(self, forward_batch):
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    return AttnForwardMethod.MLA
+
+def activate():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    attention = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA"
+    HookRegistry.register(f"{attention}.dispatch_attn_forward_method", absorb, HookType.REPLACE)
+"""
+
+
+@pytest.mark.parametrize(("family", "absorbs"), [("deepseek-v3", False), ("glm-4.7-flash", True)])
+def test_calibration_of_latent_kv(forkserver, tmp_path, family, absorbs):
+    """Prevents other statistics from queries that meet latents than from those that meet expanded keys, and pairs of
+    dims in the order that transformers puts them in."""
+    assert family in LATENT_FAMILIES
+    model = with_tokenizer(build_family(tmp_path, family), tmp_path / "model")
+    more = {}
+    if absorbs:
+        harness.install_plugin(tmp_path / "plugin", "absorbing", _ABSORBING)
+        more = {"PYTHONPATH": harness.python_path(tmp_path / "plugin")}
+    measured = measured_in_sglang(forkserver, tmp_path, family, model, more)
+    expected = calibrate(str(model.path), str(tmp_path / "text.txt"), window=300, device="cpu", progress=False)
+    for stats in (measured, expected):
+        assert (stats.layers, stats.rotates, stats.token_count) == (ALL, (True,) * 4, 900)
+        assert (stats.num_kv_heads, stats.head_dim, stats.rotary_start) == (1, 56, 40)
+        assert (stats.rope.style, stats.rope.rotary_dim) == ("interleaved", 16)
+    torch.testing.assert_close(measured.rope.inv_freq, expected.rope.inv_freq, rtol=1e-5, atol=0)
+    for name in ("mean", "abs_mean", "unrotated_mean"):
+        one, other = getattr(measured, name), getattr(expected, name)
+        assert (one - other).norm() <= 1e-3 * other.norm(), name
+    assert (measured.unrotated_mean - expected.unrotated_mean.roll(1, dims=1)).norm() > expected.unrotated_mean.norm()
 
 
 def normed_queries(account: torch.nn.Module, layers: Sequence[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ SETTINGS = [
         {},
         ["--enable-deterministic-inference True", "--speculative-algorithm NGRAM"],
     ),
-    (["--disaggregation-mode", "decode"], {}, ["--disaggregation-mode", "decode"]),
+    (["--disaggregation-mode", "prefill"], {}, ["--disaggregation-mode", "prefill"]),
     (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
     (
         [
@@ -104,7 +104,7 @@ def test_flags_need_the_switch_and_nothing_else(outcomes):
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
     ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
-    ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
+    ("MiniCPM3ForCausalLM", {"model_type": "minicpm3", "kv_lora_rank": 256}, "latent attention"),
 ]
 
 

@@ -51,7 +51,7 @@ def test_launches_are_specialised_on_nothing_else():
     code = """
 import compile_kernels
 for name in (
-    "score_kernel", "scale_kernel", "importance_kernel", "keep_kernel", "moves_kernel", "move_kernel",
+    "score_kernel", "latent_kernel", "scale_kernel", "importance_kernel", "keep_kernel", "moves_kernel", "move_kernel",
     "value_size_kernel",
 ):
     for parameter in compile_kernels.kernel_named(name).params:

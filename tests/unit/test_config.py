@@ -7,6 +7,7 @@ import pytest
 
 from sglang_triattn.config import Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.latents import for_latents
 
 GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
@@ -107,6 +108,15 @@ def test_windows_raise_what_follows_from_the_budget():
         Config(budget=2048).for_windows(4096, 1)
     with pytest.raises(TriAttentionError, match="--triattention-recent is 600"):
         Config(budget=2048, recent=600).for_windows(1024, 1)
+
+
+def test_latents_have_no_values():
+    """Prevents tokens that are chosen by the lengths of latents, and a setting of the user that is overruled."""
+    assert for_latents(Config()).value_share == 0
+    assert for_latents(Config(value_share=0)) == for_latents(Config())
+    assert for_latents(Config(selection="shared-mean")).value_share == 0
+    with pytest.raises(TriAttentionError, match=r"--triattention-value-share is 0\.5, but this model has latent KV"):
+        for_latents(Config(value_share=0.5))
 
 
 @pytest.mark.parametrize("name", ["window", "round_to", "images"])

@@ -289,5 +289,5 @@ def build_family(folder: Path, family: str) -> TinyModel:
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     if FAMILIES[family].code:
         (folder / family / "configuration.py").write_text(FAMILIES[family].code)
-    layers, width = fields["num_hidden_layers"], fields["head_dim"]
+    layers, width = fields["num_hidden_layers"], fields.get("head_dim", 0)
     return TinyModel(folder / family, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, width)

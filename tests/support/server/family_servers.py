@@ -18,6 +18,7 @@ from harness import (
     served_logprobs,
     unused_architectures,
 )
+from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
@@ -30,7 +31,8 @@ SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(B
 SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
-BUILDERS = {**OWN_CODE, **{family: partial(build_gemma4, family=family) for family in VARIANTS}}
+LATENTS = {family: partial(build_latent, family=family) for family in LATENT_FAMILIES}
+BUILDERS = {**OWN_CODE, **LATENTS, **{family: partial(build_gemma4, family=family) for family in VARIANTS}}
 MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
@@ -62,9 +64,11 @@ def prepared(folder, family):
         layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
     rope = rope_of(model, family)
     rotates = tuple(number not in WITHOUT_ROPE.get(family, ()) for number in layers)
-    save_random_stats(tiny, rope, layers, rotates)
+    latent = family in LATENTS
+    start = tiny.head_dim - rope.rotary_dim if latent else 0
+    save_random_stats(tiny, pool_rope(rope) if latent else rope, layers, rotates, start)
     stats = load_file(tiny.stats)
-    account = Oracle(
+    account = (LatentOracle if latent else Oracle)(
         model=model,
         mean=torch.complex(stats["mean_re"], stats["mean_im"]),
         abs_mean=stats["abs_mean"],
@@ -77,8 +81,10 @@ def prepared(folder, family):
         interleaved=rope.style == "interleaved",
         scored=layers,
         rotates=rotates,
-        window=WINDOW + (family in SEE_ONE_MORE),
+        window=0 if latent else WINDOW + (family in SEE_ONE_MORE),
         reads=reads,
+        scaling=rope.attention_scaling,
+        value_share=0.0 if latent else None,
     )
     return tiny, account
 
@@ -107,22 +113,32 @@ def started(serve, tiny, family, *flags, env=None):
 
 
 def compare_with_account(
-    serve, folder, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str] | None = None
+    serve,
+    folder,
+    family: str,
+    page_size: int,
+    selection: str,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    ranks: int = 1,
 ) -> list[dict[str, int]]:
     """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
 
     Args:
         flags, env: of the server, besides.
+        ranks: with latent KV, how many tensor-parallel ranks choose for themselves.
 
     Returns:
         What compression reports of each.
     """
     tiny, account = prepared(folder, family)
     account.selection = selection
+    if family in LATENTS:
+        account.num_kv_heads = ranks
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     tokens = 280
-    if page_size > 16:
+    if page_size > 16 and account.window:
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
         tokens = 450
@@ -142,7 +158,7 @@ def compare_with_account(
         assert report["rounds"] == rounds >= 5
         values, top = served_logprobs(response)
         assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
-        dense, _ = Oracle(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+        dense, _ = type(account)(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
         assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
     assert_pool_is_whole(client)
     serve.stop(client)

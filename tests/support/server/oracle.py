@@ -203,7 +203,7 @@ class Oracle:
             for head in range(heads):
                 place = places[layer][head // group]
                 candidates = frozen + place[: len(place) - self.recent]
-                keys = cache.layers[self.scored[layer]].keys[0, head // group, candidates].double()
+                keys = self._keys(cache, layer, head // group, candidates)
                 score = self._score(keys, self._turn(candidates), layer, head, self._turn(next_position))
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
         z = torch.stack(z).unflatten(0, (layers, self.num_kv_heads, group))
@@ -212,7 +212,7 @@ class Oracle:
         for layer in range(layers):
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
-                values = cache.layers[self.scored[layer]].values[0, j, frozen + place].double()
+                values = self._values(cache, layer, j, frozen + place)
                 center = values[len(values) - min(self.recent, 64) :].mean(0) if self.recent else 0.0
                 sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
@@ -222,6 +222,14 @@ class Oracle:
                 kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True
                 kept[layer, j, place[len(best) :]] = True
         return kept
+
+    def _keys(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        """[n, D] float64: what scores read of the tokens at `places`, with the turned dims first."""
+        return cache.layers[self.scored[layer]].keys[0, head, places].double()
+
+    def _values(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        """[n, D_v] float64: the values of the tokens at `places`."""
+        return cache.layers[self.scored[layer]].values[0, head, places].double()
 
     def _importance(self, z: torch.Tensor) -> torch.Tensor:
         """[L, H_kv, n]: merged z-scores of layers that choose together; z is [L, H_kv, group, n]."""

@@ -34,7 +34,7 @@ def record(scheduler, batch, *_, **__) -> None:
         protected = request.kv.cache_protected_len
         slots = rows[request.kv.req_pool_idx, :protected].long()
         checksum = 0
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
+        for buffer in buffers_of(pool):
             checksum = zlib.crc32(buffer[slots].contiguous().numpy().tobytes(), checksum)
         seen.append(
             {
@@ -55,6 +55,11 @@ def record(scheduler, batch, *_, **__) -> None:
     append({"free": free, "requests": seen})
 
 
+def buffers_of(pool) -> list:
+    """Keys and values of all layers, or the latents that are both."""
+    return getattr(pool, "kv_buffer", None) or [*pool.k_buffer, *pool.v_buffer]
+
+
 def append(line: dict) -> None:
     with open(os.environ["PROBE_FILE"], "a") as file:
         file.write(json.dumps(line) + "\n")
@@ -66,8 +71,8 @@ def contents(pool, slots) -> dict:
     The key is the first layer's, [H_kv * head_dim], which depends only on its token and position.
     """
     prints = 0
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
+    for buffer in buffers_of(pool):
         words = buffer[slots].contiguous().flatten(1).view(torch.int32).long()
         prints = prints * 31 + (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1)
-    newest = pool.k_buffer[0][slots[-2]].float().flatten()
+    newest = buffers_of(pool)[0][slots[-2]].float().flatten()
     return {"slots": slots.tolist(), "prints": prints.tolist(), "newest_key": newest.tolist()}

@@ -28,7 +28,9 @@ LEGAL = {
         "park": Stage.PARKED,
         "publish": Stage.PUBLISHED,
         "retract": Stage.ARRIVED,
+        "suspend": Stage.SUSPENDED,
     },
+    Stage.SUSPENDED: {"resume": Stage.ADMITTED},
     Stage.PARKED: {},
     Stage.PUBLISHED: {},
 }

@@ -152,11 +152,11 @@ def test_transformers_is_left_as_it_was(tmp_path, monkeypatch):
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
 
 
-def mla():
-    return transformers.DeepseekV3Config(
+def other_mla():
+    return transformers.DeepseekV2Config(
         **COMMON | {"num_key_value_heads": 6}, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, moe_intermediate_size=16, n_group=1,
-        topk_group=1,
+        topk_group=1, num_experts_per_tok=2,
     )  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def dynamic():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (mla, r"latent attention \(MLA\)"),
+        (other_mla, r"latent KV \(MLA\), whose queries are known for"),
         (gpt2, "no rotary position embedding"),
         (no_full, "needs some with full attention"),
         (dynamic, "'dynamic' changes its frequencies"),

@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_triattn.calibration.job import CalibrationError
-from sglang_triattn.patches.calibration.measure import _capture
+from sglang_triattn.patches.calibration.capture import capture
 from sglang_triattn.patches.model.layers import AttentionLayer
 
 HEADS, HEAD_DIM, TOKENS = 4, 8, 3
@@ -46,7 +46,7 @@ def attend(query: torch.Tensor, **extra) -> tuple[Recorder, Backend]:
     )
     positions = torch.arange(5, 5 + TOKENS)
     key = torch.zeros(TOKENS, HEADS * HEAD_DIM)
-    with forward_context(ForwardContext(backend)), _capture([AttentionLayer(layer)], sums, lambda: positions):
+    with forward_context(ForwardContext(backend)), capture([AttentionLayer(layer)], sums, lambda: positions):
         layer(query, key, key, forward, **extra)
     return sums, backend
 

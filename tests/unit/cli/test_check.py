@@ -14,10 +14,10 @@ from documents import DOCS, fenced_blocks, section
 from plan_cases import CONFIGS, QWEN3_32B, ROOT
 from sglang_triattn.cli import check
 from sglang_triattn.cli import main as cli
-from sglang_triattn.launch_settings import IMAGES_UNTRIED, SETTINGS, WINDOWS_UNTRIED
+from sglang_triattn.launch_settings import IMAGES_UNTRIED, LATENTS_UNTRIED, SETTINGS, WINDOWS_UNTRIED
 
 # Values to try for a setting; None stands for a switch.
-VALUES = (None, "2", "buffer_only", "minicpm_flashattn", "something")
+VALUES = (None, "2", "buffer_only", "prefill", "minicpm_flashattn", "something")
 
 
 def fact(output: str, name: str) -> str:
@@ -46,9 +46,9 @@ def test_it_imports_neither_torch_nor_sglang():
 
 def test_refusals_are_one_sentence_with_status_1(run_check):
     """Prevents a script that takes a refused model for a compressed one, or for a wrong flag."""
-    status, output, error = run_check("deepseek-v3")
+    status, output, error = run_check("longcat-flash")
     assert (status, error) == (1, "")
-    assert re.fullmatch(r"The model \S+ \(DeepseekV3ForCausalLM\) does not work with .* \(MLA\): serve .*\.\n", output)
+    assert re.fullmatch(r"The model \S+ \(LongcatFlashForCausalLM\) does not work with .* \(MLA\), .*: .*\.\n", output)
 
 
 def test_json_says_the_same(run_check):
@@ -75,10 +75,10 @@ def test_json_says_the_same(run_check):
     assert fact(text, "freed") == f"{size:,} bytes per evicted token, whole pages of 16 tokens at a time"
     assert content["not_judged"] == ["--port"] == fact(text, "not judged").split()
     assert content["settings"]["budget"] == 2048
-    status, output, _ = run_check("deepseek-v3", "--json")
+    status, output, _ = run_check("qwen3.5-27b", "--json")
     content = json.loads(output)
-    assert (status, content["compressed"], content["scored"]) == (1, False, [])
-    assert run_check("deepseek-v3")[1] == content["refusal"] + "\n"
+    assert (status, content["compressed"], len(content["scored"])) == (1, False, 1)
+    assert run_check("qwen3.5-27b")[1] == content["refusal"] + "\n"
 
 
 def test_flags_reach_the_answer(run_check):
@@ -121,6 +121,7 @@ def test_speculative_decoding(run_check):
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference True",
         ("qwen2.5-vl-7b",): IMAGES_UNTRIED,
         ("gpt-oss-20b",): WINDOWS_UNTRIED,
+        ("deepseek-v3",): LATENTS_UNTRIED,
     }
     for words, reason in refused.items():
         status, output, _ = run_check(*words, *alone)
@@ -205,6 +206,24 @@ def test_a_pool_for_windows(run_check):
     assert "12 full, 12 with a window of 128 in a pool of its own" in output
     assert fact(output, "freed") == "24,576 bytes per evicted token"
     assert "24,576 more while the token is in the window" in output
+
+
+def test_latent_kv(run_check):
+    """Prevents figures for expanded keys and values, a split of what every GPU holds, and values that nobody chose."""
+    size = 61 * 576 * 2
+    for ranks in ("1", "8"):
+        status, output, _ = run_check("deepseek-v3", "--tp-size", ranks, "--page-size", "64")
+        assert (status, fact(output, "layers")) == (0, "61 with latent KV; 128 query and 1 KV heads")
+        assert fact(output, "scored") == "61 layers, all 576 dims of a head, of which RoPE turns 64"
+        assert fact(output, "freed") == f"{size:,} bytes per evicted token, whole pages of 64 tokens at a time"
+    assert json.loads(run_check("kimi-k2", "--json")[1])["settings"]["value_share"] == 0
+    for flags, words in (
+        (("--triattention-value-share", "1"), "--triattention-value-share is 1.0, but this model has latent KV"),
+        (("--enable-hierarchical-cache",), "the copies that it makes of latent KV are not tested with rounds"),
+    ):
+        status, output, _ = run_check("glm-4.7-flash", *flags)
+        assert status == 1
+        assert words in output
 
 
 def test_dims_that_rope_does_not_turn(run_check):

@@ -10,7 +10,7 @@ from plan_cases import CONFIGS
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 from sglang_triattn.model.support import unsupported
 
-MLA, STATES, AFTER = "latent attention", "state-space", "after their rotation"
+MLA, STATES, AFTER = "none of the models for which that is covered", "state-space", "after their rotation"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -18,7 +18,7 @@ MODELS = {
     "apertus-8b": ({"full": 32}, {(128, 0): 32}, 131072, None),
     "command-a": ({"full": 16, "window": 48}, {(0, 128): 16}, 262144, None),
     "deepseek-r1-distill-llama-8b": ({"full": 32}, {(128, 0): 32}, 131072, None),
-    "deepseek-v3": ({"latent": 61}, {}, 61 * 576 * 2, MLA),
+    "deepseek-v3": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, None),
     "dots.llm1": ({"full": 62}, {(128, 0): 62}, 62 * 32 * 512, None),
     "ernie-4.5-21b-a3b": ({"full": 28}, {(128, 0): 28}, 57344, None),
     "exaone-4-32b": ({"full": 16, "window": 48}, {(0, 128): 16}, 262144, None),
@@ -30,17 +30,17 @@ MODELS = {
     "gemma-4-e2b": ({"full": 7, "window": 28}, {(128, 384): 3}, 7 * 2048, None),
     "glm-4.5v": ({"full": 46}, {(64, 64): 46}, 188416, None),
     "glm-4.6": ({"full": 92}, {(64, 64): 92}, 376832, None),
-    "glm-4.7-flash": ({"latent": 47}, {}, 47 * 576 * 2, MLA),
+    "glm-4.7-flash": ({"latent": 47}, {(64, 512): 47}, 47 * 576 * 2, None),
     "gpt-oss-20b": ({"full": 12, "window": 12}, {(64, 0): 12}, 12 * 8 * 256, None),
     "granite-3.3-8b": ({"full": 40}, {(128, 0): 40}, 163840, None),
     "granite-4-h-small": ({"full": 4, "linear": 36}, {(0, 128): 4}, 16384, STATES),
     "hunyuan-7b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
     "hunyuan-a13b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
-    "kimi-k2": ({"latent": 61}, {}, 61 * 576 * 2, MLA),
-    "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {}, 7 * 576 * 2, MLA),
+    "kimi-k2": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, None),
+    "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {(0, 576): 7}, 7 * 576 * 2, STATES),
     "lfm2-1.2b": ({"full": 6, "linear": 10}, {(64, 0): 6}, 12288, STATES),
     "llama-3.3-70b": ({"full": 80}, {(128, 0): 80}, 327680, None),
-    "longcat-flash": ({"latent": 56}, {}, 56 * 576 * 2, MLA),
+    "longcat-flash": ({"latent": 56}, {(64, 512): 56}, 56 * 576 * 2, MLA),
     "magistral-small-2509": ({"full": 40}, {(128, 0): 40}, 163840, None),
     "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, None),
     "minimax-m2": ({"full": 62}, {(64, 64): 62}, 253952, None),
@@ -117,7 +117,8 @@ def test_every_file_is_known():
         ("step-3.5-flash", [0, 4, 8], 513, True),
         ("nemotron-super-49b", [0, 1, 2, 3, 4, 5, 8], 0, False),
         ("nemotron-nano-9b-v2", [14, 21, 30], 0, False),
-        ("kimi-linear-48b-a3b", [], 0, False),
+        ("kimi-linear-48b-a3b", [3, 7, 11], 0, False),
+        ("deepseek-v3", [0, 1, 2], 0, False),
     ],
 )
 def test_places_and_windows(name, numbers, window, own_pool):
@@ -160,4 +161,5 @@ def test_sinks_and_styles():
     assert all(layer.sinks for layer in layout("gpt-oss-20b").layers)
     assert {layer.kind for layer in layout("mimo-v2-flash").layers if layer.sinks} == {"window"}
     interleaved = {name for name in MODELS if layout(name).style == "interleaved"}
-    assert interleaved == {"command-a", "deepseek-v3", "ernie-4.5-21b-a3b", "kimi-k2", "longcat-flash"}
+    latent = {name for name in MODELS if layout(name).latent}
+    assert interleaved == {"command-a", "ernie-4.5-21b-a3b"} | latent

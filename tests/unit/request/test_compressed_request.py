@@ -33,11 +33,14 @@ TRANSITIONS = {
     "park": lambda owner: owner.park(REPORT),
     "publish": lambda owner: owner.publish(REPORT),
     "retract": lambda owner: owner.retract(REPORT),
+    "suspend": lambda owner: owner.suspend(REPORT),
+    "resume": lambda owner: owner.resume(),
 }
 WAYS = {
     Stage.ARRIVED: [],
     Stage.ACQUIRED: ["acquire"],
     Stage.ADMITTED: ["admit"],
+    Stage.SUSPENDED: ["admit", "suspend"],
     Stage.PARKED: ["admit", "park"],
     Stage.PUBLISHED: ["admit", "publish"],
 }
@@ -55,7 +58,7 @@ def test_every_transition_from_every_stage(stage, name):
     if name in LEGAL[stage]:
         TRANSITIONS[name](owner)
         assert owner.stage is LEGAL[stage][name]
-        assert (owner.record is None) == (owner.stage not in (Stage.ACQUIRED, Stage.ADMITTED))
+        assert (owner.record is None) == (owner.stage not in (Stage.ACQUIRED, Stage.ADMITTED, Stage.SUSPENDED))
         return
     with pytest.raises(LifecycleError, match=r"^a request that .* was taken for one that is "):
         TRANSITIONS[name](owner)
@@ -93,6 +96,17 @@ def test_a_retracted_request_starts_exact():
     assert (owner.evicted_tokens, owner.rounds, owner.tree_may_take_all) == (0, 0, True)
     owner.admit(PROMPT, None)
     assert owner.record == RowRecord(PROMPT)
+
+
+def test_a_suspended_request_keeps_its_record():
+    """Prevents a row that comes back from the host from being taken for an exact one."""
+    owner = admitted()
+    owner.round(round_of(), lambda: 44, 7)
+    owner.suspend(REPORT)
+    assert (owner.evicted_tokens, owner.rounds, owner.tree_may_take_all) == (30, 1, False)
+    owner.resume()
+    assert (owner.stage, owner.evicted_tokens, owner.held_record.unordered_len) == (Stage.ADMITTED, 30, 7)
+    assert owner.publish(REPORT) == 44
 
 
 def test_a_resumed_row_goes_on_where_it_was():

@@ -115,6 +115,12 @@ class Account:
         owner.retract(REPORT)
         self.row = None
 
+    def _suspend(self, owner) -> None:
+        owner.suspend(REPORT)
+
+    def _resume(self, owner) -> None:
+        owner.resume()
+
 
 def test_a_hundred_thousand_transitions():
     """Prevents an order of transitions after which the tree may take a row with holes, or counts are wrong."""

@@ -22,6 +22,23 @@ def test_round_trip_of_layers_and_unrotated_dims(tmp_path):
     assert (load_stats(path).layers, load_stats(path).rotates) == ((0, 1, 2), (True,) * 3)
 
 
+def test_where_the_turned_dims_begin(tmp_path):
+    """Prevents rows of latents from being scored as if their first dims turned, and the reverse."""
+    path, start = tmp_path / "s.safetensors", HEAD_DIM - 2 * PARTIAL
+    save_stats(partial_stats(rotary_start=start), path)
+    loaded = load_stats(path)
+    assert check_stats(loaded, partial_shape(rotary_start=start)).rotary_start == start
+    with pytest.raises(StatsError, match=f"the first dim that RoPE turns is {start} there and 0 in the model") as error:
+        check_stats(loaded, partial_shape())
+    assert_one_sentence(error.value)
+    with pytest.raises(StatsError, match="the first dim that RoPE turns is 0 there"):
+        check_stats(partial_stats(), partial_shape(rotary_start=start))
+    for wrong in (3, -start):
+        save_stats(partial_stats(rotary_start=wrong), path)
+        with pytest.raises(StatsError, match="the dims that RoPE turns are elsewhere"):
+            load_stats(path)
+
+
 def test_files_of_version_1_are_read(tmp_path):
     """Prevents a new release from refusing the files of the one before, and from scoring dims that they lack."""
     loaded = load_stats(version_1(tmp_path / "s.safetensors", stats()))

@@ -44,8 +44,15 @@ def test_below_the_budget_nothing_changes(tmp_path, name, attention):
 
 def test_models_that_cannot_be_compacted(tmp_path):
     """Prevents attention that a row's mask does not reach, or for which no keys are kept."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    latent = {**COMMON, **experts, "num_key_value_heads": 6, "q_lora_rank": None, "topk_group": 1}
     cases = (
         (transformers.Gemma2Config(**COMMON, head_dim=16), "eager", "only 1 of its 2 layers have full attention"),
+        (
+            transformers.DeepseekV3Config(**latent, kv_lora_rank=16),
+            "eager",
+            r"it caches latents in place of keys \(MLA\)",
+        ),
         (transformers.LlamaConfig(**COMMON), "flex_attention", "load it with attn_implementation"),
     )
     for number, (config, attention, said) in enumerate(cases):

@@ -1,0 +1,142 @@
+"""Prefill and decode in servers of their own, of which the decode server compresses."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness import (
+    BUDGET,
+    INTERVAL,
+    Client,
+    assert_pool_is_whole,
+    compression,
+    greedy,
+    prompt,
+    served_logprobs,
+)
+from oracle import TOLERANCE, oracle_of
+from separated import Separated, running_separated
+
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "37"}
+
+
+@pytest.fixture(scope="module")
+def pair(forkserver, tiny, tmp_path_factory):
+    """Clients of a decode server that compresses and of one that does not, of page size 1."""
+    folder = tmp_path_factory.mktemp("pair")
+    with running_separated(forkserver, tiny, folder, "--page-size", "1", compressed=(True, False)) as clients:
+        yield clients
+
+
+@pytest.fixture(scope="module")
+def retracting(forkserver, tiny, tmp_path_factory):
+    """The client of a decode server that compresses, retracts requests now and then, and has a small pool."""
+    folder = tmp_path_factory.mktemp("retracting")
+    args = ("--page-size", "16", "--max-total-tokens", "2048")
+    with running_separated(forkserver, tiny, folder, *args, env=RETRACT) as (client,):
+        yield client
+
+
+def generate_together(client: Client, prompts: list[list[int]]) -> list[dict]:
+    """Answers to prompts sent at once; the router takes no sampling parameters for each prompt of one request."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda ids: client.generate(ids, 260, logprobs=True), prompts))
+
+
+def assert_account(tiny, ids: list[int], response: dict) -> None:
+    """Asserts that the served log-probabilities are those of the account, over at least five rounds."""
+    account, report = oracle_of(tiny), compression(response)
+    everything = ids + response["output_ids"][:-1]
+    expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
+    assert report["rounds"] == rounds >= 5
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    account.budget = 10_000
+    dense, _ = account.logprobs(everything, len(ids), report["frozen_length"])
+    assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+def cold_answer(client: Separated, ids: list[int]) -> dict:
+    """An answer that ends at the trigger; the prefill server, which both decode servers share, has nothing cached."""
+    client.prefill.flush()
+    return client.generate(ids, BUDGET + INTERVAL, logprobs=True)
+
+
+def test_answers_below_the_trigger(pair, serve):
+    """Prevents K/V that arrives elsewhere or not at all, and compression that changes an answer before it has evicted.
+
+    One server that does both is the third.
+    """
+    whole = serve("--page-size", "1", compressed=False)
+    stem = prompt(1, 60)
+    for ids in (stem, stem + prompt(2, 30), prompt(3, 300), prompt(4, 1)):
+        others = whole.generate(ids, BUDGET + INTERVAL)
+        ours, theirs = (cold_answer(client, ids) for client in pair)
+        assert compression(ours)["rounds"] == 0
+        assert ours["output_ids"] == theirs["output_ids"] == others["output_ids"]
+        for field in ("output_token_logprobs", "output_top_logprobs"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+    for client in pair:
+        assert_pool_is_whole(client)
+
+
+def test_logits(pair, tiny):
+    """Prevents rounds that miss the K/V which another server computed, and wrong positions behind them."""
+    client, _ = pair
+    stem = prompt(9, 40)
+    prompts = [stem, stem + prompt(10, 12), prompt(11, 33)]
+    for ids, answer in zip(prompts, generate_together(client, prompts), strict=True):
+        assert compression(answer)["frozen_length"] == len(ids)
+        assert_account(tiny, ids, answer)
+    assert_pool_is_whole(client)
+
+
+def test_logits_of_retracted_requests(retracting, tiny):
+    """Prevents a compacted row that comes back from the host with other entries, or at other positions."""
+    prompts = [prompt(20 + number, 30 + number) for number in range(4)]
+    answers = generate_together(retracting, prompts)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 2
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert_account(tiny, ids, answer)
+    assert_pool_is_whole(retracting)
+
+
+def test_conversations_are_refused(pair):
+    """Prevents a row that no next turn can resume."""
+    sampling = greedy(4, custom_params={"triattention": {"conversation": "a"}})
+    decode = Client(pair[0].server)
+    refused = decode.post("/generate", input_ids=prompt(4, 9), sampling_params=sampling)
+    assert refused.status_code == 400
+    assert "does not work on a server with --disaggregation-mode decode" in refused.text
+
+
+def test_storm(retracting):
+    """Prevents leaks where requests are aborted and retracted in any stage, and more of them than the pool holds.
+
+    Every slot of the decode server is counted around each round.
+    """
+    stem = prompt(70, 90)
+
+    def ask(number: int) -> dict:
+        ids = [*stem, *prompt(71 + number, 10)] if number % 2 else prompt(71 + number, 20 + 9 * number)
+        rid = f"storm-{number}"
+        if number % 3 == 0:
+            for each in (retracting, retracting.prefill):
+                threading.Timer(0.5 + number / 4, Client.post, (each, "/abort_request"), {"rid": rid}).start()
+        body = {"input_ids": ids, "sampling_params": greedy(300 if number % 4 else 7)}
+        return retracting.post("/generate", rid=rid, **body).json()
+
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(ask, range(24)))
+    whole = [answer["meta_info"] for answer in answers if "meta_info" in answer]
+    whole = [meta for meta in whole if meta["finish_reason"]["type"] == "length"]
+    assert len(whole) >= 16
+    assert sum(meta["num_retractions"] for meta in whole) > 2
+    for meta in whole:
+        report = meta["triattention"]
+        assert report["physical_length"] <= report["frozen_length"] + BUDGET + INTERVAL + 16
+    assert_pool_is_whole(retracting)
+    assert_pool_is_whole(retracting.prefill)

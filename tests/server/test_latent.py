@@ -1,0 +1,69 @@
+"""Models with latent KV (MLA), against an account that masks evicted latents of each layer on its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from family_servers import compare_with_account, modules_of, prepared, started
+from harness import assert_pool_is_whole, compression, prompt, two_cores, unused_architectures
+from storm import FLAGS, RETRACTING, retractions, storm
+
+TWO_RANKS = ("--tp-size", "2")
+TWO_STAGES = ("--pp-size", "2")
+TWO_GROUPS = (*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention")
+# The last entry says how many ranks choose for themselves.
+CASES = [
+    ("glm-4.7-flash", 64, "per-layer-head", (), 1),
+    ("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
+    ("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
+    ("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
+]
+
+
+@pytest.mark.parametrize(("family", "page_size", "selection", "flags", "ranks"), CASES)
+def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection, flags, ranks):
+    """Prevents scores of the wrong dims of a row, without YaRN's scaling or by another rank's queries; rows that are
+    moved in part; and tokens that are chosen by values."""
+    env = two_cores() if flags else None
+    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env, ranks=ranks)
+
+
+def test_answers_and_storm(serve, probed, tmp_path):
+    """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's; latents of a frozen prefix
+    from being written; leaks; and the share of values that other models have."""
+    family, flags = "deepseek-v3", ("--page-size", "32", "--max-total-tokens", "1536", *FLAGS)
+    tiny, account = prepared(tmp_path, family)
+    steps = []
+
+    def serve_probed(*arguments, **options):
+        client, read = probed(*arguments, **options)
+        steps.append(read)
+        return client
+
+    client = started(serve_probed, tiny, family, *flags, env=RETRACTING)
+    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)), "TORCHDYNAMO_DISABLE": "1"}
+    plain = serve(*flags, env={**RETRACTING, **modules}, model=tiny, compressed=False)
+    stem = prompt(1, 70)
+    for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
+        ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+    assert ours["meta_info"]["cached_tokens"] == 64
+    serve.stop(plain)
+    assert client.totals()["value_share"] == 0
+
+    _, finished = storm(client, 1, 60, (account.recent + 1, account.budget), 1500, conversations=4)
+    assert len(finished) > 30
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > 20
+    frozen = {}
+    for step in steps[0]():
+        for request in step["requests"]:
+            if request["protected"]:
+                key = request["rid"], request["retractions"], request["protected"]
+                frozen.setdefault(key, set()).add(request["checksum"])
+    assert len(frozen) > 30
+    assert all(len(checksums) == 1 for checksums in frozen.values())
+    assert_pool_is_whole(client)
+    serve.stop(client)

@@ -1,0 +1,81 @@
+"""Random models with latent KV (MLA): how they are built, and the account of what they keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+
+from families import FAMILIES, PLAIN_ROPE, YARN, build_family
+from oracle import Oracle
+from sglang_triattn.model.rope import Rope
+from tiny_model import TinyModel
+
+_LATENT = FAMILIES["deepseek-v3"]
+FAMILIES["kimi-k2"] = replace(
+    _LATENT,
+    settings={
+        **_LATENT.settings,
+        "n_group": 1,
+        # Unlike the published one, so that cosines and sines are scaled.
+        "rope_parameters": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    written={"model_type": "kimi_k2"},
+)
+FAMILIES["glm-4.7-flash"] = replace(
+    _LATENT,
+    config="Glm4MoeLiteConfig",
+    module="glm4_moe_lite",
+    settings={
+        **_LATENT.settings,
+        "n_group": 1,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "rope_parameters": PLAIN_ROPE,
+    },
+)
+LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
+
+
+class Latent(TinyModel):
+    """What a pool holds of each token is one head: the latent, and behind it the rotated key."""
+
+    def load(self) -> Any:
+        fields = json.loads((self.path / "config.json").read_text())
+        if fields["model_type"] != "kimi_k2":
+            return super().load()
+        # transformers does not know the name that Kimi-K2 has for the configuration of DeepSeek-V3.
+        config = DeepseekV3Config(**{name: value for name, value in fields.items() if name != "model_type"})
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        return DeepseekV3ForCausalLM.from_pretrained(self.path, config=config, **options).eval()
+
+
+def build_latent(folder: Path, family: str) -> Latent:
+    """Writes the model. Nothing has written its statistics yet."""
+    tiny, settings = build_family(folder, family), FAMILIES[family].settings
+    width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
+    return Latent(tiny.path, tiny.stats, tiny.num_layers, tiny.num_q_heads, 1, width, interleaved=True)
+
+
+def pool_rope(rope: Rope) -> Rope:
+    """The rotation as SGLang's pool has it, given that of transformers, which moves the halves of pairs apart."""
+    return replace(rope, style="interleaved")
+
+
+class LatentOracle(Oracle):
+    """The account of a model whose cache in transformers holds latents as keys, and rotated keys as values.
+
+    All heads read the one that is cached. `num_kv_heads` counts the tensor-parallel ranks, each of which keeps of its
+    copy what its own heads choose.
+    """
+
+    def _keys(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        held = cache.layers[self.scored[layer]]
+        return torch.cat([held.values[0, 0, places], held.keys[0, 0, places]], dim=-1).double()
+
+    def _values(self, cache: DynamicCache, layer: int, head: int, places: torch.Tensor) -> torch.Tensor:
+        return cache.layers[self.scored[layer]].keys[0, 0, places].double()
