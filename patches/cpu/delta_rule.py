@@ -94,11 +94,11 @@ def prefill(
     """
     assert not head_first
     group = v.shape[2] // q.shape[2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
         queries, keys = _unit(queries), _unit(keys)
-    queries, values = queries * scale, v[0].float()
+    queries, values = queries * factor, v[0].float()
     found, states = torch.zeros_like(values), []
     bounds = cu_seqlens.tolist()
     for slot, first, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
