@@ -40,6 +40,7 @@ def publish_settings() -> None:
 
 def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, device: str) -> SimpleNamespace:
     """What the census reads of a scheduler between two steps."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -76,6 +77,7 @@ def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, de
         enable_overlap=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: True),
         pp_group=SimpleNamespace(world_size=1),
+        disaggregation_mode=DisaggregationMode.NULL,
         forward_ct=0,
         token_to_kv_pool_allocator=allocator,
         req_to_token_pool=rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_triattn.census import IntegrityError
 from sglang_triattn.patches.observability.census import Census
@@ -17,6 +18,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
         enable_overlap=False,
         spec_algorithm=SimpleNamespace(is_none=lambda: not sim.reserve),
         pp_group=SimpleNamespace(world_size=1),
+        disaggregation_mode=DisaggregationMode.NULL,
         forward_ct=412,
         token_to_kv_pool_allocator=sim.allocator,
         req_to_token_pool=sim.rows,
