@@ -105,6 +105,20 @@ def test_the_cost_of_a_step_is_measured(monkeypatch, tmp_path):
         step_cost.measure(1, 1, 1)
 
 
+def test_the_spread_of_latents_is_measured(monkeypatch, tmp_path):
+    """Prevents a choice by something else than the attention that is then measured, and a term that is never added."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    latent_spread = importlib.import_module("latent_spread")
+    out = tmp_path / "spread.json"
+    latent_spread.main(["--quick", "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        assert 0.5 < row["rank 0"] <= row["best"] <= 1
+    steep = rows[-1]
+    assert steep["rank 0"] < steep["rank 512"] < steep["best"]
+
+
 def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
     """Prevents figures for a check that is fast because it checks nothing."""
     monkeypatch.syspath_prepend(str(FOLDER))
