@@ -37,7 +37,7 @@ def launch_settings(dtype: torch.dtype, q_heads: int, style: str, aggregation: s
     offsets = aggregation == "max"
     # Latents of more than one bfloat16 part, and accumulators for offsets, would spill registers beside so many heads.
     single = dtype == torch.bfloat16 or dtype.itemsize == 1
-    wide = single and (offsets or warpgroups or style == "interleaved")
+    wide = single and (warpgroups or style == "interleaved")
     most = (LEAST_HEADS if offsets else HEADS // 2) * (2 if wide else 1)
     heads = min(most, max(LEAST_HEADS, triton.next_power_of_2(q_heads)))
     return {
