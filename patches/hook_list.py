@@ -69,6 +69,9 @@ WHY = {
     (SCHEDULER, "ScheduleBatch.prepare_for_extend"): "keeps `orig_seq_lens` the logical lengths",
     (SCHEDULER, "ScheduleBatch._swa_eviction_trigger"): "compares a window with the shortened row",
     (SCHEDULER, "ScheduleBatch._evict_swa"): "frees what a window leaves behind by its place in the row",
+    (SCHEDULER, "SchedulerBatchResultProcessor._mamba_prefix_cache_update"): (
+        "notes no copy of a state as that of a text of which something is evicted"
+    ),
     (SCHEDULER, "UnifiedRadixCache.session_records"): "counts conversations' rows in SGLang's own books",
     (SCHEDULER, "Scheduler.flush_cache"): "forgets conversations whose memory was flushed",
     (SCHEDULER, "checkpoint_kv_cache"): "keeps the answer of a retracted request out of the tree",

@@ -128,6 +128,22 @@ BESIDE_LATENTS = (
     Refusal("enable_hierarchical_cache", _set, "the copies that it makes of latent KV are not tested with rounds"),
 )
 
+# Only for models with layers that keep a state instead of KV.
+BESIDE_STATES = (
+    Refusal("enable_hierarchical_cache", _set, "the copies that it makes of layers' states are not tested with rounds"),
+    Refusal("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
+    Refusal("attn_dp_size", _many, "layers that keep a state are not tested in groups with batches of their own"),
+    Refusal("enable_mixed_chunk", _set, "layers that keep a state are not tested in steps that prefill and decode"),
+    Refusal(
+        "mamba_radix_cache_strategy",
+        lambda value: value == "extra_buffer_lazy",
+        "the states that it gives to the tree late are not tested with rounds",
+        "use --mamba-radix-cache-strategy auto",
+    ),
+    Refusal("enable_int8_mamba_checkpoint", _set, "the states that it gives to the tree are not tested with rounds"),
+    Refusal("enable_linear_replayssm", _set, "it counts a state's tokens by the row's length, which a round changes"),
+)
+
 # Only with --speculative-algorithm.
 BESIDE_SPECULATION = (
     Refusal(
@@ -153,6 +169,7 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
 
 
 LATENTS_UNTRIED = "its latent KV is not tested with drafted tokens"
+STATES_UNTRIED = "its layers that keep a state instead of KV are not tested with drafted tokens"
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
 
@@ -203,6 +220,7 @@ _BESIDE = (
     *BESIDE_LATENTS,
     *BESIDE_IMAGES,
     *BESIDE_STAGES,
+    *BESIDE_STATES,
     *BESIDE_SPECULATION,
 )
 GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))

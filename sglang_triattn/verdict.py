@@ -18,10 +18,12 @@ from sglang_triattn.launch_settings import (
     BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
+    BESIDE_STATES,
     BESIDE_WINDOW_POOL,
     IMAGES_UNTRIED,
     LATENTS_UNTRIED,
     SETTINGS,
+    STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
     refused_drafts,
@@ -172,6 +174,8 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
     if layout.latent:
         _check_server(server, BESIDE_LATENTS)
         config = for_latents(config)
+    if layout.states:
+        _check_server(server, BESIDE_STATES)
     return config.for_windows(window, server.page_size) if window else config
 
 
@@ -185,6 +189,7 @@ def _check_speculation(server: Server, label: str, layout: AttentionLayout | Non
     for untried, reason in (
         (layout and layout.window, WINDOWS_UNTRIED),
         (layout and layout.latent, LATENTS_UNTRIED),
+        (layout and layout.states, STATES_UNTRIED),
         (sees, IMAGES_UNTRIED),
     ):
         if untried:

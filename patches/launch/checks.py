@@ -18,6 +18,7 @@ from sglang_triattn.patches.launch.incompatible import (
     check_settings,
     check_speculation,
     check_stages,
+    check_states,
     check_window_pool,
     has_latents,
     window_of,
@@ -74,6 +75,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_model(model)
         check_window_pool(settings, model)
         check_latents(settings, model)
+        check_states(settings, model)
         check_speculation(settings, model)
         check_stages(settings, model)
         if has_latents(model):

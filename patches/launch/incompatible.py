@@ -17,11 +17,13 @@ from sglang_triattn.launch_settings import (
     BESIDE_PREFILL_ELSEWHERE,
     BESIDE_SPECULATION,
     BESIDE_STAGES,
+    BESIDE_STATES,
     BESIDE_WINDOW_POOL,
     ENVIRONMENT,
     IMAGES_UNTRIED,
     LATENTS_UNTRIED,
     SETTINGS,
+    STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
     refused_drafts,
@@ -32,6 +34,7 @@ from sglang_triattn.model.support import (
     LATENT_UNCOVERED,
     has_covered_latents,
     has_covered_pool,
+    has_covered_states,
     has_covered_widths,
     refused_model,
 )
@@ -89,6 +92,12 @@ def check_latents(settings: Any, model: ModelConfig) -> None:
         _check_beside(settings, BESIDE_LATENTS)
 
 
+def check_states(settings: Any, model: ModelConfig) -> None:
+    """Raises TriAttentionError for a setting that does not go with layers that keep a state instead of KV."""
+    if has_states(model):
+        _check_beside(settings, BESIDE_STATES)
+
+
 def check_stages(settings: Any, model: ModelConfig) -> None:
     """Raises TriAttentionError for a setting or a model that does not go with several pipeline stages."""
     if settings.pp_size > 1:
@@ -107,11 +116,11 @@ def check_decode_server(settings: Any, model: ModelConfig) -> None:
         value = getattr(settings, refusal.field)
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, beside))
-    if model.is_hybrid_swa or model.is_multimodal:
+    if model.is_hybrid_swa or model.is_multimodal or has_states(model):
         raise TriAttentionError(
             f"{beside} does not work with --enable-triattention for {named(model)}, because models that take images, "
-            "or whose window layers have a KV pool of their own, are not tested on a decode server: leave "
-            "--disaggregation-mode out."
+            "whose window layers have a KV pool of their own, or whose layers keep a state instead of KV are not "
+            "tested on a decode server: leave --disaggregation-mode out."
         )
 
 
@@ -135,6 +144,8 @@ def check_speculation(settings: Any, model: ModelConfig) -> None:
         raise refused_drafts(algorithm, named(model), WINDOWS_UNTRIED)
     if has_latents(model):
         raise refused_drafts(algorithm, named(model), LATENTS_UNTRIED)
+    if has_states(model):
+        raise refused_drafts(algorithm, named(model), STATES_UNTRIED)
     if model.is_multimodal or model.model_is_mrope:
         raise refused_drafts(algorithm, named(model), IMAGES_UNTRIED)
 
@@ -152,6 +163,13 @@ def has_latents(model: ModelConfig) -> bool:
     return model.attention_arch == AttentionArch.MLA
 
 
+def has_states(model: ModelConfig) -> bool:
+    """Whether some layers keep a state instead of KV."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
 def named(model: ModelConfig) -> str:
     """Path and architecture of a ModelConfig, for messages."""
     return f"{model.model_path} ({', '.join(model.hf_config.architectures or ['unknown'])})"
@@ -159,7 +177,6 @@ def named(model: ModelConfig) -> str:
 
 def unsupported(model: ModelConfig) -> str | None:
     """Why compression does not cover a ModelConfig's attention, to complete "because ...", or None if it does."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     covered = is_covered(model.hf_config.architectures)
@@ -168,7 +185,10 @@ def unsupported(model: ModelConfig) -> str | None:
         (is_deepseek_dsa(model.hf_text_config), INDEXED),
         (has_latents(model) and not has_covered_latents(model.hf_config.architectures), LATENT_UNCOVERED),
         (model.attention_arch == AttentionArch.SSM, "it is a state-space model without attention"),
-        (mambaish_config(model) is not None, "some of its layers are state-space or linear-attention layers"),
+        (
+            has_states(model) and not has_covered_states(model.hf_config.architectures),
+            "some of its layers are state-space or linear-attention layers",
+        ),
         (
             model.is_hybrid_swa and not has_covered_pool(model.hf_config.architectures),
             f"some of its layers attend to a sliding window of {model.sliding_window_size} tokens",

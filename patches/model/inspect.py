@@ -18,7 +18,7 @@ from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -51,14 +51,13 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         if layer.heads != first.heads:
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
-    pool = model_runner.token_to_kv_pool
-    numbers, kept = [layer.number for layer in layers], range(pool.start_layer, pool.start_layer + pool.layer_num)
+    numbers, kept = [layer.number for layer in layers], layers_with_kv(model_runner.token_to_kv_pool)
     # Only a model that says so has layers without attention, or without KV; their share of the pool stays empty.
     text = config.hf_text_config
     gaps = getattr(config.hf_config, "block_configs", None)
     if getattr(text, "num_kv_shared_layers", None):
         gaps = len(layers) == len(kept) == len(numbers_of(layers)) + text.num_kv_shared_layers
-    if not (set(numbers) <= set(kept) if gaps else numbers == list(kept)):
+    if not (set(numbers) <= set(kept) if gaps else numbers == kept):
         raise UnsupportedModel(f"{len(layers)} attention layers were found for {len(kept)} KV layers")
     q_heads = config.get_total_num_attention_heads()
     # On CPUs SGLang adds empty heads until they split evenly.
@@ -156,14 +155,22 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
 def check_pool(model_runner: ModelRunner) -> None:
     """Raises TriAttentionError unless the KV pool is one of SGLang's plain ones, a slot being a row of each buffer.
 
-    Window layers may have such a pool of their own.
+    Window layers may have such a pool of their own, and layers that keep a state instead of KV need none.
     """
     from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import (
+        HybridLinearKVPool,
+        HybridReqToTokenPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+        ReqToTokenPool,
+    )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     pool = model_runner.token_to_kv_pool
     pools = [pool]
+    if type(pool) is HybridLinearKVPool:
+        pools = [pool.full_kv_pool]
     if type(pool) is SWAKVPool:
         _check_window_pool(model_runner, pool)
         pools = [pool.full_kv_pool, pool.swa_kv_pool]
@@ -173,13 +180,22 @@ def check_pool(model_runner: ModelRunner) -> None:
         elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
             raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     rows = model_runner.req_to_token_pool
-    if type(rows) is not ReqToTokenPool and type(rows) is not DecodeReqToTokenPool:
+    if type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
     key = pools[0].get_key_buffer(pools[0].start_layer)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
+
+
+def layers_with_kv(pool: KVCache) -> list[int]:
+    """Numbers of the layers that a KV pool has room for. Layers that keep a state instead are not among them."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    if isinstance(pool, HybridLinearKVPool):
+        return sorted(pool.full_attention_layer_id_mapping)
+    return list(range(pool.start_layer, pool.start_layer + pool.layer_num))
 
 
 def _check_latent_pool(pool: MLATokenToKVPool) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks import Hook
@@ -40,6 +41,7 @@ from sglang_triattn.patches.scheduler.request import (
     write_row_length,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.states import drop_looked_up, seen_by_state
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
 from sglang_triattn.rounds.plan import Report
@@ -115,6 +117,7 @@ class Conversations:
                 return False
             self._acquired = self._idle.pop(name)
             owner.acquire(idle.record)
+            drop_looked_up(self._scheduler, request.kv)
             take_row(request, idle.kv, idle.last_node)
         except Exception as error:
             self._survive(error, f"conversation {name[:64]!r} could not be resumed, and starts afresh")
@@ -183,7 +186,13 @@ class Conversations:
             return False
         if self.windows is not None and not self.windows.covers_window(request.kv, physical):
             return False
-        ids = (request.origin_input_ids + request.output_ids_through_stop)[: report.logical_length]
+        ids = request.origin_input_ids + request.output_ids_through_stop
+        if request.kv.holds_mamba:
+            physical, logical = request.kv.kv_committed_len, seen_by_state(request)
+            if logical > len(ids):
+                return False
+            report = replace(report, physical_length=physical, logical_length=logical)
+        ids = ids[: report.logical_length]
         if not self._drop(name):
             return False
         with all_or_nothing(lambda: free_slots(self._scheduler)):

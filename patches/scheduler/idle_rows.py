@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.scheduler.breaker import all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.request import settings_of, tokens_tell_all, wants_prompt_logprobs
+from sglang_triattn.patches.scheduler.states import free_state
 from sglang_triattn.patches.scheduler.window_pool import row_allocator
 from sglang_triattn.request.row_record import RowRecord
 
@@ -56,6 +57,7 @@ class Conversation:
         """
         with unbroken("a conversation's row was freed"):
             scheduler.tree_cache.unlock(self.lock)
+            free_state(scheduler, self)
             # It frees the row of the record `kv`, and looks at nothing else of its argument.
             scheduler.req_to_token_pool.free(cast("Req", self))
         self.kv.mark_kv_released()

@@ -23,7 +23,7 @@ from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
 from sglang_triattn.patches.observability.stopped import StoppedGauge
-from sglang_triattn.patches.scheduler import chunked_prefill, positions, window_pool
+from sglang_triattn.patches.scheduler import chunked_prefill, positions, states, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor
@@ -81,6 +81,7 @@ class Compression:
             *positions.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),
+            *states.hooks(),
             *DecodeServer(lambda scheduler, batch: self._on_next_batch(scheduler, batch, scheduler.last_batch)).hooks(),
             *self._conversations.hooks(),
             *Rows(self._conversations).hooks(),

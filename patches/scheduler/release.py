@@ -55,7 +55,8 @@ class Rows:
         if req.skip_radix_cache_insert or not req.retracted_stain or end_of_chunk(req) <= prompt_length:
             original(req, tree_cache)
         else:
-            if req.kv.cache_protected_len < prompt_length:
+            # A state cannot be shortened: that of this request has seen more than the prompt.
+            if req.kv.cache_protected_len < prompt_length and not tree_cache.supports_mamba():
                 tree_cache.checkpoint(req, up_to=prompt_length)
             keep_private(req)
         if settings_of(req) is not None and (req.skip_radix_cache_insert or end_of_chunk(req) > prompt_length):
@@ -103,9 +104,10 @@ def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
 
     It gets no more than SGLang's release counts as the request's own: with --strip-thinking-cache that frees what was
     generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed that K/V of theirs
-    (`window_pool`), and SGLang matches no prefix without it.
+    (`window_pool`), and SGLang matches no prefix without it. Nor does it where layers keep a state: SGLang matches
+    no prefix without one, and the request's own has seen the whole answer.
     """
-    if tree_cache.supports_swa():
+    if tree_cache.supports_swa() or tree_cache.supports_mamba():
         return
     exact = min(exact, req.owned_kv_len())
     exact -= exact % tree_cache.page_size

@@ -231,6 +231,7 @@ def take_row(request: Req, kv: ReqKvInfo, last_node: NodeId) -> None:
     request.prefix_len = kv.kv_allocated_len
     request.last_node = request.best_match_node = request.last_host_node = last_node
     request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0
+    request.mamba_branching_seqlen = None
 
 
 def leave_row(request: Req) -> None:

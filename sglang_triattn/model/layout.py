@@ -94,6 +94,11 @@ class AttentionLayout:
         return any(layer.kind == LATENT for layer in self.layers)
 
     @property
+    def states(self) -> bool:
+        """Whether some layers keep a state instead of KV, or beside it."""
+        return self.beside_state or any(layer.kind == LINEAR for layer in self.layers)
+
+    @property
     def kinds(self) -> dict[str, int]:
         """How many layers there are of each kind."""
         found = Counter(layer.kind for layer in self.layers)

@@ -41,6 +41,9 @@ _GEMMA = ("Gemma4ForConditionalGeneration",)
 # SGLang serves latent KV in more models, but these alone are known to turn and absorb their queries in this way.
 _LATENT = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
+# Layers of these that keep a state instead of KV read no row, so a round leaves them alone.
+_STATES = ("Qwen3NextForCausalLM",)
+
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"
 _DIFFUSION = "it is a diffusion model, which rewrites its tokens"
@@ -90,6 +93,11 @@ def has_covered_latents(architectures: list[str] | None) -> bool:
     return bool(architectures) and architectures[0] in _LATENT
 
 
+def has_covered_states(architectures: list[str] | None) -> bool:
+    """Whether the first of `architectures` may have layers that keep a state instead of KV."""
+    return bool(architectures) and architectures[0] in _STATES
+
+
 def unsupported(config: Fields) -> str | None:
     """Why compression does not cover a model, to complete "because ...", or None if its config.json shows no reason.
 
@@ -124,6 +132,7 @@ def _by_attention(fields: Fields, kinds: list[str]) -> str | None:
     state_space = any(key.startswith(_STATE_SPACE) and value for key, value in fields.items())
     state_space &= not fields.get("layer_types") or set(kinds) > {FULL}
     state_space |= LINEAR in kinds or any(word in str(fields.get("model_type")) for word in ("mamba", "rwkv"))
+    state_space &= not has_covered_states([architecture(fields)])
     window = fields.get("sliding_window")
     groups = {
         str(block_attention(block).get("n_heads_in_group"))

@@ -22,6 +22,8 @@ CASES = [
     ("seed-oss", 16, "per-layer-head"),
     ("dots1", 1, "shared-mean"),
     ("nemotron-nas", 16, "per-layer-head"),
+    ("qwen3-next", 1, "union"),
+    ("qwen3-next", 1, "per-layer-head"),
 ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 
 from harness import BUDGET, INTERVAL, RECENT
 from tiny_model import TinyModel
@@ -30,8 +30,8 @@ OFFSETS = [2**power for power in range(17)]
 class RoundedCache(DynamicCache):
     """Holds what a KV cache of another dtype would return."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> None:
+        super().__init__(config=config)
         self._dtype = dtype
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest, **options):
@@ -116,7 +116,8 @@ class Oracle:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
         """
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
-        cache = RoundedCache(self.stored)
+        # By its kinds of layers only where some keep a state: the account itself says what a window shows.
+        cache = RoundedCache(self.stored, self.model.config if self._keeps_states() else None)
         # What each layer's KV heads may see.
         visible = torch.zeros(len(self._layers()), self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
@@ -166,6 +167,8 @@ class Oracle:
         hooks = [
             layer.self_attn.register_forward_pre_hook(mask_of(number), with_kwargs=True)
             for number, layer in enumerate(self._layers())
+            # Layers that keep a state see all tokens.
+            if getattr(layer, "self_attn", None) is not None
         ]
         try:
             output = self.model(
@@ -178,6 +181,9 @@ class Oracle:
 
     def _layers(self) -> torch.nn.ModuleList:
         return self.model.model.layers
+
+    def _keeps_states(self) -> bool:
+        return bool({"linear_attention", "conv"}.intersection(getattr(self.model.config, "layer_types", None) or ()))
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
         """What the model is told of the tokens from `start` to `total` besides their ids."""
