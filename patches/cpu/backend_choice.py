@@ -80,12 +80,9 @@ def is_needed(model: ModelConfig, speculative: bool) -> bool:
 
 def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
     """Around the step in which some models refuse every attention backend that they do not list."""
-    from sglang.srt.arg_groups import overrides
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
-    if state_layers.announce(model_config_of(server_args)):
-        # The other way of keeping states for the tree needs a GPU: without this, "auto" takes it, and then refuses it.
-        overrides.supports_mamba_cache_extra_buffer = lambda *_: False
+    state_layers.announce(model_config_of(server_args))
     settings = resolving_view(server_args)
     gpu_only = not set(model_config_of(server_args).hf_config.architectures or ()).isdisjoint(_GPU_ONLY)
     if _asked(server_args) in (None, NAME):

@@ -73,6 +73,9 @@ def __getattr__(name: str):
         def is_pin_memory_available(self, device=None) -> bool:
             return False
 
+        def support_mamba_cache_extra_buffer(self) -> bool:
+            return True
+
         def get_speculative_cache_locs_fn(self):
             from sglang_triattn.patches.cpu import drafts
 

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 _ENVIRONMENT = "SGLANG_TRIATTN_STATE_LAYERS"
 
 
-def announce(model: ModelConfig) -> bool:
-    """Whether layers of the model that is about to be served keep a state. Then the processes to come install torch."""
+def announce(model: ModelConfig) -> None:
+    """Has the processes to come install torch if layers of the model that is about to be served keep a state."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    found = mambaish_config(model) is not None
-    os.environ[_ENVIRONMENT] = str(int(found))
-    return found
+    os.environ[_ENVIRONMENT] = str(int(mambaish_config(model) is not None))
 
 
 def install() -> None:
@@ -40,10 +38,12 @@ def install() -> None:
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
     from sglang.kernels.ops.elementwise import elementwise
-    from sglang.kernels.ops.mamba import causal_conv1d_triton
+    from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_triton
 
     causal_conv1d_triton.causal_conv1d_fn = convolution.prefill
     causal_conv1d_triton.causal_conv1d_update = convolution.decode
+    mamba_state_scatter_triton.track_mamba_states_if_needed = copy_states
+    mamba_state_scatter_triton.track_mamba_states_all_layers = copy_states_of_layers
     triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat = delta_rule.split_groups
     fused_gdn_gating.fused_gdn_gating = delta_rule.gates
     chunk.chunk_gated_delta_rule = delta_rule.prefill
@@ -52,6 +52,46 @@ def install() -> None:
     elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
+    # Which copies a step makes for the tree is prepared in pinned memory, whatever the platform says of it.
+    setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # noqa: B010
+
+
+def copy_states(
+    conv_states: torch.Tensor,
+    ssm_states: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """Copies the states of the requests in `mamba_track_mask`, [requests], for the tree.
+
+    Args:
+        conv_states, ssm_states: [slots, ...].
+        cache_indices, mamba_track_indices: slots that are read and written, for each request.
+    """
+    copy_states_of_layers(
+        conv_states[None], ssm_states[None], cache_indices, mamba_track_mask, mamba_track_indices, batch_size
+    )
+
+
+def copy_states_of_layers(
+    conv_states_pool: torch.Tensor,
+    ssm_states_pool: torch.Tensor,
+    cache_indices: torch.Tensor,
+    mamba_track_mask: torch.Tensor,
+    mamba_track_indices: torch.Tensor,
+    batch_size: int,
+    check_freed_slots: bool = False,
+) -> None:
+    """The same in all layers at once: the pools are [layers, slots, ...]."""
+    # Slots are freed under a step only in a pool that all kinds of layers share, with which nothing is served here.
+    assert not check_freed_slots
+    tracked = mamba_track_mask[:batch_size].nonzero().flatten()
+    source, target = cache_indices[tracked].long(), mamba_track_indices[tracked].long()
+    for pool in (conv_states_pool, ssm_states_pool):
+        pool[:, target] = pool[:, source]
 
 
 def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

@@ -22,8 +22,6 @@ CASES = [
     ("seed-oss", 16, "per-layer-head"),
     ("dots1", 1, "shared-mean"),
     ("nemotron-nas", 16, "per-layer-head"),
-    ("qwen3-next", 1, "union"),
-    ("qwen3-next", 1, "per-layer-head"),
 ]
 
 

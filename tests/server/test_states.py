@@ -1,0 +1,92 @@
+"""Models with layers that keep a state instead of KV, against an account that masks evicted tokens for the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from family_servers import compare_with_account, modules_of, prepared, started
+from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
+from oracle import TOLERANCE
+from storm import FLAGS, RETRACTING, retractions, storm
+
+# SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
+# which goes with its overlap schedule, and with pages.
+WITHOUT_BUFFER = ("--disable-overlap-schedule",)
+WITH_BUFFER = ("--mamba-track-interval", "64")
+CASES = [
+    ("qwen3-next", 1, "union", WITHOUT_BUFFER),
+    ("qwen3-next", 16, "per-layer-head", WITH_BUFFER),
+    ("qwen3-next", 1, "shared-mean", ("--tp-size", "2", *WITH_BUFFER)),
+]
+
+
+@pytest.mark.parametrize(("family", "page_size", "selection", "flags"), CASES)
+def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection, flags):
+    """Prevents states that a round changes or that see a token twice, and KV of the wrong layers from being scored."""
+    env = two_cores() if "--tp-size" in flags else None
+    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env)
+
+
+@pytest.mark.parametrize("flags", [WITHOUT_BUFFER, WITH_BUFFER])
+def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
+    """Prevents a turn from going on with a state that has seen more or fewer tokens than the row that it resumes, and
+    the tree from keeping a state under the length of a shortened row."""
+    tiny, account = prepared(tmp_path, "qwen3-next")
+    account.selection = "shared-mean"
+    more = ("--triattention-selection", "shared-mean", "--chunked-prefill-size", "96")
+    client = started(serve, tiny, "qwen3-next", *more, *flags)
+
+    def worst(ids, response, prompt_length, frozen, **how):
+        expected, rounds = account.logprobs(ids + response["output_ids"][:-1], prompt_length, frozen, **how)
+        values, tokens = served_logprobs(response)
+        return (expected[-len(tokens) :].gather(1, tokens) - values).abs().max(), rounds
+
+    ids = prompt(31, 48)
+    named = {"triattention": {"conversation": "long"}}
+    first = client.generate(ids, 250, custom_params=named)
+    following = ids + first["output_ids"] + prompt(32, 40)
+    second = client.generate(following, 250, logprobs=True, custom_params=named)
+    assert compression(second)["conversation"] == "resumed"
+    # The message is prefilled in one piece, and rounds wait until that is done.
+    error, rounds = worst(following, second, 48, 48, pauses=[(len(ids) + 249, len(following) + 1)])
+    assert rounds >= 10
+    assert error < TOLERANCE
+
+    whole = prompt(62, 500)
+    response = client.generate(whole, 120, logprobs=True, custom_params={"triattention": {"prompt": "compact"}})
+    error, rounds = worst(whole, response, len(whole), 4, chunk=96)
+    assert compression(response)["rounds"] == rounds >= 6
+    assert error < TOLERANCE
+    # No part of a compacted row is in the tree.
+    again = client.generate(whole, 1)
+    assert again["meta_info"]["cached_tokens"] == 0
+    client.generate(prompt(33, 5), 1, custom_params={"triattention": {"conversation": "long", "release": True}})
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.parametrize(("flags", "requests"), [(WITHOUT_BUFFER, 30), ((*WITH_BUFFER, "--page-size", "16"), 60)])
+def test_answers_and_storm(serve, tmp_path, flags, requests):
+    """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's, and leaks of slots, rows
+    or states."""
+    family, flags = "qwen3-next", (*flags, "--max-total-tokens", "1536", *FLAGS)
+    tiny, account = prepared(tmp_path, family)
+    client = started(serve, tiny, family, *flags, env=RETRACTING)
+    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)), "TORCHDYNAMO_DISABLE": "1"}
+    env = {**RETRACTING, **modules, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    plain = serve(*flags, "--attention-backend", "torch_reference", env=env, model=tiny, compressed=False)
+    stem = prompt(1, 128)
+    for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
+        ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+    assert ours["meta_info"]["cached_tokens"] == 128
+    serve.stop(plain)
+
+    _, finished = storm(client, 1, requests, (account.recent + 1, account.budget), 1500, conversations=4)
+    assert len(finished) > requests // 2
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > requests // 3
+    assert_pool_is_whole(client)
+    serve.stop(client)
