@@ -61,6 +61,7 @@ def decode(
     activation: bool | str | None = None,
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
     **unused: object,
 ) -> torch.Tensor:
     """Convolves one token of each request: x and the result are [requests, width].
@@ -69,6 +70,7 @@ def decode(
     """
     # Those belong to drafted tokens, with which such models are not served here.
     assert cache_seqlens is None
+    assert pad_slot_id < 0
     assert all(value is None for value in unused.values())
     assert x.ndim == 2
     slots = torch.arange(len(x)) if conv_state_indices is None else conv_state_indices[: len(x)].long()

@@ -35,6 +35,8 @@ CASES = {
     "smollm3": (ALL, (0, 1, 2)),
     "seed-oss": (ALL, ALL),
     "dots1": (ALL, ALL),
+    "qwen3-next": ((3,), (3,)),
+    "lfm2": (WINDOWED, WINDOWED),
 }
 
 
@@ -56,6 +58,7 @@ def measured_in_sglang(
     env = {
         "SGLANG_DISABLED_MODEL_ARCHS": harness.unused_architectures(*modules_of(family)),
         "TORCHDYNAMO_DISABLE": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         **(more or {}),
     }

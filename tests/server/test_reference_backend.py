@@ -23,6 +23,7 @@ CASES = [
     ("qwen3-moe", 1),
     ("glm-4.5", 16),
     ("qwen3-next", 1),
+    ("lfm2", 1),
 ]
 
 

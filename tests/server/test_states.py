@@ -16,6 +16,7 @@ WITH_BUFFER = ("--mamba-track-interval", "64")
 CASES = [
     ("qwen3-next", 1, "union", WITHOUT_BUFFER),
     ("qwen3-next", 16, "per-layer-head", WITH_BUFFER),
+    ("lfm2", 1, "per-layer-head", ()),
     ("qwen3-next", 1, "shared-mean", ("--tp-size", "2", *WITH_BUFFER)),
 ]
 

@@ -19,3 +19,9 @@ QWEN3_NEXT: dict[str, Any] = {
 }
 # As published, which SGLang reads and transformers completes.
 QWEN3_NEXT_WRITTEN: dict[str, Any] = {"full_attention_interval": 4, "layer_types": None}
+
+LFM2: dict[str, Any] = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_auto_adjust_ff_dim": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}

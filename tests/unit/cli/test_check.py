@@ -14,7 +14,14 @@ from documents import DOCS, fenced_blocks, section
 from plan_cases import CONFIGS, QWEN3_32B, ROOT
 from sglang_triattn.cli import check
 from sglang_triattn.cli import main as cli
-from sglang_triattn.launch_settings import IMAGES_UNTRIED, LATENTS_UNTRIED, SETTINGS, WINDOWS_UNTRIED
+from sglang_triattn.launch_settings import (
+    BESIDE_STATES,
+    IMAGES_UNTRIED,
+    LATENTS_UNTRIED,
+    SETTINGS,
+    STATES_UNTRIED,
+    WINDOWS_UNTRIED,
+)
 
 # Values to try for a setting; None stands for a switch.
 VALUES = (None, "2", "buffer_only", "prefill", "minicpm_flashattn", "something")
@@ -122,6 +129,7 @@ def test_speculative_decoding(run_check):
         ("qwen2.5-vl-7b",): IMAGES_UNTRIED,
         ("gpt-oss-20b",): WINDOWS_UNTRIED,
         ("deepseek-v3",): LATENTS_UNTRIED,
+        ("qwen3-next-80b-a3b",): STATES_UNTRIED,
     }
     for words, reason in refused.items():
         status, output, _ = run_check(*words, *alone)
@@ -145,6 +153,18 @@ def test_attention_data_parallelism(run_check):
     assert ("on each of 4 GPUs" in split[0], "on each of 2 GPUs" in split[1]) == (True, True)
     _, output, error = run_check("qwen3-32b", "--tp-size", "4", "--attn-dp-size", "3")
     assert (output, "does not split into 3 groups" in error) == ("", True)
+
+
+@pytest.mark.parametrize("refusal", BESIDE_STATES, ids=lambda refusal: refusal.field)
+def test_settings_refused_beside_states(run_check, refusal):
+    """Prevents a launch that refuses what this command lets pass, because some layers keep a state."""
+    value = {"mamba_radix_cache_strategy": ["extra_buffer_lazy"], "pp_size": ["2"], "attn_dp_size": ["2"]}
+    words = ("--" + refusal.field.replace("_", "-"), *value.get(refusal.field, []))
+    ranks = ("--tp-size", "2")
+    status, output, _ = run_check("qwen3-next-80b-a3b", *ranks, *words)
+    assert (status, output.split()[0]) == (1, words[0])
+    assert refusal.reason in output
+    assert run_check("qwen3-32b", *ranks, *words)[0] == 0
 
 
 def test_settings_refused_in_stages(run_check):

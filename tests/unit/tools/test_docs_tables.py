@@ -125,7 +125,7 @@ def test_refused_settings():
         for name in re.findall(r"`--([\w-]+)", re.split(", with `--(?:pp-size|disaggregation-mode)", names)[0])
     }
     beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_IMAGES, *launch_settings.BESIDE_STAGES)
-    beside = (*beside, *launch_settings.BESIDE_LATENTS)
+    beside = (*beside, *launch_settings.BESIDE_LATENTS, *launch_settings.BESIDE_STATES)
     beside = (*beside, *launch_settings.BESIDE_PREFILL_ELSEWHERE)
     refusals = (*launch_settings.SETTINGS, *beside, *launch_settings.BESIDE_SPECULATION)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
