@@ -180,7 +180,7 @@ def check_pool(model_runner: ModelRunner) -> None:
         elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
             raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
     rows = model_runner.req_to_token_pool
-    if type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
+    if rows is None or type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")

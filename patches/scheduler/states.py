@@ -53,7 +53,7 @@ def seen_by_state(request: Req) -> int:
 
 def drop_looked_up(scheduler: Scheduler, kv: ReqKvInfo) -> None:
     """Frees the state into which looking up a prompt would have copied what the tree found."""
-    if kv.holds_mamba:
+    if kv.mamba_pool_idx is not None:
         rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
         rows.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(-1))
         kv.mamba_pool_idx = kv.mamba_cow_src_index = None
