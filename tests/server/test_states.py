@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from family_servers import compare_with_account, modules_of, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
+from harness import Client, assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
 from oracle import TOLERANCE
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 # SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
 # which goes with its overlap schedule, and with pages.
@@ -44,12 +44,16 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
 
     ids = prompt(31, 48)
     named = {"triattention": {"conversation": "long"}}
-    first = client.generate(ids, 250, custom_params=named)
+    answer = client.generate(ids, 250, **WITHOUT_END)["output_ids"]
+    # One that ends at a token that nobody foresaw: with overlap, the next step has begun by then.
+    end = next(place for place in range(200, 250) if answer[place] not in answer[:place])
+    first = client.generate(ids, 250, custom_params=named, stop_token_ids=[answer[end]], **WITHOUT_END)
+    assert (first["output_ids"], compression(first)["conversation_kept"]) == (answer[: end + 1], True)
     following = ids + first["output_ids"] + prompt(32, 40)
     second = client.generate(following, 250, logprobs=True, custom_params=named)
     assert compression(second)["conversation"] == "resumed"
     # The message is prefilled in one piece, and rounds wait until that is done.
-    error, rounds = worst(following, second, 48, 48, pauses=[(len(ids) + 249, len(following) + 1)])
+    error, rounds = worst(following, second, 48, 48, pauses=[(len(ids) + end, len(following) + 1)])
     assert rounds >= 10
     assert error < TOLERANCE
 
@@ -84,6 +88,7 @@ def test_answers_and_storm(serve, tmp_path, flags, requests):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
     assert ours["meta_info"]["cached_tokens"] == 128
     serve.stop(plain)
+    assert_prompts_are_found_right(client)
 
     _, finished = storm(client, 1, requests, (account.recent + 1, account.budget), 1500, conversations=4)
     assert len(finished) > requests // 2
@@ -91,3 +96,19 @@ def test_answers_and_storm(serve, tmp_path, flags, requests):
     assert client.totals()["rounds"] > requests // 3
     assert_pool_is_whole(client)
     serve.stop(client)
+
+
+def assert_prompts_are_found_right(client: Client) -> None:
+    """Prevents the tree from keeping, under a prompt, the state of a retracted request that was computed again with
+    what it had answered."""
+    prompts = [prompt(70 + i, 150) for i in range(9)]
+    assert retractions(client.generate_all(prompts, 150)) > 1
+    longer = [ids + prompt(7, 5) for ids in prompts]
+    found = client.generate_all(longer, 2, logprobs=True)
+    assert max(answer["meta_info"]["cached_tokens"] for answer in found) >= 128
+    client.flush()
+    for one, other in zip(found, client.generate_all(longer, 2, logprobs=True), strict=True):
+        (ours, tokens), (theirs, same) = served_logprobs(one), served_logprobs(other)
+        assert other["meta_info"]["cached_tokens"] == 0
+        assert (tokens == same).all()
+        assert (ours - theirs).abs().max() < TOLERANCE
