@@ -39,6 +39,16 @@ def split_groups(
     return torch.cat((q, k, v), dim=-1), z.view(tokens, value_heads, value_dim), b, a
 
 
+def split(
+    mixed_qkvz: torch.Tensor, mixed_ba: torch.Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `split_groups`, of projections that lie side by side: all queries, then all keys, values, and gates."""
+    values = value_heads * value_dim
+    rest, z = mixed_qkvz.split([2 * key_heads * key_dim + values, values], dim=-1)
+    b, a = mixed_ba.split([value_heads, value_heads], dim=-1)
+    return rest.contiguous(), z.reshape(len(z), value_heads, value_dim), b.contiguous(), a.contiguous()
+
+
 def gates(
     A_log: torch.Tensor,
     a: torch.Tensor,
@@ -164,3 +174,12 @@ def add_gated(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, ro
     """Adds sigmoid(hidden . gate) * shared to `routed`, in place: [tokens, width] each, and `gate` [width]."""
     strength = (hidden.float() @ gate.float()).sigmoid()
     routed.add_((strength[:, None] * shared.float()).to(routed.dtype))
+
+
+def gate_outputs(
+    attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
+) -> torch.Tensor:
+    """Outputs of attention, [tokens, width], times the sigmoids of `gate`, [tokens, width] or [tokens, heads, D]."""
+    assert not quant
+    found = (attn_output.float() * gate.float().sigmoid().reshape(attn_output.shape)).to(attn_output.dtype)
+    return attn_output.copy_(found) if inplace else found

@@ -16,6 +16,7 @@ from sglang_triattn.patches.cpu import convolution, delta_rule
 
 if TYPE_CHECKING:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
     from sglang.srt.configs.model_config import ModelConfig
 
 # Set by the main process, which knows the model, for those that compute: these take what is replaced here before they
@@ -35,7 +36,7 @@ def install() -> None:
     if os.environ.get(_ENVIRONMENT) != "1":
         return
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
-    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent
+    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, layernorm_gated
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_triton
@@ -45,11 +46,14 @@ def install() -> None:
     mamba_state_scatter_triton.track_mamba_states_if_needed = copy_states
     mamba_state_scatter_triton.track_mamba_states_all_layers = copy_states_of_layers
     triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat = delta_rule.split_groups
+    triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous = delta_rule.split
     fused_gdn_gating.fused_gdn_gating = delta_rule.gates
     chunk.chunk_gated_delta_rule = delta_rule.prefill
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
     fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
+    layernorm_gated.RMSNorm.forward = _norm_before_gate
     elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated
+    elementwise.fused_sigmoid_mul = delta_rule.gate_outputs
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
     # Which copies a step makes for the tree is prepared in pinned memory, whatever the platform says of it.
@@ -92,6 +96,14 @@ def copy_states_of_layers(
     source, target = cache_indices[tracked].long(), mamba_track_indices[tracked].long()
     for pool in (conv_states_pool, ssm_states_pool):
         pool[:, target] = pool[:, source]
+
+
+def _norm_before_gate(self: RMSNorm, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+    # As Qwen3.5 has it.
+    assert z is not None
+    assert self.norm_before_gate
+    assert self.group_size is None
+    return delta_rule.gated_norm(x, z, self.weight, self.eps, self.activation)
 
 
 def _gated_norm(self: FusedRMSNormGated, x: torch.Tensor, g: torch.Tensor, *_: object, **__: object) -> torch.Tensor:

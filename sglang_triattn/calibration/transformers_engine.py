@@ -168,7 +168,8 @@ def _absorb(body: torch.nn.Module, layers: Sequence[int]) -> Callable[[int, torc
 def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
     """The decoder layers, without the vocabulary projection, whose logits would dwarf the rest, and without a vision
     encoder."""
-    images = is_covered(loaded(transformers.AutoConfig, model_path).architectures)
+    config = loaded(transformers.AutoConfig, model_path)
+    images = is_covered(config.architectures) and hasattr(config, "vision_config")
     kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     base = loaded(kind, model_path, dtype=dtype, attn_implementation=attention).eval().base_model
     return base.get_submodule("language_model") if images else base

@@ -42,7 +42,10 @@ _GEMMA = ("Gemma4ForConditionalGeneration",)
 _LATENT = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 
 # Layers of these that keep a state instead of KV read no row, so a round leaves them alone.
-_STATES = ("Qwen3NextForCausalLM", "Lfm2ForCausalLM")
+_STATES = (
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Lfm2ForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"

@@ -18,15 +18,26 @@ COVERED = frozenset(
         "Mistral3ForConditionalGeneration",
         "Qwen2VLForConditionalGeneration",
         "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
         "Qwen3VLForConditionalGeneration",
         "Qwen3VLMoeForConditionalGeneration",
     }
 )
 """Architectures of which compression covers text at least."""
 
-_TEXT_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
+_TEXT_ALONE = frozenset(
+    {
+        "Gemma4ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
 """Those among them whose image prompts are not covered. SGLang computes those of all others causally, as one run of
-tokens in the request's own row; here, tokens of an image see those behind them."""
+tokens in the request's own row. In Gemma-4, tokens of an image see those behind them; and images are not tested with
+layers that keep a state."""
 
 _MEDIA = ("vision_config", "audio_config", "sound_config", "thinker_config")
 

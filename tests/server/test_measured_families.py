@@ -36,6 +36,7 @@ CASES = {
     "seed-oss": (ALL, ALL),
     "dots1": (ALL, ALL),
     "qwen3-next": ((3,), (3,)),
+    "qwen3.5": (WINDOWED, WINDOWED),
     "lfm2": (WINDOWED, WINDOWED),
 }
 

@@ -17,6 +17,8 @@ CASES = [
     ("qwen3-next", 1, "union", WITHOUT_BUFFER),
     ("qwen3-next", 16, "per-layer-head", WITH_BUFFER),
     ("lfm2", 1, "per-layer-head", ()),
+    ("qwen3.5", 16, "union", WITH_BUFFER),
+    ("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER),
     ("qwen3-next", 1, "shared-mean", ("--tp-size", "2", *WITH_BUFFER)),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from state_settings import LFM2, QWEN3_NEXT, QWEN3_NEXT_WRITTEN
+from state_settings import LFM2, QWEN3_5, QWEN3_NEXT, QWEN3_NEXT_WRITTEN
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -242,6 +242,7 @@ FAMILIES = {
         },
     ),
     "qwen3-next": Family("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT, QWEN3_NEXT_WRITTEN),
+    "qwen3.5": Family("Qwen3_5TextConfig", "qwen3_5_text", QWEN3_5, {"full_attention_interval": 2}),
     "lfm2": Family("Lfm2Config", "lfm2", LFM2),
     "glm-4.5": Family(
         "Glm4MoeConfig",

@@ -22,6 +22,7 @@ from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
+from state_family import build_whole_qwen
 from step_family import build_step
 from tiny_model import save_random_stats
 
@@ -32,10 +33,17 @@ SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
 LATENTS = {family: partial(build_latent, family=family) for family in LATENT_FAMILIES}
-BUILDERS = {**OWN_CODE, **LATENTS, **{family: partial(build_gemma4, family=family) for family in VARIANTS}}
+BUILDERS = {
+    "qwen3.5-whole": build_whole_qwen,
+    **OWN_CODE,
+    **LATENTS,
+    **{family: partial(build_gemma4, family=family) for family in VARIANTS},
+}
+STATE_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-whole", "lfm2")
 MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
+    "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
 }
 WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
@@ -103,6 +111,9 @@ def remote_code(family: str) -> list[str]:
 def started(serve, tiny, family, *flags, env=None):
     more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
+    if family in STATE_FAMILIES:
+        # Otherwise a share of the machine's memory.
+        more += ["--max-mamba-cache-size", "192"]
     env = {
         "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)),
         "TORCHDYNAMO_DISABLE": "1",

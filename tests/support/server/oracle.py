@@ -183,7 +183,8 @@ class Oracle:
         return self.model.model.layers
 
     def _keeps_states(self) -> bool:
-        return bool({"linear_attention", "conv"}.intersection(getattr(self.model.config, "layer_types", None) or ()))
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        return bool({"linear_attention", "conv"}.intersection(kinds))
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
         """What the model is told of the tokens from `start` to `total` besides their ids."""

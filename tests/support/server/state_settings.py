@@ -25,3 +25,18 @@ LFM2: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+
+QWEN3_5: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}

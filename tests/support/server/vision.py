@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from harness import BUDGET, INTERVAL, RECENT
 from oracle import Oracle
+from sglang_triattn.stats.file import load_stats
 from vision_families import VisionModel
 
 
@@ -96,6 +97,7 @@ class Accounts:
             value_share=0.0,
             positions=positions,
             media=dict(given) if image is not None else {},
+            scored=load_stats(self.tiny.stats).layers,
         )
         return ids[0].tolist(), oracle
 

@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 
 from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE
+from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
 from words import word_tokenizer
 
@@ -139,6 +140,18 @@ VISION_FAMILIES = {
         modules=("qwen3",),
         **QWEN,
     ),
+    "qwen3.5": VisionFamily(
+        "Qwen3_5",
+        "qwen3_5",
+        text={**QWEN3_5, "full_attention_interval": 2},
+        vision={**ENCODER, "patch_size": 16, "num_position_embeddings": 64},
+        processor="Qwen3VLProcessor",
+        video_processor="Qwen3VLVideoProcessor",
+        image_settings={"patch_size": 16},
+        pixels=(192, 128),
+        modules=("qwen3", "qwen3_vl", "qwen3_5_text"),
+        **QWEN,
+    ),
     "glm-4.1v": VisionFamily(
         "Glm4v",
         "glm4v",
@@ -243,5 +256,8 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
         parts["video_processor"] = getattr(transformers, found.video_processor)()
     processor = getattr(transformers, found.processor)
     processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
-    save_random_stats(tiny, rope_of_transformers(model.model.language_model, config.text_config))
+    kinds = getattr(config.text_config, "layer_types", None) or []
+    layers = [number for number in range(LAYERS) if "linear_attention" not in kinds[number : number + 1]]
+    rope = rope_of_transformers(model.model.language_model, config.text_config)
+    save_random_stats(tiny, rope, tuple(layers), (True,) * len(layers))
     return tiny

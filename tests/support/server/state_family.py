@@ -1,0 +1,34 @@
+"""A random Qwen3.5 in the class that published ones are served in: with an encoder of images, which no test uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tiny_model import TinyModel
+from vision_families import VisionModel, build_vision_model
+
+
+class Account(torch.nn.Module):
+    """What the oracle needs of a model: its layers in `model`, and a call that returns logits."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.model, self.head = whole.model.language_model, whole.lm_head
+        self.config = self.model.config
+
+    def forward(self, **options: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.model(**options).last_hidden_state))
+
+
+class WholeQwen(VisionModel):
+    def load(self) -> Account:
+        return Account(super().load())
+
+
+def build_whole_qwen(folder: Path) -> TinyModel:
+    """Writes the model, its processor, and random statistics for it."""
+    return WholeQwen(**vars(build_vision_model(folder, "qwen3.5")))
