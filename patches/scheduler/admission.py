@@ -210,11 +210,15 @@ def bounded_adder(
             return result
 
         def add_chunked_req(self, req):
-            self._make_window_room(req)
+            left = min(self.rem_chunk_tokens, len(req.full_untruncated_fill_ids) - req.prefix_len)
+            self._make_window_room(left)
             if settings_of(req) is None or not can_prefill_in_rounds(req):
+                self._make_room(left)
                 return super().add_chunked_req(req)
+            reserved = max(max_kv_tokens_of(req, self.page_size) - req.prefix_len, 1)
+            self._make_room(min(left, reserved))
             # What is left after the running requests' growth, but never less than was reserved for this one.
-            room = max(self._room() - self.page_size, max_kv_tokens_of(req, self.page_size) - req.prefix_len, 1)
+            room = max(self._room() - self.page_size, reserved)
             self.chunked_req_limit = min(room, self.chunked_req_limit or room)
             unfinished = super().add_chunked_req(req)
             if unfinished is not None:
@@ -277,13 +281,17 @@ def bounded_adder(
         def _room(self) -> int:
             return int(self.rem_total_tokens)
 
-        def _make_window_room(self, req) -> None:
-            """Idle rows give way to a prefill that would wait for slots in the window layers' pool."""
+        def _make_room(self, wanted) -> None:
+            """Idle rows give way to a prefill that would not find `wanted` slots, for which nobody else might."""
+            while int(self.cur_rem_tokens) - self.page_size < wanted and conversations.drop_one():
+                pass
+
+        def _make_window_room(self, wanted) -> None:
+            """The same in the window layers' pool."""
             windows = conversations.windows
             if windows is None:
                 return
-            left = len(req.full_untruncated_fill_ids) - req.prefix_len
-            wanted = min(self.rem_chunk_tokens, left, windows.reach)
+            wanted = min(wanted, windows.reach)
             while int(self.memory_budget.remaining_swa) - self.page_size < wanted and conversations.drop_one():
                 pass
 
