@@ -215,7 +215,8 @@ def bounded_adder(
             if settings_of(req) is None or not can_prefill_in_rounds(req):
                 self._make_room(left)
                 return super().add_chunked_req(req)
-            reserved = max(max_kv_tokens_of(req, self.page_size) - req.prefix_len, 1)
+            bound = ceil_align(max_kv_tokens_of(req, self.page_size), self.page_size)
+            reserved = max(bound - req.prefix_len, 1)
             self._make_room(min(left, reserved))
             # What is left after the running requests' growth, but never less than was reserved for this one.
             room = max(self._room() - self.page_size, reserved)
