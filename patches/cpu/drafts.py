@@ -152,3 +152,83 @@ def _columns(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torc
     request = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     before = lengths.cumsum(0) - lengths
     return request, torch.arange(len(request)) + (start - before)[request]
+
+
+def slots_behind(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    positions: torch.Tensor | None = None,
+    mrope: torch.Tensor | None = None,
+) -> None:
+    """Writes the slots in the `topk * num_cols` columns behind `seq_lens`, [R], of the rows to `out_cache_loc`.
+
+    Stands for `assign_draft_cache_locs_contiguous_func` (sglang/kernels/ops/speculative/cache_locs.py).
+    """
+    # Only a GPU asks for these.
+    assert positions is None
+    assert mrope is None
+    columns = seq_lens[:, None] + torch.arange(topk * num_cols)
+    found = req_to_token[req_pool_indices.long()[:, None], columns.long()]
+    out_cache_loc.copy_(found.flatten())
+
+
+def build_chains(
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: object,
+) -> None:
+    """Describes drafted tokens of which each follows the one before, the first of them a root that holds already.
+
+    Stands for `build_tree_kernel_efficient_func` (sglang/kernels/ops/speculative/spec_tree.py).
+
+    Args:
+        seq_lens: [R], tokens before the drafted ones.
+        tree_mask: out, of each request [n, length + n] bool, flattened, one behind the other; true on arrival.
+        positions: [R * n] int64, out.
+        retrieve_index, retrieve_next_token, retrieve_next_sibling: [R, n] int64, out; the last is -1 on arrival.
+
+    Raises:
+        ValueError: the drafted tokens form a tree, or the mask is laid out otherwise.
+    """
+    requests, n = len(seq_lens), num_verify_tokens
+    lengths = seq_lens.tolist()
+    if topk != 1 or tree_mask.numel() < n * (sum(lengths) + requests * n):
+        raise ValueError("On a CPU each drafted token has one successor: use --speculative-eagle-topk 1.")
+    number = torch.arange(n)
+    positions.view(-1, n).copy_(seq_lens[:, None] + number)
+    retrieve_index.copy_(torch.arange(requests * n).view(requests, n))
+    retrieve_next_token.copy_(torch.where(number < n - 1, number + 1, -1).expand(requests, n))
+    done = 0
+    for length in lengths:
+        mask = tree_mask[done : done + n * (length + n)].view(n, length + n)
+        mask[:, length:] = number <= number[:, None]
+        done += mask.numel()
+
+
+def last_accepted(
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+    batch_size: int,
+) -> None:
+    """Writes to `bonus_tokens`, [R], the last of the `accept_lens`, [R], tokens of each request in `accept_tokens`,
+    [R, accept_stride].
+
+    Stands for `fill_bonus_tokens_func` (sglang/kernels/ops/speculative/eagle.py).
+    """
+    tokens = accept_tokens.view(batch_size, accept_stride)
+    bonus_tokens.copy_(tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0])

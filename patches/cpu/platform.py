@@ -81,6 +81,11 @@ def __getattr__(name: str):
 
             return drafts.read_rows
 
+        def supports_speculative_algorithm(self, algorithm: str) -> bool:
+            from sglang_triattn.patches.cpu import speculation
+
+            return algorithm in speculation.ALGORITHMS
+
         def get_speculative_worker_cls(self, algorithm: str) -> None:
             # SGLang asks right before it imports its own.
             from sglang_triattn.patches.cpu import speculation

@@ -17,12 +17,12 @@ from sglang_triattn.patches.cpu import drafts
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-NGRAM = "NGRAM"
+NGRAM, STANDALONE = ALGORITHMS = "NGRAM", "STANDALONE"
 
 
 def install(algorithm: str) -> None:
     """Called before SGLang imports the worker of `algorithm`, once in each process that drafts."""
-    if algorithm != NGRAM:
+    if algorithm not in ALGORITHMS:
         return
     reconstruct_tree = import_tree()
     from sglang.srt.mem_cache import allocation, memory_pool
@@ -35,6 +35,20 @@ def install(algorithm: str) -> None:
     spec_utils.fill_accept_out_cache_loc_func = drafts.accepted_slots
     eagle_utils.verify_tree_greedy_func = drafts.verify_greedily
     eagle_utils._verify_uses_greedy = lambda **_: True
+    if algorithm == STANDALONE:
+        _install_draft_model()
+
+
+def _install_draft_model() -> None:
+    from sglang.srt.speculative import draft_utils, eagle_utils, eagle_worker_common
+
+    from sglang_triattn.patches.cpu import draft_model
+
+    eagle_utils.build_tree_kernel_efficient_func = drafts.build_chains
+    eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_behind
+    eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted
+    draft_utils.DraftBackendFactory.create_decode_backend = draft_model.for_drafts
+    draft_utils.DraftBackendFactory.create_draft_extend_backend = draft_model.for_verified
 
 
 def _move_by_torch(self: MHATokenToKVPool) -> None:
