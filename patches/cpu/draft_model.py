@@ -44,11 +44,11 @@ class Drafts:
             backend.init_forward_metadata(forward_batch)
 
 
-def for_drafts(factory: DraftBackendFactory) -> Drafts:
+def for_drafts(self: DraftBackendFactory) -> Drafts:
     """Stands for `DraftBackendFactory.create_decode_backend`."""
-    return Drafts(factory.draft_model_runner, factory.speculative_num_steps)
+    return Drafts(self.draft_model_runner, self.speculative_num_steps)
 
 
-def for_verified(factory: DraftBackendFactory) -> ReferenceBackend:
+def for_verified(self: DraftBackendFactory) -> ReferenceBackend:
     """Stands for `DraftBackendFactory.create_draft_extend_backend`: for the tokens that were just verified."""
-    return ReferenceBackend(factory.draft_model_runner)
+    return ReferenceBackend(self.draft_model_runner)

@@ -12,12 +12,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sglang_triattn.patches.cpu import drafts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-NGRAM, STANDALONE = ALGORITHMS = "NGRAM", "STANDALONE"
+DRAFT_MODELS = "STANDALONE", "EAGLE", "EAGLE3"
+"""Algorithms whose drafts come from a second model."""
+
+ALGORITHMS = ("NGRAM", *DRAFT_MODELS)
 
 
 def install(algorithm: str) -> None:
@@ -35,7 +40,7 @@ def install(algorithm: str) -> None:
     spec_utils.fill_accept_out_cache_loc_func = drafts.accepted_slots
     eagle_utils.verify_tree_greedy_func = drafts.verify_greedily
     eagle_utils._verify_uses_greedy = lambda **_: True
-    if algorithm == STANDALONE:
+    if algorithm in DRAFT_MODELS:
         _install_draft_model()
 
 
@@ -47,8 +52,12 @@ def _install_draft_model() -> None:
     eagle_utils.build_tree_kernel_efficient_func = drafts.build_chains
     eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_behind
     eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted
-    draft_utils.DraftBackendFactory.create_decode_backend = draft_model.for_drafts
-    draft_utils.DraftBackendFactory.create_draft_extend_backend = draft_model.for_verified
+    # SGLang declares its own backends.
+    factory: Any = draft_utils.DraftBackendFactory
+    factory.create_decode_backend = draft_model.for_drafts
+    factory.create_draft_extend_backend = draft_model.for_verified
+    # Some models wait for CUDA, GPU or not, when the target's embeddings are given to the draft model.
+    setattr(torch.cuda, "synchronize", lambda device=None: None)  # noqa: B010
 
 
 def _move_by_torch(self: MHATokenToKVPool) -> None:

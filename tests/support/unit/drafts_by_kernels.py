@@ -107,3 +107,51 @@ def test_slots(random):
     drafts.accepted_slots(index, slots, ours, index.numel())
     eagle.fill_accept_out_cache_loc_func(index, slots, theirs, index.numel())
     assert torch.equal(ours, theirs)
+
+
+def test_slots_of_a_draft(random):
+    """Prevents a draft model that writes K/V to other slots than those behind the row."""
+    rows = integers(random, 10_000, ROWS, COLUMNS).int()
+    row, lengths = torch.randperm(ROWS, generator=random)[:REQUESTS], integers(random, 40, REQUESTS)
+    ours, theirs = (torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64) for _ in range(2))
+    drafts.slots_behind(row, rows, lengths, ours, 1, DRAFTED)
+    cache_locs.assign_draft_cache_locs_contiguous[(REQUESTS,)](row, rows, lengths, theirs, COLUMNS, 1, DRAFTED)
+    assert torch.equal(ours, theirs)
+
+
+def test_chains(random):
+    """Prevents drafted tokens at wrong positions, and masks that show them others than those before them."""
+    lengths = integers(random, 40, REQUESTS)
+    # As SGLang describes drafts of which each has one successor.
+    parents = torch.arange(-1, DRAFTED - 2).expand(REQUESTS, -1).contiguous()
+    chosen = torch.arange(DRAFTED - 1).expand(REQUESTS, -1).contiguous()
+
+    def built(build):
+        mask = torch.ones(DRAFTED * (int(lengths.sum()) + REQUESTS * DRAFTED), dtype=torch.bool)
+        positions = torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64)
+        links = torch.full((3, REQUESTS, DRAFTED), -1)
+        mode = spec_tree.TreeMaskMode.FULL_MASK
+        build(parents, chosen, lengths, mask, positions, *links, 1, DRAFTED - 1, DRAFTED, mode)
+        return mask, positions, links
+
+    ours, theirs = built(drafts.build_chains), built(spec_tree.sgl_build_tree_kernel_triton)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_trees_of_a_draft_model_are_refused(random):
+    """Prevents drafts that branch from being verified as if they did not."""
+    lengths, links = integers(random, 40, REQUESTS), torch.full((3, REQUESTS, DRAFTED), -1)
+    mask = torch.ones(DRAFTED * (int(lengths.sum()) + REQUESTS * DRAFTED), dtype=torch.bool)
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="use --speculative-eagle-topk 1"):
+        drafts.build_chains(none, none, lengths, mask, none, *links, 2, DRAFTED - 1, DRAFTED, None)
+
+
+def test_last_accepted_token(random):
+    """Prevents an answer that goes on from another token than the last one that holds."""
+    tokens, number = integers(random, 1000, REQUESTS * DRAFTED), 1 + integers(random, DRAFTED, REQUESTS).int()
+    ours, theirs = (torch.zeros(REQUESTS, dtype=torch.int32) for _ in range(2))
+    drafts.last_accepted(tokens.int(), number, ours, DRAFTED, REQUESTS)
+    eagle.fill_bonus_tokens[(REQUESTS,)](tokens.int(), number, theirs, DRAFTED)
+    assert torch.equal(ours, theirs)
