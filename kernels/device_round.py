@@ -29,6 +29,7 @@ def compact_rows(
     recent: int,
     strategy: str,
     cut: int | None = None,
+    follower: Mover | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Brings the kept tokens of R requests into the private slots that the requests keep; the host never waits.
 
@@ -37,6 +38,7 @@ def compact_rows(
         slots, lengths, next_positions, num_kept, recent: as for `Scorer.keep`.
         strategy: "remap", "slide" or "fill", see `compact`.
         cut: for "fill", as for `list_moves`; the caller removes the emptied stretch from the row.
+        follower: moves the K/V of a model that is not scored, in slots of the same numbers; None if there is none.
 
     Returns:
         unchanged: [R] int64, leading private tokens of each request that stay where they are.
@@ -56,9 +58,22 @@ def compact_rows(
             ordered[rows] = remap(slots[rows], kept)
         else:
             cast(Mover, mover).move(slots[rows], kept, strategy, cut=cut, lengths=lengths[rows])
+            if follower is not None:
+                follower.move(slots[rows], one_set(kept), strategy, cut=cut, lengths=lengths[rows])
         # Released here, so that it never coexists with the next slice's.
         del kept
     return unchanged, ordered
+
+
+def one_set(kept: torch.Tensor) -> torch.Tensor:
+    """[R, num_kept]: the kept set of each request that all heads of another model follow, whose own have none.
+
+    Any would do, as long as it is one: each slot then holds K/V of one token. It is that of the last layer's first
+    head.
+    """
+    while kept.ndim > 2:
+        kept = kept[:, -1] if kept.ndim == 4 else kept[:, 0]
+    return kept.contiguous()
 
 
 def request_bytes(sets: int, num_kept: int, num_tokens: int, strategy: str) -> int:

@@ -41,6 +41,9 @@ _NO_PLUGIN = "its processes do not load SGLang plugins"
 _OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
 _BESIDE_ROWS = "it keeps data beside each request's row that a round does not compact"
 
+DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Ways of drafting tokens by a model of its own that work with rounds. SGLang takes NEXTN for EAGLE."""
+
 # These attach a cache of their own to the row table.
 _SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
 
@@ -52,9 +55,9 @@ def _sparse(value: object) -> bool:
 SETTINGS = (
     Refusal(
         "speculative_algorithm",
-        lambda value: value is not None and str(value).upper() != "NGRAM",
-        "rounds do not compact the KV of a draft model yet",
-        "use --speculative-algorithm NGRAM, or leave --speculative-algorithm out",
+        lambda value: value is not None and str(value).upper() not in ("NGRAM", *DRAFT_MODELS),
+        "what such drafts keep beside a request's row is not tested with rounds",
+        "use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or leave --speculative-algorithm out",
     ),
     Refusal(
         "disaggregation_mode",
@@ -159,6 +162,27 @@ BESIDE_SPECULATION = (
     ),
 )
 
+# Only with a draft model.
+BESIDE_DRAFT_MODEL = (
+    Refusal(
+        "speculative_eagle_topk",
+        _many,
+        "drafts of a model that branch are not tested with rounds",
+        "use --speculative-eagle-topk 1",
+    ),
+    Refusal("enable_hierarchical_cache", _set, "the copies that it makes of a draft model's KV are not tested"),
+    Refusal("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
+    Refusal("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
+    Refusal("speculative_draft_window_size", _set, "a draft model that attends to a window is not tested with rounds"),
+    Refusal("enable_lora", _set, "adapters are not tested with a draft model"),
+    Refusal("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
+)
+
+
+def beside_drafts(algorithm: object) -> tuple[Refusal, ...]:
+    """What may be refused beside this way of drafting."""
+    return (*BESIDE_SPECULATION, *(BESIDE_DRAFT_MODEL if str(algorithm).upper() in DRAFT_MODELS else ()))
+
 
 def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionError:
     """The refusal of --speculative-algorithm for one model; `reason` completes "because ..."."""
@@ -222,6 +246,7 @@ _BESIDE = (
     *BESIDE_STAGES,
     *BESIDE_STATES,
     *BESIDE_SPECULATION,
+    *BESIDE_DRAFT_MODEL,
 )
 GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
 """All settings that may be refused."""

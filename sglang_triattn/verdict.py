@@ -16,7 +16,6 @@ from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
     BESIDE_PREFILL_ELSEWHERE,
-    BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
@@ -26,6 +25,7 @@ from sglang_triattn.launch_settings import (
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
+    beside_drafts,
     refused_drafts,
 )
 from sglang_triattn.model.fields import Fields, architecture, text_fields
@@ -182,7 +182,7 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
 def _check_speculation(server: Server, label: str, layout: AttentionLayout | None, sees: bool) -> None:
     """Raises TriAttentionError for a setting, or a model, that does not go with speculative decoding."""
     algorithm = server.given["speculative_algorithm"]
-    for refusal in BESIDE_SPECULATION:
+    for refusal in beside_drafts(algorithm):
         value = server.given.get(refusal.field, False)
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))

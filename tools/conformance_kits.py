@@ -57,7 +57,7 @@ LAUNCHES = {
 }
 
 _DATA = "needs a data set that no package index has"
-_SPECULATION = "speculation with a draft model is refused with compression"
+_DRAFTS = "needs a trained draft model"
 _SESSIONS = "streaming sessions are refused with compression"
 _GPU = "needs a GPU"
 _VISION = "needs a vision-language model of usable quality"
@@ -141,7 +141,7 @@ CASES = (
     Case(
         "kits.spec_server_kits.SpecCorrectnessKit",
         "Tokenizer",
-        left_out={"test_acc_length": f"asserts an acceptance length: {_SPECULATION}"},
+        left_out={"test_acc_length": f"asserts an acceptance length: {_DRAFTS}"},
     ),
     Case(
         "kits.spec_server_kits.SpecLogprobKit",
@@ -220,9 +220,9 @@ NOT_RUN = {
     "kits.reasoning_kit.SeparateReasoningMixin": (
         "needs a model that thinks; tests/server/test_reasoning.py has these checks"
     ),
-    "kits.spec_decoding_kit.SpecDecodingMixin": _SPECULATION,
-    "kits.spec_server_kits.SpecAccuracyKit": f"{_DATA}; {_SPECULATION}",
-    "kits.spec_server_kits.SpecGrammarKit": f"asserts that drafts were verified: {_SPECULATION}",
+    "kits.spec_decoding_kit.SpecDecodingMixin": _DRAFTS,
+    "kits.spec_server_kits.SpecAccuracyKit": f"{_DATA}; {_DRAFTS}",
+    "kits.spec_server_kits.SpecGrammarKit": f"asserts that drafts were verified: {_DRAFTS}",
     "kits.spec_server_kits.SpecPerfKit": f"{_DATA}; {_SPEED}",
     "kits.streaming_session_kit.StreamingSessionKitMixin": _SESSIONS,
     "kits.streaming_session_kit.AbortLeakReproKitMixin": _SESSIONS,
@@ -253,7 +253,7 @@ OTHER_MODULES = {
     _SPEED: ("nightly_utils", "nightly_bench_utils", "performance_test_runner"),
     "needs a larger model, one that calls tools": ("tool_call_test_runner",),
     "needs LoRA adapters of larger models; tests/server/test_lora.py makes its own": ("lora_utils",),
-    _SPECULATION: ("hicache_spec_storage_common",),
+    "a draft model beside the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
     "for other machines than CPUs and NVIDIA's GPUs": ("ascend", "xpu", "hicache_xpu_common"),
     "tests kernels, layers or transfers of SGLang, not a server": (
         "kernels", "cpu_test_utils", "layer_ut_utils", "quant_ref_utils", "test_deepep_utils", "test_marlin_utils",

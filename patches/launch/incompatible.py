@@ -15,7 +15,6 @@ from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
     BESIDE_PREFILL_ELSEWHERE,
-    BESIDE_SPECULATION,
     BESIDE_STAGES,
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
@@ -26,6 +25,7 @@ from sglang_triattn.launch_settings import (
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
+    beside_drafts,
     refused_drafts,
 )
 from sglang_triattn.model.kinds import served_window
@@ -136,7 +136,7 @@ def check_speculation(settings: Any, model: ModelConfig) -> None:
     algorithm = settings.speculative_algorithm
     if algorithm is None:
         return
-    for refusal in BESIDE_SPECULATION:
+    for refusal in beside_drafts(algorithm):
         value = getattr(settings, refusal.field)
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))

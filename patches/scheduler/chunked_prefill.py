@@ -1,7 +1,7 @@
 """Prefill onto a row that compaction rounds have shortened, chunk by chunk.
 
-SGLang parts: `Scheduler.chunked_req`, `Req.init_next_round_input`, `ScheduleBatch.prepare_for_extend`
-(sglang/srt/managers/schedule_batch.py).
+SGLang parts: `Scheduler.chunked_req`, `Req.init_next_round_input`, `ScheduleBatch.prepare_for_extend`,
+`_compute_chunked_req_next_prompt_token` (sglang/srt/managers/schedule_batch.py).
 
 SGLang describes a request's prefill by two numbers, where the finished part ends (`prefix_len`) and where the next
 chunk ends (`extend_end`), and uses them as indices into both its token ids and its row. A round between two chunks
@@ -17,6 +17,7 @@ the tree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,7 @@ def hooks() -> list[Hook]:
     return [
         Hook(f"{target}.Req.init_next_round_input", "around", _show_ids_behind_row, "self tree_cache cow_mamba"),
         Hook(f"{target}.ScheduleBatch.prepare_for_extend", "after", _keep_logical_lengths, "self"),
+        Hook(f"{target}._compute_chunked_req_next_prompt_token", "around", _read_all_ids, "chunked_req vocab_size"),
     ]
 
 
@@ -40,6 +42,15 @@ def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: 
     show_all_ids(req)
     original(req, *args, **kwargs)
     show_ids_behind(req)
+
+
+def _read_all_ids(original: Callable, chunked_req: Req | None, vocab_size: int) -> int | None:
+    """Finds the prompt's token behind a chunk, which a draft model is given with the chunk."""
+    behind = None if chunked_req is None else chunked_req.extend_end
+    if chunked_req is None or behind is None:
+        return original(chunked_req, vocab_size)
+    whole = SimpleNamespace(extend_end=behind + evicted_of(chunked_req), origin_input_ids=chunked_req.origin_input_ids)
+    return original(whole, vocab_size)
 
 
 def evicted_on_host(batch: ScheduleBatch) -> list[int] | None:

@@ -69,6 +69,7 @@ class Compressor:
         mover: moves K/V in that pool; None if rounds only rewrite rows, see `buffers.make_mover`.
         conversations: idle rows, which give way to running requests.
         breaker: counts failures; by default one of its own.
+        follower: moves K/V of the draft model, which shares rows and slots; None without one, or without `mover`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Compressor:
         mover: Mover | None,
         conversations: Conversations,
         breaker: Breaker | None = None,
+        follower: Mover | None = None,
     ) -> None:
         self.config = config
         self.totals = Totals()
@@ -91,7 +93,7 @@ class Compressor:
         self._windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
         self._rows = scheduler.req_to_token_pool.req_to_token
         self._page_size = self._allocator.page_size
-        self._mover = mover
+        self._mover, self._follower = mover, follower
         self._conversations = conversations
         self._alike_on_ranks = keeps_alike(scheduler, config.selection)
 
@@ -201,7 +203,7 @@ class Compressor:
         kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
         unchanged, ordered = compact_rows(
             self._scorer, self._mover, slots, lengths, next_positions,
-            kind.num_kept, kind.recent, kind.strategy, kind.cut,
+            kind.num_kept, kind.recent, kind.strategy, kind.cut, self._follower,
         )  # fmt: skip
         return slots if ordered is None else ordered, frozen + unchanged
 
@@ -255,7 +257,8 @@ class Compressor:
         owner = owner_of(request)
         unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
         owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
-        self.totals.add(plan, 0 if self._mover is None else kind.most_moves(plan) * self._mover.token_bytes)
+        moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
+        self.totals.add(plan, kind.most_moves(plan) * moved)
         write_tree_rule(request)
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:

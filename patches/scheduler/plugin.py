@@ -15,6 +15,7 @@ from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
 from sglang_triattn.patches.model import warm_up
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
+from sglang_triattn.patches.model.draft import check_draft_model, make_follower
 from sglang_triattn.patches.model.inspect import check_pool
 from sglang_triattn.patches.model.layers import attention_layers, check_windows, scored_layers
 from sglang_triattn.patches.model.rotation import served_shape
@@ -174,6 +175,7 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     runner = scheduler.tp_worker.model_runner
     with agreed(scheduler) if is_staged(scheduler) else nullcontext():
         check_pool(runner)
+        check_draft_model(scheduler)
         check_windows(attention_layers(runner.model), config.window)
         window_pool.check_reach(scheduler, config.window)
     shape = served_shape(scheduler)
@@ -225,5 +227,6 @@ def build_compressor(
     )
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
+    follower = None if mover is None else make_follower(scheduler, kernels=kernels)
     config = dataclasses.replace(config, stats=stats.source)
-    return Compressor(scheduler, config, scorer, mover, conversations, breaker)
+    return Compressor(scheduler, config, scorer, mover, conversations, breaker, follower)

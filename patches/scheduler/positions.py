@@ -62,20 +62,23 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
     Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
     pass, and for every decode batch, so no host flag has to follow requests through merging and filtering.
 
-    Verification of drafted tokens: `positions` is [batch * drafted], as the drafts' trees have them behind the row. No
-    `orig_seq_lens` follows these steps, so the host's count is sent along.
+    Drafted tokens, when a draft model computes them one by one, when they are verified, and when it reads those that
+    hold: `positions` is [batch * n], as many for each request, which stand behind the row. No `orig_seq_lens` follows
+    these steps, so the host's count is sent along.
 
     Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
-    if forward.forward_mode.is_decode():
+    mode = forward.forward_mode
+    drafts = mode.is_decode() and batch.spec_info is not None
+    if mode.is_decode() and not drafts:
         forward.positions = forward.positions + (batch.orig_seq_lens - batch.seq_lens)
-    elif forward.forward_mode.is_target_verify():
+    elif drafts or mode.is_target_verify() or mode.is_draft_extend_v2():
         evicted = evicted_in(batch)
         if evicted is not None:
             drafted = len(forward.positions) // len(evicted)
             shift = torch.repeat_interleave(evicted, drafted, output_size=len(forward.positions))
             forward.positions = forward.positions + shift
-    elif forward.forward_mode.is_extend():
+    elif mode.is_extend():
         evicted = evicted_in(batch)
         if evicted is not None:
             setattr(forward, _EVICTED, evicted)

@@ -150,7 +150,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _value(name: str, value: str, field: str) -> int | str:
-    if not (field.endswith("_size") or field.endswith("_num")):
+    if not field.endswith(("_size", "_num", "_topk")):
         return value
     if not value.isdecimal() or int(value) < 1:
         raise TriAttentionError(f"{name} is {value}, but it must be a whole number, at least 1.")

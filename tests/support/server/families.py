@@ -261,6 +261,9 @@ FAMILIES = {
 }
 # Every token takes every expert, so that no rounding decides which.
 _EVERY = {**FAMILIES["qwen3-moe"].settings, "num_experts_per_tok": 4}
+FAMILIES["glm-4.5-all"] = replace(
+    FAMILIES["glm-4.5"], settings={**FAMILIES["glm-4.5"].settings, "num_experts_per_tok": 4}
+)
 FAMILIES["qwen3-moe-all"] = replace(FAMILIES["qwen3-moe"], settings=_EVERY, seed=4)
 
 

@@ -19,6 +19,7 @@ from harness import (
     unused_architectures,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
+from mtp_family import build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope
@@ -35,6 +36,7 @@ OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
 LATENTS = {family: partial(build_latent, family=family) for family in LATENT_FAMILIES}
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
+    "glm-4.5-mtp": build_mtp,
     **OWN_CODE,
     **LATENTS,
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
@@ -43,6 +45,7 @@ STATE_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-whole", "lfm2")
 MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
+    "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
 }

@@ -26,19 +26,25 @@ def build_repeating_model(folder: Path) -> TinyModel:
     from sglang_triattn.model.rope import rope_of_transformers
 
     tiny = build_tiny_model(folder)
+    make_repeating(tiny)
+    model = tiny.load()
+    torch.manual_seed(0)
+    save_random_stats(tiny, rope_of_transformers(model.model, model.config))
+    return tiny
+
+
+def make_repeating(tiny: TinyModel) -> None:
+    """Rewrites the weights of a model so that it repeats itself."""
     model = tiny.load()
     circle = torch.arange(LENGTH)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= OTHERS
-            layer.mlp.down_proj.weight *= OTHERS
+        for name, weight in model.model.layers.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                weight *= OTHERS
         embedding = model.model.embed_tokens.weight
         embedding[FIRST + circle] *= LOUDNESS
         model.lm_head.weight[FIRST + (circle + 1) % LENGTH] += embedding[FIRST + circle]
     model.save_pretrained(tiny.path)
-    torch.manual_seed(0)
-    save_random_stats(tiny, rope_of_transformers(model.model, model.config))
-    return tiny
 
 
 def in_circle(length: int, start: int = 0) -> list[int]:

@@ -15,6 +15,7 @@ from plan_cases import CONFIGS, QWEN3_32B, ROOT
 from sglang_triattn.cli import check
 from sglang_triattn.cli import main as cli
 from sglang_triattn.launch_settings import (
+    BESIDE_DRAFT_MODEL,
     BESIDE_STATES,
     IMAGES_UNTRIED,
     LATENTS_UNTRIED,
@@ -136,6 +137,21 @@ def test_speculative_decoding(run_check):
         assert status == 1
         assert reason in output
         assert run_check(*words)[0] == 0
+
+
+@pytest.mark.parametrize("refusal", BESIDE_DRAFT_MODEL, ids=lambda refusal: refusal.field)
+def test_settings_refused_beside_a_draft_model(run_check, refusal):
+    """Prevents a setting that a launch refuses beside a draft model, but this command does not."""
+    ranks = ("--tp-size", "2")
+    drafts = (*ranks, "--disable-overlap-schedule", "--speculative-eagle-topk", "1", "--speculative-algorithm")
+    value = "2" if refusal.applies(2) and not refusal.applies(1) else None
+    flag = ("--" + refusal.field.replace("_", "-"), *([value] if value else []))
+    for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
+        assert run_check("qwen3-32b", *drafts, algorithm)[0] == 0
+        status, output, _ = run_check("qwen3-32b", *drafts, algorithm, *flag)
+        beside = f"--speculative-algorithm {algorithm}"
+        assert (status, output) == (1, refusal.message(int(value) if value else True, beside) + "\n")
+    assert run_check("qwen3-32b", *ranks, *flag)[0] == 0
 
 
 def test_harmless_values_of_refused_settings(run_check):

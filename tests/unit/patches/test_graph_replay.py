@@ -28,7 +28,7 @@ def forward_batch(physical: list[int], logical: list[int]) -> ForwardBatch:
         seq_lens_cpu=lengths,
         positions=lengths - 1,
     )
-    batch = SimpleNamespace(seq_lens=lengths, orig_seq_lens=torch.tensor(logical, dtype=torch.int32))
+    batch = SimpleNamespace(seq_lens=lengths, orig_seq_lens=torch.tensor(logical, dtype=torch.int32), spec_info=None)
     _use_logical_positions(forward, ForwardBatch, batch)
     return forward
 

@@ -127,7 +127,8 @@ def test_refused_settings():
     beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_IMAGES, *launch_settings.BESIDE_STAGES)
     beside = (*beside, *launch_settings.BESIDE_LATENTS, *launch_settings.BESIDE_STATES)
     beside = (*beside, *launch_settings.BESIDE_PREFILL_ELSEWHERE)
-    refusals = (*launch_settings.SETTINGS, *beside, *launch_settings.BESIDE_SPECULATION)
+    beside = (*beside, *launch_settings.BESIDE_SPECULATION, *launch_settings.BESIDE_DRAFT_MODEL)
+    refusals = (*launch_settings.SETTINGS, *beside)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")

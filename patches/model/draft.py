@@ -1,0 +1,49 @@
+"""The draft model of speculative decoding, whose K/V lie in slots of the same numbers as the served model's.
+
+SGLang parts: `StandaloneWorkerV2` (sglang/srt/speculative/standalone_worker_v2.py) and `EAGLEWorkerV2`
+(sglang/srt/speculative/eagle_worker_v2.py), whose draft model has a KV pool of its own and the served model's rows and
+allocator. So a round that rewrites a row or frees slots does it for both; what it moves, it moves in both pools.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.patches.model.buffers import kv_buffers
+from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers
+
+if TYPE_CHECKING:
+    from sglang_triattn.patches.sglang_parts import ModelRunner, Scheduler
+
+
+def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
+    """The runner of the draft model; None if there is no such model."""
+    algorithm = scheduler.spec_algorithm
+    if not (algorithm.is_standalone() or algorithm.is_eagle()):
+        return None
+    worker: Any = scheduler.draft_worker
+    return worker.draft_worker.draft_runner
+
+
+def check_draft_model(scheduler: Scheduler) -> None:
+    """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    runner = draft_runner(scheduler)
+    if runner is None:
+        return
+    pool = runner.token_to_kv_pool
+    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise UnsupportedModel(f"the KV pool of its draft model is a {type(pool).__name__}")
+    if any(layer.window or layer.latent is not None for layer in attention_layers(runner.model)):
+        raise UnsupportedModel("its draft model has layers with a sliding window or with latent KV")
+
+
+def make_follower(scheduler: Scheduler, *, kernels: bool) -> Mover | None:
+    """The Mover of the draft model's K/V; None if there is no such model."""
+    runner = draft_runner(scheduler)
+    if runner is None:
+        return None
+    pool = runner.token_to_kv_pool
+    return Mover(*kv_buffers(pool, range(pool.start_layer, pool.start_layer + pool.layer_num)), kernels=kernels)

@@ -1,0 +1,228 @@
+"""Speculative decoding with drafts from a second model, compressed: STANDALONE, EAGLE, EAGLE-3 and MTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from draft_account import Watched, holding, holding_of_head
+from draft_heads import AUXILIARY, build_eagle, load_eagle
+from family_servers import modules_of, prepared
+from harness import (
+    BUDGET,
+    INTERVAL,
+    RECENT,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+    two_cores,
+    unused_architectures,
+)
+from mtp_family import MtpHead
+from oracle import TOLERANCE, Oracle, oracle_of
+from repeating import build_repeating_model, in_circle
+from storm import FLAGS, RETRACTING, retractions, storm
+from tiny_model import TinyModel
+
+STEPS = 3
+DRAFTS = (
+    *("--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", str(STEPS + 1)),
+)
+# Equal tokens have equal values in the first layer, where the last bits of sums would decide which of them stay.
+SCORES_ALONE = ("--triattention-value-share", "0")
+# Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
+MODES = {
+    "moved": ("--page-size", "1"),
+    "pages": ("--page-size", "16", "--triattention-selection", "union"),
+    "remapped": ("--page-size", "1", "--triattention-selection", "shared-mean"),
+    "ranks": ("--tp-size", "2", "--triattention-selection", "union"),
+}
+CASES = [
+    ("STANDALONE", "moved"),
+    ("STANDALONE", "pages"),
+    ("STANDALONE", "remapped"),
+    ("EAGLE", "moved"),
+    ("EAGLE", "pages"),
+    ("EAGLE3", "pages"),
+    ("EAGLE", "ranks"),
+    ("NEXTN", "moved"),
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A model and the one that drafts for it.
+
+    Attributes:
+        algorithm: SGLang's name for this way of drafting.
+        target: the model.
+        account: its oracle.
+        path: of the model that drafts; None if it comes with the target.
+    """
+
+    algorithm: str
+    target: TinyModel
+    account: Oracle
+    path: Path | None
+
+    @property
+    def args(self) -> tuple[str, ...]:
+        path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
+        return ("--speculative-algorithm", self.algorithm, *DRAFTS, *path)
+
+    @property
+    def env(self) -> dict[str, str]:
+        mtp = self.algorithm == "NEXTN"
+        modules = modules_of("glm-4.5-mtp") if mtp else ("llama", "llama_eagle", "llama_eagle3")
+        return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules)}
+
+    def texts(self) -> list[list[int]]:
+        """Prompts after which some drafts hold and some do not."""
+        if self.algorithm == "STANDALONE":
+            return [prompt(60 + number, 40) for number in range(3)]
+        return [prompt(5, 12) + in_circle(38)]
+
+    def watched(self, mode: str) -> Watched:
+        """The account of a server in this mode."""
+        selection = MODES[mode][-1] if "--triattention-selection" in MODES[mode] else "per-layer-head"
+        sizes = {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT}
+        return Watched(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
+
+    def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
+        """How many of the tokens drafted at each step hold by an account, see `draft_account`."""
+        model, sure = self.account.model, 2 * TOLERANCE
+        if self.algorithm == "STANDALONE":
+            return holding(model, ids, account.seen, starts, STEPS, sure)
+        third, hidden = self.algorithm == "EAGLE3", account.hidden
+        if third:
+            hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
+        head = load_eagle(self.path, model, third=third) if self.path else MtpHead(self.target.path)
+        return holding_of_head(head, model, ids, account.seen, hidden, starts, STEPS, sure)
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory):
+    return build_repeating_model(tmp_path_factory.mktemp("repeating"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tiny, repeating, tmp_path_factory):
+    """A Pair for each algorithm."""
+    folder = tmp_path_factory.mktemp("drafts")
+    eagle = build_eagle(folder, repeating, third=False, noise=0.9)
+    eagle3 = build_eagle(folder, repeating, third=True, noise=0.25)
+    mtp, account = prepared(folder, "glm-4.5-mtp")
+    found = [
+        Pair("STANDALONE", tiny, oracle_of(tiny), tiny.path),
+        Pair("EAGLE", repeating, oracle_of(repeating), eagle),
+        Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
+        Pair("NEXTN", mtp, account, None),
+    ]
+    return {pair.algorithm: pair for pair in found}
+
+
+@pytest.mark.parametrize(("algorithm", "mode"), CASES)
+def test_logits_and_drafts(probed, pairs, algorithm, mode):
+    """Prevents wrong positions of drafted and verified tokens after a round, K/V of accepted ones that a round loses,
+    and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
+    pair = pairs[algorithm]
+    env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
+    client, steps = probed(*pair.args, *MODES[mode], *SCORES_ALONE, model=pair.target, env=env)
+    page_size = client.setting("page_size")
+    found = []
+    for ids in pair.texts():
+        client.flush()
+        steps()
+        response = client.generate(ids, 430, logprobs=True)
+        found += drafts_beside_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
+        assert compression(response)["rounds"] >= 10
+    held = sum(found)
+    assert len(found) > 100
+    assert 0.05 * STEPS * len(found) < held < 0.9 * STEPS * len(found)
+
+
+def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
+    """Prevents a draft model that is given another token than the next one behind a chunk of a shortened prompt."""
+    pair = pairs["EAGLE"]
+    chunks = ("--chunked-prefill-size", "128")
+    client, steps = probed(*pair.args, *MODES["moved"], *SCORES_ALONE, *chunks, model=pair.target, env=pair.env)
+    client.flush()
+    steps()
+    # The last whole chunk's end is among the newest tokens when the answer begins.
+    ids = prompt(62, 3 * 128 - 12) + in_circle(16)
+    response = client.generate(ids, 120, logprobs=True, custom_params={"triattention": {"prompt": "compact"}})
+    assert compression(response)["frozen_length"] == 4
+    assert drafts_beside_account(pair, "moved", ids, response, steps(), 4, chunk=128)
+    assert compression(response)["rounds"] >= 5
+
+
+def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
+    """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
+    everything = ids + response["output_ids"][:-1]
+    # Each rank tells of each step.
+    done = sorted({request["known"] - 1 for step in steps for request in step["requests"]})
+    runs = list(zip(done, [*done[1:], len(everything)], strict=True))
+    account = pair.watched(mode)
+    expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs)
+    assert compression(response)["rounds"] == rounds
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    found = []
+    # The last step's tokens may be cut off.
+    for (start, end), held in list(zip(runs, pair.holding(everything, account, done), strict=True))[:-1]:
+        if held is not None:
+            assert end - start == held + 1, start
+            found.append(held)
+    return found
+
+
+def test_bit_identical_below_the_trigger(serve, pairs, repeating):
+    """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
+    pair = pairs["EAGLE"]
+    client = serve(*pair.args, *MODES["moved"], model=repeating, env=pair.env)
+    plain = serve(*pair.args, "--page-size", "1", model=repeating, env=pair.env, compressed=False)
+    without = serve("--page-size", "1", model=repeating, compressed=False)
+    for server in (client, plain):
+        server.flush()
+    for ids in (prompt(1, 60), in_circle(30), prompt(2, 9) + in_circle(20, 7)):
+        ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for name in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", "spec_num_correct_drafts"):
+            assert ours["meta_info"][name] == theirs["meta_info"][name], name
+        assert ours["output_ids"] == theirs["output_ids"] == without.generate(ids, BUDGET + INTERVAL)["output_ids"]
+
+
+def test_a_conversation_goes_on(serve, pairs, repeating):
+    """Prevents a row that is kept with drafted tokens in it, and a turn whose drafts stand at wrong places."""
+    pair = pairs["EAGLE3"]
+    client = serve(*pair.args, *MODES["pages"], model=repeating, env=pair.env)
+    named = {"custom_params": {"triattention": {"conversation": "talk"}}}
+    ids = prompt(8, 20) + in_circle(20)
+    first = client.generate(ids, 200, **named)
+    assert compression(first)["conversation_kept"]
+    ids = ids + first["output_ids"] + in_circle(10, 220)
+    second = client.generate(ids, 200, **named)
+    assert compression(second)["conversation"] == "resumed"
+    assert second["output_ids"] == in_circle(200, 230)
+    assert compression(second)["evicted_tokens"] > compression(first)["evicted_tokens"]
+    assert_pool_is_whole(client)
+
+
+@pytest.mark.parametrize(("algorithm", "mode"), [("STANDALONE", "moved"), ("EAGLE", "pages")])
+def test_storm(serve, pairs, algorithm, mode):
+    """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while
+    they are prefilled."""
+    pair = pairs[algorithm]
+    pool = ("--max-total-tokens", "1024", *FLAGS)
+    client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
+    _, finished = storm(client, 7, 60, (24, BUDGET), 1500, conversations=6)
+    assert len(finished) > 30
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > 20
+    assert_pool_is_whole(client)
+    serve.stop(client)
