@@ -72,6 +72,7 @@ def scheduler_with(requests: int, row_length: int, pool: int, page_size: int, de
         seq_lens=held,
         seq_lens_cpu=held.cpu(),
         orig_seq_lens=held.int(),
+        spec_info=None,
     )
     return SimpleNamespace(
         enable_overlap=False,
