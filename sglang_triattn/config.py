@@ -39,9 +39,9 @@ class Config:
     budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0,
     and always 0 where the model has latent KV (`latents.for_latents`).
 
-    Some fields are not settings but facts of a served model. Of one with window layers, see `for_windows`: `window`,
-    the most tokens that a query of such a layer sees (0 without such layers), and `round_to`, of which the tokens that
-    a round evicts are a multiple (else 1). `images` says whether requests with images may be compressed.
+    Some fields are not settings but facts of a model and its server: `window`, the most tokens that a query of a window
+    layer sees (0 without such layers, see `for_windows`); `round_to`, of which the tokens that a round evicts are a
+    multiple (else 1, see also `plan.in_whole_pages`); `images`, whether requests with images may be compressed.
 
     `profile` only says where values come from: `read_settings` has put them in.
 

@@ -150,12 +150,6 @@ BESIDE_STATES = (
 # Only with --speculative-algorithm.
 BESIDE_SPECULATION = (
     Refusal(
-        "disable_overlap_schedule",
-        lambda value: not value,
-        "a queued step that verifies drafted tokens would write to a row as it was before a round",
-        "add --disable-overlap-schedule",
-    ),
-    Refusal(
         "enable_deterministic_inference",
         _set,
         "the numbers that a seed draws follow from the row's length there, which a round changes",
@@ -178,10 +172,22 @@ BESIDE_DRAFT_MODEL = (
     Refusal("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
 )
 
+# Only with drafts that read the model's hidden states. For the others, SGLang turns it off by itself.
+BESIDE_HIDDEN_STATES = (
+    Refusal(
+        "enable_mixed_chunk",
+        _set,
+        "what decodes beside a prefill takes its logical length for its row's there",
+    ),
+)
+
 
 def beside_drafts(algorithm: object) -> tuple[Refusal, ...]:
     """What may be refused beside this way of drafting."""
-    return (*BESIDE_SPECULATION, *(BESIDE_DRAFT_MODEL if str(algorithm).upper() in DRAFT_MODELS else ()))
+    name, found = str(algorithm).upper(), BESIDE_SPECULATION
+    if name in DRAFT_MODELS:
+        found += BESIDE_DRAFT_MODEL
+    return found + BESIDE_HIDDEN_STATES if name in DRAFT_MODELS and name != "STANDALONE" else found
 
 
 def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionError:
@@ -247,6 +253,7 @@ _BESIDE = (
     *BESIDE_STATES,
     *BESIDE_SPECULATION,
     *BESIDE_DRAFT_MODEL,
+    *BESIDE_HIDDEN_STATES,
 )
 GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
 """All settings that may be refused."""

@@ -34,6 +34,7 @@ from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.sizes import element_bytes, kv_dtype_of
 from sglang_triattn.model.support import refused_model, unsupported
 from sglang_triattn.model.vision import covers_images, is_covered
+from sglang_triattn.rounds.plan import in_whole_pages
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,14 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
         config = for_latents(config)
     if layout.states:
         _check_server(server, BESIDE_STATES)
-    return config.for_windows(window, server.page_size) if window else config
+    if window:
+        config = config.for_windows(window, server.page_size)
+    return in_whole_pages(config, server.page_size) if _queues_drafts(server) else config
+
+
+def _queues_drafts(server: Server) -> bool:
+    """Whether the server uses speculative decoding, and overlap scheduling, which is SGLang's default."""
+    return bool(server.given.get("speculative_algorithm")) and not server.given.get("disable_overlap_schedule")
 
 
 def _check_speculation(server: Server, label: str, layout: AttentionLayout | None, sees: bool) -> None:

@@ -232,3 +232,18 @@ def last_accepted(
     """
     tokens = accept_tokens.view(batch_size, accept_stride)
     bonus_tokens.copy_(tokens.gather(1, accept_lens.long()[:, None] - 1)[:, 0])
+
+
+def relayed(
+    indices: torch.Tensor,
+    topk_p_buf: torch.Tensor,
+    topk_index_buf: torch.Tensor,
+    output_tokens_buf: torch.Tensor,
+    hidden_states_buf: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The rows `indices`, [R], of the buffers in which a step leaves what the next one drafts from.
+
+    Stands for `gather_spec_extras` (sglang/kernels/ops/speculative/gather_spec_extras.py).
+    """
+    hidden = None if hidden_states_buf is None else hidden_states_buf[indices]
+    return topk_p_buf[indices], topk_index_buf[indices], output_tokens_buf[indices], hidden

@@ -93,6 +93,9 @@ def __getattr__(name: str):
             speculation.install(algorithm)
 
         def apply_server_args_defaults(self, server_args) -> None:
+            from sglang_triattn.patches.cpu import speculation
+
+            speculation.allow_overlap()
             # The other io backends of --enable-hierarchical-cache are GPU kernels.
             server_args.hicache_io_backend = host_tier.IO_BACKEND
             if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:

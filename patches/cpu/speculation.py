@@ -44,11 +44,20 @@ def install(algorithm: str) -> None:
         _install_draft_model()
 
 
+def allow_overlap() -> None:
+    """Called before SGLang resolves its settings. What it lacks for overlap scheduling on CPUs is here."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
+
+
 def _install_draft_model() -> None:
+    from sglang.srt.managers import overlap_utils
     from sglang.srt.speculative import draft_utils, eagle_utils, eagle_worker_common
 
     from sglang_triattn.patches.cpu import draft_model
 
+    overlap_utils.gather_spec_extras = drafts.relayed
     eagle_utils.build_tree_kernel_efficient_func = drafts.build_chains
     eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_behind
     eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted

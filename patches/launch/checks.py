@@ -26,6 +26,7 @@ from sglang_triattn.patches.launch.incompatible import (
 from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
+from sglang_triattn.rounds.plan import in_whole_pages
 from sglang_triattn.stats.file import load_stats
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)
+        if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
+            config = in_whole_pages(config, settings.page_size)
         config = dataclasses.replace(config, images=covers_images(model.hf_config.architectures))
         args_patch.replace_config(server_args, config)
     except TriAttentionError as error:

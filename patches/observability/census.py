@@ -30,6 +30,7 @@ from sglang_triattn.patches.observability.census_lengths import Lengths, read_le
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.pipeline import batches_in_flight, requests_beside
+from sglang_triattn.patches.scheduler.queued_drafts import unknown_per_row
 from sglang_triattn.patches.scheduler.request import beams_of, decoded_in, evicted_of
 from sglang_triattn.patches.scheduler.separation import requests_in_transfer
 from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
@@ -74,6 +75,7 @@ class Census:
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._has_reserves = not scheduler.spec_algorithm.is_none()
+        self._unknown = unknown_per_row(scheduler)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
 
     def on_idle(self, scheduler: Scheduler) -> None:
@@ -122,11 +124,13 @@ class Census:
         overlapped = [batch for batch, _ in getattr(self._scheduler, "result_queue", ())]
         queued = [*overlapped, *batches_in_flight(self._scheduler)]
         chunked = self._scheduler.chunked_req
-        decoding = {id(request) for batch in queued for request in decoded_in(batch)}
+        # A queued step of drafts changes no book before it has ended.
+        decoding = {id(request) for batch in queued for request in decoded_in(batch) if not self._unknown}
         filling = {id(request) for batch in queued for request in batch.reqs if batch.forward_mode.is_extend()}
         filling |= {id(request) for request in requests_in_transfer(self._scheduler)}
         filling -= {id(request) for batch in queued if batch.forward_mode.is_mixed() for request in decoded_in(batch)}
-        lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding, reserve=self._has_reserves)
+        books = {"reserve": self._has_reserves, "unknown": self._unknown}
+        lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding, **books)
         fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
         if fault is None and last_batch is not None and last_batch is not running_batch:
             fault = lengths.fault_of_batch(last_batch, chunked)
@@ -136,7 +140,9 @@ class Census:
         counted = self._scheduler.tree_cache.evictable_size() + self._scheduler.tree_cache.protected_size()
         if counted != len(pool.tree):
             return f"the tree counts {counted} slots, but holds {len(pool.tree)}"
-        fault = find_fault(pool, holders, list(_writes(overlapped, requests, holders, moved)))
+        # Those of drafts go to reserves.
+        known = [batch for batch in overlapped if batch.forward_mode.is_extend() or not self._unknown]
+        fault = find_fault(pool, holders, list(_writes(known, requests, holders, moved)))
         if fault is None and has_window_pool(self._scheduler):
             records = [*(request.kv for request in requests), *(parked.kv for parked in idle.values())]
             fault = find_peer_fault(pool, holders, read_peers(self._scheduler, records))

@@ -116,8 +116,8 @@ def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_siz
     num_kept, strategy, cut = plan.kept_private, "remap", None
     if moves:
         cut = cut_column(num_kept, recent, plan.frozen, plan.evicted_tokens, page_size)
-        if cut is None and settings.window:
-            raise RuntimeError("a round would copy the newest tokens, whose places window layers rely on")
+        if cut is None and (settings.window or settings.round_to > 1):
+            raise RuntimeError("a round would copy the newest tokens, on whose places window layers or drafts rely")
         lost = cut is None and needs_order(settings.recent, settings.interval)
         strategy = "slide" if lost else "fill"
     return Kind(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
@@ -164,16 +164,18 @@ def snapshot(
     return launches
 
 
-def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[Req, Plan]]) -> tuple[torch.Tensor, torch.Tensor]:
+def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[Req, Plan]]) -> tuple[torch.Tensor | None, torch.Tensor]:
     """A batch's `seq_lens_cpu` and `seq_lens` after `rounds` of some of its requests; others may be among them.
+
+    The first is None if it was: with drafts, some attention backends leave lengths to the device.
 
     `orig_seq_lens`, the logical length, stays.
     """
     lost = {id(request): plan.evicted_tokens for request, plan in rounds}
     evicted = [lost.get(id(request), 0) for request in batch.reqs]
     # Members of a beam search come after the requests, and have no rounds.
-    evicted += [0] * (len(batch.seq_lens_cpu) - len(evicted))
-    on_host = batch.seq_lens_cpu - torch.tensor(evicted, dtype=batch.seq_lens_cpu.dtype)
+    evicted += [0] * (len(batch.seq_lens) - len(evicted))
+    on_host = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu - batch.seq_lens_cpu.new_tensor(evicted)
     return on_host, batch.seq_lens - to_device(evicted, batch.seq_lens.device)
 
 

@@ -6,8 +6,9 @@ The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. T
 
 - the result of step n-1 has been processed, so prompts are in the tree and finished requests are marked;
 - step n is queued on the forward stream. It reads the rows' slots as they were, and writes its newest token's K/V when
-  it runs. Everything that reads or writes K/V is therefore enqueued on the forward stream too, after step n and before
-  step n+1;
+  it runs. If it verifies drafts, nobody knows how many of them hold: its tokens are not counted, and their slots stay
+  (`queued_drafts`). Everything that reads or writes K/V is therefore enqueued on the forward stream too, after step n
+  and before step n+1;
 - the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
   (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
 - freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
@@ -37,6 +38,7 @@ from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
 from sglang_triattn.patches.scheduler.pipeline import is_staged, keeps_alike, runs_beside
+from sglang_triattn.patches.scheduler.queued_drafts import queues_drafts
 from sglang_triattn.patches.scheduler.request import (
     can_compact,
     decoded_in,
@@ -96,6 +98,7 @@ class Compressor:
         self._mover, self._follower = mover, follower
         self._conversations = conversations
         self._alike_on_ranks = keeps_alike(scheduler, config.selection)
+        self._queues_drafts = queues_drafts(scheduler)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -165,7 +168,7 @@ class Compressor:
         running = [(requests[index], plan) for index, plan in due]
         between_chunks = self._plan_chunked(chunked)
         prefill = None if chunked is None or between_chunks is None else (chunked, between_chunks)
-        return Attempt(running, must, prefill) if running or prefill else None
+        return Attempt(running, must, prefill, self._queues_drafts) if running or prefill else None
 
     def _kind_of(self, request: Req, plan: Plan) -> Kind:
         settings, moves = settings_in_use(request), self._mover is not None

@@ -20,6 +20,7 @@ import torch
 
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.scheduler.breaker import Breaker, check_survivable
+from sglang_triattn.patches.scheduler.queued_drafts import unread_of, write_unread
 from sglang_triattn.patches.scheduler.request import (
     end_prefill_with_error,
     end_with_error,
@@ -55,6 +56,7 @@ class Attempt:
         must: how many of those, the first ones, cannot wait.
         chunked: request and plan of a round between two chunks of a prefill, or None.
         launches: what the rounds were divided into; empty until their rows have been read.
+        queued: whether a queued step will publish the rows' lengths as they were before, see `queued_drafts`.
         shortened: each batch in which they decode, and its `seq_lens_cpu` and `seq_lens` after the rounds.
         cursors: where the window layers' pool is freed up to after the rounds.
         moves: copies of K/V begun before each launch (`Mover.begun`).
@@ -65,8 +67,9 @@ class Attempt:
     running: Sequence[tuple[Req, Plan]]
     must: int
     chunked: tuple[Req, Plan] | None
+    queued: bool = False
     launches: Sequence[Launch] = ()
-    shortened: Sequence[tuple[ScheduleBatch, torch.Tensor, torch.Tensor]] = ()
+    shortened: Sequence[tuple[ScheduleBatch, torch.Tensor | None, torch.Tensor]] = ()
     cursors: Sequence[tuple[ReqKvInfo, int]] = ()
     moves: list[int] = field(default_factory=list)
     rewriting: bool = False
@@ -75,6 +78,9 @@ class Attempt:
     def __post_init__(self) -> None:
         # Settled from here, because `settle` may be called again once the lengths have changed.
         self._allocated = allocated_after(self.rounds)
+        self._unread = [
+            (request, unread_of(request) + plan.evicted_tokens) for request, plan in self.running if self.queued
+        ]
 
     @property
     def rounds(self) -> list[tuple[Req, Plan]]:
@@ -88,11 +94,14 @@ class Attempt:
         """
         for (request, plan), allocated in zip(self.rounds, self._allocated, strict=True):
             write_row_length(request, plan.new_length, allocated)
+        for request, evicted in self._unread:
+            write_unread(request, evicted)
         for kv, cursor in self.cursors:
             set_cursor(kv, cursor)
         for batch, on_host, on_device in self.shortened:
-            batch.seq_lens_cpu, batch.seq_lens = on_host, on_device
-            # SGLang computes the sum again if it is None, although it declares an int.
+            batch.seq_lens = on_device
+            # SGLang allows None for both, although it declares neither so, and computes the sum again.
+            batch.seq_lens_cpu = on_host  # pyright: ignore[reportAttributeAccessIssue]
             batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
         if self.chunked is not None:
             request, plan = self.chunked

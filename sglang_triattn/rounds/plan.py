@@ -13,7 +13,7 @@ and nothing waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from sglang_triattn.config import Config
 
@@ -124,6 +124,15 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
         next_position=length + evicted_before,
         freed_slots=ceil_align(length, page_size) - ceil_align(new_length, page_size),
     )
+
+
+def in_whole_pages(config: Config, page_size: int) -> Config:
+    """The settings for a server that queues steps with drafted tokens: speculative decoding with overlap scheduling.
+
+    A round does not know how many of a queued step's tokens will hold, so their pages stay as they are: it evicts whole
+    pages before the newest tokens.
+    """
+    return replace(config, round_to=page_size)
 
 
 def scored_tokens(config: Config, context: int) -> tuple[int, int]:

@@ -110,3 +110,12 @@ def test_random_histories_in_a_full_pool(page_size):
 def test_random_histories_of_drafting_requests(page_size, settings):
     """Prevents the same where rows have reserves behind their computed entries, which move when rounds close up."""
     run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
+@pytest.mark.parametrize("prompt", ["frozen", "compact"])
+def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selection, prompt):
+    """Prevents a round from moving, or giving away, slots that a queued step writes its drafts to."""
+    settings = {"budget": 28, "interval": 16, "recent": 10, "pool": 160, "prompt": prompt, "selection": selection}
+    run(8, least_rounds=1, page_size=page_size, reserve=10, queued=5, **settings)

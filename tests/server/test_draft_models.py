@@ -41,6 +41,7 @@ MODES = {
     "pages": ("--page-size", "16", "--triattention-selection", "union"),
     "remapped": ("--page-size", "1", "--triattention-selection", "shared-mean"),
     "ranks": ("--tp-size", "2", "--triattention-selection", "union"),
+    "overlap off": ("--disable-overlap-schedule",),
 }
 CASES = [
     ("STANDALONE", "moved"),
@@ -50,6 +51,7 @@ CASES = [
     ("EAGLE", "pages"),
     ("EAGLE3", "pages"),
     ("EAGLE", "ranks"),
+    ("EAGLE", "overlap off"),
     ("NEXTN", "moved"),
 ]
 
@@ -90,7 +92,8 @@ class Pair:
     def watched(self, mode: str) -> Watched:
         """The account of a server in this mode."""
         selection = MODES[mode][-1] if "--triattention-selection" in MODES[mode] else "per-layer-head"
-        sizes = {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT}
+        # Steps are queued, before which rounds empty whole pages.
+        sizes = {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "round_to": 16 if mode == "pages" else 1}
         return Watched(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
 
     def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
@@ -165,11 +168,13 @@ def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
 def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
     """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
     everything = ids + response["output_ids"][:-1]
-    # Each rank tells of each step.
-    done = sorted({request["known"] - 1 for step in steps for request in step["requests"]})
+    # Each rank tells of each step. With overlap, of what the step before it began with: at first, of the prefill.
+    told = {request["known"] - 1 for step in steps for request in step["requests"]}
+    done = sorted(start for start in told if start >= len(ids))
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
     account = pair.watched(mode)
-    expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs)
+    overlap = mode != "overlap off"
+    expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, behind=overlap)
     assert compression(response)["rounds"] == rounds
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE

@@ -15,6 +15,7 @@ NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", s
 SCORES_ALONE = ("--triattention-value-share", "0")
 # SGLang drafts trees, and chains where pages are larger than one slot.
 PAGES = {1: ("--page-size", "1"), 16: ("--page-size", "16", "--speculative-ngram-max-bfs-breadth", "1")}
+OVERLAP = {"overlap": (), "overlap off": ("--disable-overlap-schedule",)}
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +26,24 @@ def repeating(tmp_path_factory):
 @pytest.fixture
 def drafting(probed, repeating):
     """`drafting(page_size)` returns the Client of a compressing server that drafts, and the steps of its probe."""
-    return lambda page_size: probed(*NGRAM, *PAGES[page_size], *SCORES_ALONE, model=repeating)
+    return lambda page_size, *flags: probed(*NGRAM, *PAGES[page_size], *SCORES_ALONE, *flags, model=repeating)
 
 
-def computed_before(steps: list[dict]) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts."""
-    return [request["known"] - 1 for step in steps for request in step["requests"]]
+def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
+    """How many tokens of a request were computed before each step that verifies drafts.
+
+    With overlap, a step tells what the one before it began with: the first, of the prefill.
+    """
+    told = [request["known"] - 1 for step in steps for request in step["requests"]]
+    return [start for start in told if start >= prompt_length]
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-def test_logits_and_acceptance(drafting, repeating, page_size):
+@pytest.mark.parametrize("schedule", OVERLAP)
+def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     """Prevents wrong positions and masks of drafted tokens after a round, K/V of accepted ones that a round loses, and
     drafts that no longer hold because of it."""
-    client, steps = drafting(page_size)
+    client, steps = drafting(page_size, *OVERLAP[schedule])
     client.flush()
     steps()
     ids = prompt(5, 12) + in_circle(38)
@@ -48,17 +54,19 @@ def test_logits_and_acceptance(drafting, repeating, page_size):
     everything = ids + output[:-1]
     assert output == in_circle(460, 38)
 
-    done = computed_before(steps())
+    done = computed_before(steps(), len(ids))
     assert done[0] == len(ids)
     account = oracle_of(repeating)
     account.value_share = 0.0
+    overlap = schedule == "overlap"
+    account.round_to = page_size if overlap else 1
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
-    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs)
+    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs, behind=overlap)
     assert report["rounds"] == rounds >= 10
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
     dense = Oracle(**{**vars(account), "budget": 10_000})
-    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs)
+    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs, behind=overlap)
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
     # All that a step drafts holds, from where the circle has been seen to the end, before and after rounds alike.
@@ -68,7 +76,8 @@ def test_logits_and_acceptance(drafting, repeating, page_size):
 
 def test_answers_equal_those_without_drafts(drafting, serve, repeating):
     """Prevents drafts from changing an answer over ten rounds, whether they hold or not."""
-    client, _ = drafting(1)
+    # With overlap, rounds with drafts know of one step less, and come later.
+    client, _ = drafting(1, *OVERLAP["overlap off"])
     plain = serve("--page-size", "1", *SCORES_ALONE, model=repeating)
     circle = in_circle(30)
     assert client.generate(circle, 400)["output_ids"] == plain.generate(circle, 400)["output_ids"]

@@ -121,7 +121,11 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     free = sim.slots.available_size()
     missing = slots_of_next_step(sim) - free - sim.tree.evictable_size()
     idle, room = idle_slots(sim), room_for_others(sim)
+    queued = queue_drafts(sim)
     batch = sim.compress(chunked)
+    for running, content in queued.items():
+        found = sim.content(slots_behind(sim, running)[: len(content)])
+        assert torch.equal(found, content), f"{running.req.rid} lost K/V of the queued step"
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
     freed, early, between_chunks = {True: 0, False: 0}, 0, 0
     for running in requests:
@@ -162,6 +166,23 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         more = room_for_others(sim) - room
         assert more >= 0, "a round took room"
         assert batch.batch_is_full == (more == 0), "admission must open where there is more room, and nowhere else"
+
+
+def queue_drafts(sim: Simulation) -> dict[Running, torch.Tensor]:
+    """A step that is queued writes K/V of its drafts behind each row: returns what it writes."""
+    written = {}
+    for running in sim.running if sim.queued else ():
+        slots = slots_behind(sim, running)[: sim.queued].long()
+        for buffer in (*sim.pool.k_buffer, *sim.pool.v_buffer):
+            buffer[slots] = slots[:, None, None] + 0.5
+        written[running] = sim.content(slots)
+    return written
+
+
+def slots_behind(sim: Simulation, running: Running) -> torch.Tensor:
+    """The reserve of a row."""
+    kv = running.req.kv
+    return sim.rows.req_to_token[kv.req_pool_idx, kv.kv_committed_len : kv.kv_allocated_len]
 
 
 def room_for_others(sim: Simulation) -> int:

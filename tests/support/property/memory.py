@@ -28,6 +28,7 @@ from sglang_triattn.patches.scheduler import window_pool
 from sglang_triattn.patches.scheduler.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.rounds.plan import in_whole_pages
 
 POOL, ROWS, CONTEXT = 192, 6, 160
 BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
@@ -45,6 +46,7 @@ class Memory:
         window: tokens that a query of a window layer sees, one layer beside the others with a KV pool of its own; 0 for
             none.
         reserve: slots behind a row's computed entries while it decodes, as for drafted tokens.
+        queued: how many slots of the reserve a queued step writes while rounds run, at most.
         settings: fields of the server's Config.
     """
 
@@ -59,6 +61,7 @@ class Memory:
         eviction: str = "lru",
         window: int = 0,
         reserve: int = 0,
+        queued: int = 0,
         **settings,
     ) -> None:
         self.page_size, self.pool_size = page_size, pool
@@ -66,7 +69,9 @@ class Memory:
         self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
         if window:
             self.config = self.config.for_windows(window, page_size)
-        self.radix, self.reserve = radix, reserve
+        if queued:
+            self.config = in_whole_pages(self.config, page_size)
+        self.radix, self.reserve, self.queued = radix, reserve, queued
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(
             pool, page_size, torch.float32, KV_HEADS, HEAD_DIM, LAYERS, "cpu", enable_memory_saver=False

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 
 from harness import BUDGET, INTERVAL, RECENT
+from rounded_cache import RoundedCache
 from tiny_model import TinyModel
 
 TOLERANCE = 2e-3
@@ -25,18 +26,6 @@ VALUE_SHARE = 0.8
 """The server's default for kept sets per head of each layer."""
 
 OFFSETS = [2**power for power in range(17)]
-
-
-class RoundedCache(DynamicCache):
-    """Holds what a KV cache of another dtype would return."""
-
-    def __init__(self, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> None:
-        super().__init__(config=config)
-        self._dtype = dtype
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest, **options):
-        key_states, value_states = (x.to(self._dtype).to(x.dtype) for x in (key_states, value_states))
-        return super().update(key_states, value_states, *rest, **options)
 
 
 @dataclass
@@ -61,6 +50,7 @@ class Oracle:
         window: tokens that a query of the other layers sees.
         reads: layers that read the keys and values of a scored one before them, and which one.
         stages: scored layers of each pipeline stage, which has kept sets of its own; empty for one stage.
+        round_to: how many tokens go together; up to one fewer stay beyond the budget.
         value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
             of their values from the mean of the newest; None for the server's default.
     """
@@ -80,6 +70,7 @@ class Oracle:
     interleaved: bool = False
     stored: torch.dtype = torch.float32
     total: bool = False
+    round_to: int = 1
     value_share: float | None = None
     scored: tuple[int, ...] | None = None
     rotates: tuple[bool, ...] | None = None
@@ -101,6 +92,7 @@ class Oracle:
         cached: int = 0,
         chunk: int | None = None,
         pauses: Sequence[tuple[int, int]] = (),
+        behind: bool = False,
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -111,6 +103,7 @@ class Oracle:
             cached: leading tokens of the prompt that were computed beforehand.
             chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
             pauses: half-open ranges [first, end) of tokens during which no round runs.
+            behind: whether a round after the prompt knows none of the last range, and lets its tokens stay.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -126,25 +119,30 @@ class Oracle:
         while True:
             visible[..., done : done + size] = True
             logits = self._forward(ids[done : done + size], done, visible, cache)
+            known = done if behind and done >= prompt_length else done + size
             done += size
             if done >= prompt_length:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
-            if done == len(ids):
-                return torch.cat(outputs).log_softmax(-1), rounds
-            private = int(visible[self.scored[0], 0, frozen:done].sum())
+            private = int(visible[self.scored[0], 0, frozen:known].sum())
             # The first token after the prompt is computed before the server looks at the request again.
-            if private >= keep + self.interval and done != prompt_length and done != cached:
+            due = private >= keep + self.interval and done != prompt_length and done != cached
+            if done == len(ids):
+                # Where a step is queued before the last one has ended, its round comes for nothing.
+                return torch.cat(outputs).log_softmax(-1), rounds + (due and behind)
+            if due:
                 scored = list(self.scored)
-                visible[scored, :, frozen:done] = self._kept(cache, visible[scored, :, frozen:done], frozen, done, keep)
-                private, rounds = keep, rounds + 1
+                seen = visible[scored, :, frozen:known]
+                private = keep + (private - keep) % self.round_to
+                visible[scored, :, frozen:known] = self._kept(cache, seen, frozen, known, private)
+                rounds += 1
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
             else:
                 # Until the next round every query sees what is visible now and the tokens since.
                 size = min(max(keep + self.interval - private, 1), len(ids) - done)
-            for first, behind in pauses:
-                if first <= done < behind:
-                    size = behind - done
+            for first, end in pauses:
+                if first <= done < end:
+                    size = end - done
                 elif done < first:
                     size = min(size, first - done)
 

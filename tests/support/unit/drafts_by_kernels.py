@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
+from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
 from sglang.srt.mem_cache import allocation
 
 from sglang_triattn.patches.cpu import drafts
@@ -155,3 +156,15 @@ def test_last_accepted_token(random):
     drafts.last_accepted(tokens.int(), number, ours, DRAFTED, REQUESTS)
     eagle.fill_bonus_tokens[(REQUESTS,)](tokens.int(), number, theirs, DRAFTED)
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_what_a_step_leaves_to_the_next(random, hidden):
+    """Prevents a step with overlap that drafts from another request's tokens."""
+    buffers = [torch.rand(ROWS, 1, generator=random), integers(random, 99, ROWS, 1), integers(random, 99, ROWS)]
+    states = torch.rand(ROWS, 11, generator=random) if hidden else None
+    rows = integers(random, ROWS, REQUESTS)
+    ours, theirs = (gather(rows, *buffers, states) for gather in (drafts.relayed, gather_spec_extras))
+    assert (ours[3] is None) == (theirs[3] is None) == (not hidden)
+    for mine, other in zip(ours[: 3 + hidden], theirs[: 3 + hidden], strict=True):
+        assert torch.equal(mine, other)

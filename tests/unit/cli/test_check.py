@@ -118,13 +118,9 @@ def test_refused_settings(run_check, refusal):
 
 def test_speculative_decoding(run_check):
     """Prevents drafts that are accepted here and refused by a launch, or the reverse."""
-    drafts = ("--speculative-algorithm", "ngram")
-    status, output, _ = run_check("qwen3-32b", *drafts)
-    assert status == 1
-    assert output.startswith("--disable-overlap-schedule False does not work with --enable-triattention and --specul")
-    alone = (*drafts, "--disable-overlap-schedule")
+    alone = ("--speculative-algorithm", "ngram")
     assert run_check("qwen3-32b", *alone)[0] == 0
-    assert run_check("qwen3-32b", "--disable-overlap-schedule")[0] == 0
+    assert run_check("qwen3-32b", *alone, "--disable-overlap-schedule")[0] == 0
     refused = {
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference True",
         ("qwen2.5-vl-7b",): IMAGES_UNTRIED,
@@ -143,7 +139,7 @@ def test_speculative_decoding(run_check):
 def test_settings_refused_beside_a_draft_model(run_check, refusal):
     """Prevents a setting that a launch refuses beside a draft model, but this command does not."""
     ranks = ("--tp-size", "2")
-    drafts = (*ranks, "--disable-overlap-schedule", "--speculative-eagle-topk", "1", "--speculative-algorithm")
+    drafts = (*ranks, "--speculative-eagle-topk", "1", "--speculative-algorithm")
     value = "2" if refusal.applies(2) and not refusal.applies(1) else None
     flag = ("--" + refusal.field.replace("_", "-"), *([value] if value else []))
     for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
@@ -152,6 +148,16 @@ def test_settings_refused_beside_a_draft_model(run_check, refusal):
         beside = f"--speculative-algorithm {algorithm}"
         assert (status, output) == (1, refusal.message(int(value) if value else True, beside) + "\n")
     assert run_check("qwen3-32b", *ranks, *flag)[0] == 0
+
+
+def test_mixed_chunks_beside_drafts(run_check):
+    """Prevents mixed chunks where SGLang has them, and a refusal where it turns them off by itself."""
+    flags = ("--enable-mixed-chunk", "--speculative-eagle-topk", "1", "--speculative-algorithm")
+    for algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
+        status, output, _ = run_check("qwen3-32b", *flags, algorithm)
+        assert (status, output.split(" does not")[0]) == (1, "--enable-mixed-chunk True")
+    for algorithm in ("STANDALONE", "NGRAM"):
+        assert run_check("qwen3-32b", *flags, algorithm)[0] == 0
 
 
 def test_harmless_values_of_refused_settings(run_check):

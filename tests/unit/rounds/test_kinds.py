@@ -7,7 +7,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, kind_for, snapshot
-from sglang_triattn.rounds.plan import Plan, ceil_align
+from sglang_triattn.rounds.plan import Plan, ceil_align, in_whole_pages
 
 CONFIG = Config("s", budget=64, interval=32, recent=48)
 
@@ -50,9 +50,17 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
 
 def test_newest_tokens_of_window_layers_are_never_copied():
     """Prevents window layers from reading K/V that a round has left behind."""
-    settings = CONFIG.for_windows(48, 16)
+    check_newest_stay(CONFIG.for_windows(48, 16))
+
+
+def test_newest_tokens_before_queued_drafts_are_never_copied():
+    """Prevents a queued step from writing K/V where a round no longer looks for it."""
+    check_newest_stay(in_whole_pages(CONFIG, 16))
+
+
+def check_newest_stay(settings):
     assert kind_for(settings, plan_of(16, 112, 16), 48, moves=True, page_size=16).cut == 16
-    with pytest.raises(RuntimeError, match="window layers"):
+    with pytest.raises(RuntimeError, match="would copy the newest tokens"):
         kind_for(settings, plan_of(16, 109, 16), 48, moves=True, page_size=16)
 
 

@@ -128,6 +128,7 @@ def test_refused_settings():
     beside = (*beside, *launch_settings.BESIDE_LATENTS, *launch_settings.BESIDE_STATES)
     beside = (*beside, *launch_settings.BESIDE_PREFILL_ELSEWHERE)
     beside = (*beside, *launch_settings.BESIDE_SPECULATION, *launch_settings.BESIDE_DRAFT_MODEL)
+    beside = (*beside, *launch_settings.BESIDE_HIDDEN_STATES)
     refusals = (*launch_settings.SETTINGS, *beside)
     known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
     assert told == known

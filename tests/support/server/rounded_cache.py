@@ -1,0 +1,18 @@
+"""A cache of `transformers` that rounds as a server's KV cache does."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache, PreTrainedConfig
+
+
+class RoundedCache(DynamicCache):
+    """Holds what a KV cache of another dtype would return."""
+
+    def __init__(self, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> None:
+        super().__init__(config=config)
+        self._dtype = dtype
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest, **options):
+        key_states, value_states = (x.to(self._dtype).to(x.dtype) for x in (key_states, value_states))
+        return super().update(key_states, value_states, *rest, **options)
