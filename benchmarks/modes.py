@@ -36,7 +36,7 @@ class Mode:
     """A way of serving.
 
     Attributes:
-        args: flags of both servers.
+        args: flags of both servers; "{model}" stands for the path of the model.
         env: added to the environment of both.
         devices: how many GPUs it takes, where there are any.
     """
@@ -47,6 +47,11 @@ class Mode:
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+# Its own draft model: all drafts hold until tokens are evicted.
+STANDALONE = (
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
 # The CPU platform's own backend: SGLang's for CPUs does not know the idle batches of attention data parallelism.
 REFERENCE = () if torch.accelerator.is_available() else ("--attention-backend", "torch_reference")
 MODES = {
@@ -55,7 +60,8 @@ MODES = {
     "mixed chunks": Mode(("--enable-mixed-chunk", "--chunked-prefill-size", "64")),
     "two tokenizer workers": Mode(("--tokenizer-worker-num", "2")),
     "hierarchical cache": Mode(("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "16")),
-    "n-gram drafts": Mode((*NGRAM, "--disable-overlap-schedule")),
+    "n-gram drafts": Mode(NGRAM),
+    "draft model": Mode(STANDALONE),
     "two replicas": Mode(("--dp-size", "2"), two_cores(), devices=2),
     "tensor parallel": Mode(("--tp-size", "2"), two_cores(), devices=2),
     "pipeline parallel": Mode(("--pp-size", "2"), two_cores(), devices=2),
@@ -75,7 +81,8 @@ def measure(mode: Mode, model: str, stats: str, tokens: int, runs: int, logs: Pa
     found: dict[str, list[dict]] = {"plain": [], "compressed": []}
     for run in range(runs):
         for name, measured in found.items():
-            args = [*capacity.server_args(name == "compressed", stats), *mode.args]
+            flags = [flag.replace("{model}", model) for flag in mode.args]
+            args = [*capacity.server_args(name == "compressed", stats), *flags]
             with serving(model, args, logs / f"{name}-{run}.log", dict(mode.env)) as server:
                 measured.append(capacity.measure(server.url, tokens))
     row: dict = {}
