@@ -4,6 +4,7 @@ Imports only the standard library. The server runs offline, with the python that
 temporary folder unless told otherwise.
 """
 
+import fcntl
 import os
 import secrets
 import signal
@@ -23,6 +24,10 @@ START_TIMEOUT_S = 600
 # An idle SGLang exits within three seconds; a busy one first finishes its work, which nobody here waits for.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
+
+# With attention data parallelism SGLang also listens 13 and 233 to 239 above a server's port: none of those is here.
+PORTS = [port for port in range(20_000, 30_000) if port % 50 <= 10]
+_claimed = []
 
 # SGLang's own checks of its books, as variables of a server's environment: they end the scheduler at the first slot or
 # row that is lost, owned twice or freed twice.
@@ -60,10 +65,25 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system assigns to connections: it is bound seconds later."""
-    while not port_is_free(port := secrets.choice(range(20_000, 30_000))):
+    """A port that nobody listens on and that is this process's until it ends: a server binds it seconds later.
+
+    It is below those that the system assigns to connections.
+    """
+    while not port_is_free(port := secrets.choice(PORTS)) or not _claim(port):
         pass
     return port
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process has drawn this port; the lock goes with this process."""
+    file = (Path(tempfile.gettempdir()) / f"sglang-triattn-port-{port}").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return False
+    _claimed.append(file)
+    return True
 
 
 def port_is_free(port: int) -> bool:

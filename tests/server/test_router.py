@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
@@ -13,12 +12,14 @@ import requests
 
 import server
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
-from router import running_router, wait_for_workers
+from router import cached_behind_prefixes, running_router, wait_for_rounds, wait_for_workers
 from warm import running_launch
 from words import text as words
 
 REPLICAS = 2
 KEY = "X-SMG-Routing-Key"
+# A prompt that no replica knows goes to the one that has least to do.
+SPREAD = ("--balance-abs-threshold", "0", "--balance-rel-threshold", "1")
 
 
 class Fleet:
@@ -74,14 +75,6 @@ def routed(fleet, tmp_path):
     return start
 
 
-def wait_for_rounds(clients: list[Client], rounds: int) -> None:
-    """Waits until the replicas have had so many rounds in all."""
-    deadline = time.monotonic() + 300
-    while sum(client.totals()["rounds"] for client in clients) < rounds:
-        assert time.monotonic() < deadline, "no rounds"
-        time.sleep(0.05)
-
-
 def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int]:
     """A conversation's answer, and the number of tokens that were not computed again.
 
@@ -102,20 +95,11 @@ def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int
 
 def test_prefixes_are_found(fleet, routed):
     """Prevents requests from being spread so that no replica has their prefix, and reports that the router drops."""
-    stems = [prompt(10 + number, 200) for number in range(2)]
-    before = [client.totals()["rounds"] for client in fleet.clients]
-    with routed("--policy", "cache_aware") as client, ThreadPoolExecutor(1) as threads:
-        # A prompt that no replica knows goes to the one that has least to do.
-        first = threads.submit(client.generate, stems[0], 600)
-        wait_for_rounds(fleet.clients, sum(before) + 1)
-        client.generate(stems[1], 150)
-        assert not first.done()
-        first.result()
-        for number in range(6):
-            answer = client.generate([*stems[number % 2], *prompt(20 + number, 10)], 110)
-            assert answer["meta_info"]["cached_tokens"] >= 200
-            assert compression(answer)["rounds"] > 0
-    assert all(each.totals()["rounds"] > rounds for each, rounds in zip(fleet.clients, before, strict=True))
+    with routed("--policy", "cache_aware", *SPREAD) as client:
+        answers = cached_behind_prefixes(client, fleet.clients, length=200)
+    for answer in answers:
+        assert 200 <= answer["meta_info"]["cached_tokens"] < 210
+        assert compression(answer)["rounds"] > 0
 
 
 def test_conversations_stay_with_their_replica(fleet, routed):

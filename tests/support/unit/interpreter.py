@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from checkout import ROOT
 
@@ -17,8 +18,10 @@ def assert_pass_interpreted(*arguments: str) -> None:
 
     A kernel is bound to the interpreter or the compiler when its module is first imported.
     """
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", *arguments]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "quick_interpreter", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
