@@ -63,9 +63,12 @@ def register(hooks: Sequence[Hook]) -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_triattn.patches import bindings
+
     check_version()
     for hook in hooks:
         check_target(hook)
+    bindings.search_once()
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
 

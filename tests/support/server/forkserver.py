@@ -1,10 +1,14 @@
-"""The process from which the tests' servers are forked, see `warm`. Imports nothing from this project.
+"""The process from which the tests' servers are forked, see `warm`. It imports nothing from SGLang or this project.
 
-forkserver --forks--> server --forks at once--> preforked processes, which become what it spawns later
+forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
+
+An image has imported SGLang with the environment of its servers. It is for `sglang.launch_server` alone: any other
+command is forked from the forkserver itself, and so is a server that an image must not have prepared.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -12,6 +16,7 @@ import os
 import runpy
 import socket
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from multiprocessing import util
 
@@ -28,6 +33,19 @@ PACKAGES = (
 OURS = ("sglang", "sglang_triattn")
 # Schedulers of two ranks and a detokenizer; a server that spawns more starts the rest as new interpreters.
 PREFORKED = 3
+# What a server and the processes that it spawns import before they load plugins.
+SERVER = "sglang.launch_server"
+OF_SERVERS = (
+    "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager",
+)  # fmt: skip
+# Its module for transfers makes a ZeroMQ context on import, which does not survive a fork.
+NEVER_FROM_AN_IMAGE = "--disaggregation-mode"
+# The least recently used one makes room for a new one; each holds half a gigabyte that its servers share.
+KEPT_IMAGES = 2
+# Differs for each test, and means nothing to a server.
+IGNORED = "PYTEST_CURRENT_TEST"
+PR_SET_CHILD_SUBREAPER = 36
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 32
 
@@ -40,24 +58,116 @@ def run_forkserver(ours: socket.socket) -> None:
     assert not early, f"imported before its time: {early}"
     # Garbage collections in the servers, dozens of them during imports, then skip what exists here.
     gc.freeze()
+    # Servers forked from an image become this process's children.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    images: OrderedDict[str, socket.socket] = OrderedDict()
+    ended: dict[int, int] = {}
     while True:
         data, files, *_ = socket.recv_fds(ours, LARGEST_MESSAGE, MOST_FILES)
         if not data:
             sys.exit()
         request = json.loads(data)
-        answer = exit_code(request["pid"]) if "pid" in request else os.fork()
-        if answer == 0 and "command" in request:
-            ours.close()
-            become_server(request, files)
-            return
+        answer = None
+        if "pid" in request:
+            reap(ended)
+            answer = ended.get(request["pid"])
+        else:
+            request["env"].pop(IGNORED, None)
+            if request["command"][0] == SERVER and NEVER_FROM_AN_IMAGE not in request["command"]:
+                image = image_of(request["env"], images)
+                if image is None:
+                    ours.close()
+                    return
+                answer = forked_from(image, request, files)
+            if answer is None:
+                answer = os.fork()
+            if answer == 0:
+                ours.close()
+                become_server(request, files)
+                return
+            ended.pop(answer, None)
         for file in files:
             os.close(file)
         ours.send(json.dumps(answer).encode())
 
 
-def exit_code(pid: int) -> int | None:
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+def reap(ended: dict[int, int]) -> None:
+    """Adds the exit codes of all children that have ended."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def image_of(env: dict[str, str], images: OrderedDict[str, socket.socket]) -> socket.socket | None:
+    """The socket of the image for this environment, forked if there is none. Returns None in each server of it."""
+    key = json.dumps(env, sort_keys=True)
+    if key not in images:
+        while len(images) >= KEPT_IMAGES:
+            images.popitem(last=False)[1].close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not os.fork():
+            for other in (ours, *images.values()):
+                other.close()
+            run_image(env, theirs)
+            return None
+        theirs.close()
+        images[key] = ours
+    images.move_to_end(key)
+    return images[key]
+
+
+def run_image(env: dict[str, str], theirs: socket.socket) -> None:
+    """Answers requests for servers until the forkserver closes the socket. Returns in each server."""
+    adopt_environment(env, "/")
+    for name in OF_SERVERS:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    gc.freeze()
+    while True:
+        data, files, *_ = socket.recv_fds(theirs, LARGEST_MESSAGE, MOST_FILES)
+        if not data:
+            os._exit(0)
+        pid = fork_orphan()
+        if not pid:
+            theirs.close()
+            become_server(json.loads(data), files)
+            return
+        for file in files:
+            os.close(file)
+        theirs.send(json.dumps(pid).encode())
+
+
+def forked_from(image: socket.socket, request: dict, files: list[int]) -> int | None:
+    """Process id of the server that the image forked, or None if it ended: SGLang may not even be importable."""
+    try:
+        socket.send_fds(image, [json.dumps(request).encode()], files)
+        return json.loads(image.recv(LARGEST_MESSAGE) or b"null")
+    except OSError:
+        return None
+
+
+def fork_orphan() -> int:
+    """As `os.fork`, but the new process becomes a child of the forkserver."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(writer)
+        os.waitpid(between, 0)
+        pid = int(os.read(reader, 32))
+        os.close(reader)
+        return pid
+    pid = os.fork()
+    if pid:
+        os.write(writer, str(pid).encode())
+        os._exit(0)
+    os.close(reader)
+    os.close(writer)
+    return 0
 
 
 def become_server(request: dict, files: list[int]) -> None:

@@ -1,9 +1,9 @@
-"""Servers that start in seconds: the packages under SGLang are imported once, and processes are forked from there.
+"""Servers that start in seconds: what they import is imported once, and processes are forked from there.
 
-A server is three processes, each of which imports torch, transformers, FlashInfer and more for ten seconds. One
-forkserver per test process has already done that. It has imported neither SGLang nor this package: each process of a
-server does that itself, in its usual order, so that plugins and hooks load as in `python -m sglang.launch_server`.
-The processes are also related as there: the server leads a session, and what it spawns are its children.
+A server is three processes, each of which imports torch, transformers, SGLang and more for ten seconds. One forkserver
+per test process has already done that, up to where a process of SGLang loads plugins, see `forkserver`: plugins and
+hooks load as in `python -m sglang.launch_server`. The processes are also related as there: the server leads a session,
+and what it spawns are its children.
 
 Servers that are not started here start in the usual way: tests/server/test_readme_clients.py, test_refusals.py.
 """

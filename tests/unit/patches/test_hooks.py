@@ -39,6 +39,33 @@ def test_install_applies(target):
     assert target.double(3) == 7
 
 
+@pytest.mark.parametrize("known_before", [True, False])
+def test_importers_call_the_hook_too(target, monkeypatch, known_before):
+    """Prevents a hook that runs only for callers who look the function up in its own module."""
+    importer = types.ModuleType("hook_importer")
+    importer.twice, importer.other = target.double, target.double(1)
+    target.triple = lambda value: 3 * value
+    importer.triple = target.triple
+    if known_before:
+        monkeypatch.setitem(sys.modules, "hook_importer", importer)
+    hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+    monkeypatch.setitem(sys.modules, "hook_importer", importer)
+    assert importer.twice(3) == (7 if known_before else 6)
+    assert importer.other == 2
+    hooks.install([Hook("hook_target.triple", "after", add_one, "value")])
+    assert importer.triple(3) == 10
+
+
+def test_importers_of_a_target_found_late_are_found(target, monkeypatch):
+    """Prevents a hook of another plugin, which this package knows nothing of, from missing importers."""
+    hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+    target.triple = lambda value: 3 * value
+    monkeypatch.setattr(sys.modules[__name__], "imported", target.triple, raising=False)
+    HookRegistry.register("hook_target.triple", lambda result, value: result + 1)
+    HookRegistry.apply_hooks()
+    assert sys.modules[__name__].imported(3) == 10
+
+
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
