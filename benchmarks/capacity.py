@@ -14,6 +14,7 @@ import argparse
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,16 +54,18 @@ SEEN = ("num_running_reqs", "num_used_tokens")
 
 
 class Watch(threading.Thread):
-    """Polls what all replicas run and hold, into `seen` as [seconds, running requests, slots in use]."""
+    """Polls what all replicas of these servers run and hold, into `seen` as [seconds, running requests, slots in
+    use]."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, urls: Sequence[str]) -> None:
         super().__init__(daemon=True)
-        self._url, self._start, self._ended = url, time.monotonic(), threading.Event()
+        self._urls, self._start, self._ended = urls, time.monotonic(), threading.Event()
         self.seen: list[list[float]] = []
 
     def run(self) -> None:
         while not self._ended.wait(POLL_S):
-            loads = requests.get(f"{self._url}/v1/loads?include=core", timeout=60).json()["loads"]
+            answers = [requests.get(f"{url}/v1/loads?include=core", timeout=60).json() for url in self._urls]
+            loads = [load for answer in answers for load in answer["loads"]]
             now = round(time.monotonic() - self._start, 2)
             self.seen.append([now, *(sum(load[name] for load in loads) for name in SEEN)])
 
@@ -72,10 +75,15 @@ class Watch(threading.Thread):
         return self.seen
 
 
-def measure(url: str, tokens: int) -> dict:
-    """One run of all requests; the shared tokens are already in the tree."""
+def measure(url: str, tokens: int, decoders: Sequence[str] = ()) -> dict:
+    """One run of all requests; the shared tokens are already in the tree.
+
+    Args:
+        url: where requests are sent.
+        decoders: URLs of the servers that decode them, if that is another.
+    """
     generate(url, prompts()[0][:SHARED], 1)
-    watch = Watch(url)
+    watch = Watch(decoders or [url])
     watch.start()
     start = time.monotonic()
     with ThreadPoolExecutor(REQUESTS) as pool:

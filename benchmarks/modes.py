@@ -1,6 +1,7 @@
 """What does freed memory buy in each way of serving? The requests of capacity.py, plain and compressed.
 
-Each way is a set of flags that both servers have. They alternate, and figures are medians over the runs. As in
+Each way is a set of flags that both servers have, or servers behind SGLang's router. Plain and compressed alternate,
+and figures are medians over the runs. As in
 capacity.py, the ratio of running requests is a matter of memory and carries over to a GPU; that of tokens per second
 does not.
 
@@ -10,25 +11,18 @@ does not.
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
+import apart
 import capacity
 from common import print_table, write
-from serving import prepared_model, serving
-
-
-def two_cores() -> dict[str, str]:
-    """The environment in which two ranks run on one core each; nothing on a GPU."""
-    if torch.accelerator.is_available():
-        return {}
-    cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+from serving import on_cores, prepared_model, serving
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,14 @@ class Mode:
         args: flags of both servers; "{model}" stands for the path of the model.
         env: added to the environment of both.
         devices: how many GPUs it takes, where there are any.
+        behind_router: starts the servers, where there are several, see `apart`; called with whether they compress,
+            the model, its statistics and a folder for logs.
     """
 
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     devices: int = 1
+    behind_router: Callable | None = None
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
@@ -62,12 +59,14 @@ MODES = {
     "hierarchical cache": Mode(("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "16")),
     "n-gram drafts": Mode(NGRAM),
     "draft model": Mode(STANDALONE),
-    "two replicas": Mode(("--dp-size", "2"), two_cores(), devices=2),
-    "tensor parallel": Mode(("--tp-size", "2"), two_cores(), devices=2),
-    "pipeline parallel": Mode(("--pp-size", "2"), two_cores(), devices=2),
+    "two replicas": Mode(("--dp-size", "2"), on_cores(0, 1), devices=2),
+    "tensor parallel": Mode(("--tp-size", "2"), on_cores(0, 1), devices=2),
+    "pipeline parallel": Mode(("--pp-size", "2"), on_cores(0, 1), devices=2),
     "attention data parallel": Mode(
-        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), two_cores(), devices=2
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), on_cores(0, 1), devices=2
     ),
+    "prefill and decode apart": Mode(devices=2, behind_router=apart.prefill_and_decode),
+    "two replicas behind a router": Mode(devices=2, behind_router=apart.replicas_behind_a_router),
 }
 
 
@@ -76,15 +75,25 @@ def fits(mode: Mode) -> bool:
     return not torch.accelerator.is_available() or torch.accelerator.device_count() >= mode.devices
 
 
+@contextmanager
+def running(mode: Mode, compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
+    """The URL that takes requests, and those of the servers that decode them."""
+    if mode.behind_router:
+        with mode.behind_router(compressed, model, stats, logs) as urls:
+            yield urls
+        return
+    args = [*capacity.server_args(compressed, stats), *(flag.replace("{model}", model) for flag in mode.args)]
+    with serving(model, args, logs / "server.log", dict(mode.env)) as server:
+        yield server.url, [server.url]
+
+
 def measure(mode: Mode, model: str, stats: str, tokens: int, runs: int, logs: Path) -> dict:
     """Medians of both servers, and compressed over plain."""
     found: dict[str, list[dict]] = {"plain": [], "compressed": []}
-    for run in range(runs):
+    for _ in range(runs):
         for name, measured in found.items():
-            flags = [flag.replace("{model}", model) for flag in mode.args]
-            args = [*capacity.server_args(name == "compressed", stats), *flags]
-            with serving(model, args, logs / f"{name}-{run}.log", dict(mode.env)) as server:
-                measured.append(capacity.measure(server.url, tokens))
+            with running(mode, name == "compressed", model, stats, logs) as (url, decoders):
+                measured.append(capacity.measure(url, tokens, decoders))
     row: dict = {}
     for name, measured in found.items():
         median = capacity.median_of(measured)

@@ -59,6 +59,14 @@ def threads() -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
 
 
+def on_cores(*numbers: int) -> dict[str, str]:
+    """The environment of a server whose ranks run on one core each, these of the cores; nothing on a GPU."""
+    if torch.accelerator.is_available():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[number % len(cores)]) for number in numbers)}
+
+
 @contextmanager
 def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | None = None, tokenizer: bool = False):
     """A running server that takes token ids, with the SGLang memory checks that a user has.

@@ -1,5 +1,5 @@
 """Layers that keep a state instead of KV, on plain CPUs: torch in the place of kernels that are compiled for GPUs alone
-(`convolution`, `delta_rule`).
+(`convolution`, `delta_rule`, `state_space`).
 
 SGLang parts: the kernels' modules in sglang/kernels/ops/attention and sglang/kernels/ops/mamba, from which the modules
 of the models and of their attention backends import by name.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.patches.cpu import convolution, delta_rule
+from sglang_triattn.patches.cpu import convolution, delta_rule, state_space
 
 if TYPE_CHECKING:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
@@ -40,6 +40,7 @@ def install() -> None:
     from sglang.kernels.ops.attention.linear import fused_gdn_gating
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_triton
+    from sglang.srt.layers.attention.mamba import mamba
 
     causal_conv1d_triton.causal_conv1d_fn = convolution.prefill
     causal_conv1d_triton.causal_conv1d_update = convolution.decode
@@ -54,6 +55,11 @@ def install() -> None:
     layernorm_gated.RMSNorm.forward = _norm_before_gate
     elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated
     elementwise.fused_sigmoid_mul = delta_rule.gate_outputs
+    mamba.mamba_chunk_scan_combined = state_space.prefill
+    mamba.selective_state_update = state_space.decode
+    # Names that are not defined there without a GPU.
+    setattr(mamba, "causal_conv1d_fn", convolution.prefill)  # noqa: B010
+    setattr(mamba, "causal_conv1d_update", convolution.decode)  # noqa: B010
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
     # Which copies a step makes for the tree is prepared in pinned memory, whatever the platform says of it.

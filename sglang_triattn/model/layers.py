@@ -8,6 +8,8 @@ FULL = "full_attention"
 
 # Models with windows that rotate in window layers alone: see `is_sliding` or `sliding_window` in their attention.
 _FULL_WITHOUT_ROPE = ("cohere2", "exaone4", "exaone_moe")
+# Models that leave it to their states where a token stands.
+_WITHOUT_ROPE = ("nemotron_h",)
 
 
 def scored_layers(config: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -26,6 +28,8 @@ def scored_layers(config: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     owners = kinds[: _first_sharing(config)]
     layers = tuple(number for number, kind in enumerate(owners) if kind == FULL or not only_full)
     still = config.model_type in _FULL_WITHOUT_ROPE and config.sliding_window is not None
+    if config.model_type in _WITHOUT_ROPE or getattr(config, "position_embedding_type", None) in ("nope", "none"):
+        return layers, (False,) * len(layers)
     return layers, tuple(bool(uses_rope[layer]) and not (still and kinds[layer] == FULL) for layer in layers)
 
 
@@ -52,6 +56,11 @@ def kv_heads(config: Any) -> int:
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[scored_layers(config)[0][0]]
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def head_width(config: Any) -> int:
+    """Dims of a query of a scored layer."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _kinds(config: Any) -> list[str]:

@@ -46,6 +46,11 @@ class Rope:
     style: str
 
 
+def no_rotation(head_dim: int) -> Rope:
+    """What stands for the rotation of models that have none (NoPE): it pairs up the dims of a head, and turns none."""
+    return Rope(torch.zeros(head_dim // 2, dtype=torch.float64), 1.0, head_dim // 2 * 2, "half")
+
+
 def to_complex(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Complex components [..., F] of the rotated dims of `x` [..., head_dim] (float32 or float64)."""
     turning = x[..., : rope.rotary_dim]

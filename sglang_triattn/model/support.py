@@ -45,7 +45,10 @@ _LATENT = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 _STATES = (
     *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Lfm2ForCausalLM"),
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+    *("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"),
 )
+# Of these, those whose attention may have no rotary embedding in any layer: states tell them where a token stands.
+_NEVER_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"
@@ -97,8 +100,13 @@ def has_covered_latents(architectures: list[str] | None) -> bool:
 
 
 def has_covered_states(architectures: list[str] | None) -> bool:
-    """Whether the first of `architectures` may have layers that keep a state instead of KV."""
+    """Whether the first of `architectures` may have layers that keep a state instead of KV, or beside it."""
     return bool(architectures) and architectures[0] in _STATES
+
+
+def may_lack_rotation(architectures: list[str] | None) -> bool:
+    """Whether no layer of the first of `architectures` needs to have a rotary embedding."""
+    return bool(architectures) and architectures[0] in _NEVER_ROTATED
 
 
 def unsupported(config: Fields) -> str | None:
@@ -202,7 +210,8 @@ def _by_position(fields: Fields, kinds: list[str]) -> str | None:
     axes = "mrope_section" in rope or kind == "mrope"
     reasons = (
         (fields.get("alibi") or fields.get("use_alibi") or embedding == "alibi", "it has ALiBi in place of rotation"),
-        (embedding in ("absolute", "learned_absolute", "nope", "none"), _NO_ROPE),
+        (embedding in ("absolute", "learned_absolute"), _NO_ROPE),
+        (embedding in ("nope", "none") and not may_lack_rotation([architecture(fields)]), _NO_ROPE),
         (fields.get("attn_use_rope") is False, _NO_ROPE),
         (unlike, "its layers rotate in different ways"),
         (

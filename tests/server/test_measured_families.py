@@ -38,6 +38,9 @@ CASES = {
     "qwen3-next": ((3,), (3,)),
     "qwen3.5": (WINDOWED, WINDOWED),
     "lfm2": (WINDOWED, WINDOWED),
+    "falcon-h1": (ALL, ALL),
+    "granite-4-h": (WINDOWED, ()),
+    "nemotron-h": ((1, 4), ()),
 }
 
 

@@ -12,14 +12,13 @@ import requests
 
 import server
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
-from router import cached_behind_prefixes, running_router, wait_for_rounds, wait_for_workers
+from replicas import cached_behind_prefixes, wait_for_rounds
+from run_router import SPREAD, running_router, wait_for_workers
 from warm import running_launch
 from words import text as words
 
 REPLICAS = 2
 KEY = "X-SMG-Routing-Key"
-# A prompt that no replica knows goes to the one that has least to do.
-SPREAD = ("--balance-abs-threshold", "0", "--balance-rel-threshold", "1")
 
 
 class Fleet:
@@ -95,7 +94,7 @@ def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int
 
 def test_prefixes_are_found(fleet, routed):
     """Prevents requests from being spread so that no replica has their prefix, and reports that the router drops."""
-    with routed("--policy", "cache_aware", *SPREAD) as client:
+    with routed(*SPREAD) as client:
         answers = cached_behind_prefixes(client, fleet.clients, length=200)
     for answer in answers:
         assert 200 <= answer["meta_info"]["cached_tokens"] < 210

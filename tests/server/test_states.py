@@ -20,6 +20,10 @@ CASES = [
     ("qwen3.5", 16, "union", WITH_BUFFER),
     ("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER),
     ("qwen3-next", 1, "shared-mean", ("--tp-size", "2", *WITH_BUFFER)),
+    ("falcon-h1", 16, "per-layer-head", WITH_BUFFER),
+    ("falcon-h1", 1, "union", ("--tp-size", "2", *WITHOUT_BUFFER)),
+    ("granite-4-h", 1, "per-layer-head", WITH_BUFFER),
+    ("nemotron-h", 16, "shared-mean", WITH_BUFFER),
 ]
 
 

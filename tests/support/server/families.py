@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from state_settings import LFM2, QWEN3_5, QWEN3_NEXT, QWEN3_NEXT_WRITTEN
+from state_settings import STATE_FAMILIES
 from tiny_model import END, VOCABULARY, TinyModel
 
 WINDOW = 48
@@ -241,9 +241,6 @@ FAMILIES = {
             "rope_parameters": PLAIN_ROPE,
         },
     ),
-    "qwen3-next": Family("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT, QWEN3_NEXT_WRITTEN),
-    "qwen3.5": Family("Qwen3_5TextConfig", "qwen3_5_text", QWEN3_5, {"full_attention_interval": 2}),
-    "lfm2": Family("Lfm2Config", "lfm2", LFM2),
     "glm-4.5": Family(
         "Glm4MoeConfig",
         "glm4_moe",
@@ -259,6 +256,7 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES |= {name: Family(*parts) for name, parts in STATE_FAMILIES.items()}
 # Every token takes every expert, so that no rounding decides which.
 _EVERY = {**FAMILIES["qwen3-moe"].settings, "num_experts_per_tok": 4}
 FAMILIES["glm-4.5-all"] = replace(

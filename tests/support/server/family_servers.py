@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from safetensors.torch import load_file
 
-from families import FAMILIES, WINDOW, build_family
+from families import FAMILIES, HEAD_DIM, WINDOW, build_family
 from gemma4_family import VARIANTS, build_gemma4
 from harness import (
     BUDGET,
@@ -22,8 +22,9 @@ from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from mtp_family import build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
-from sglang_triattn.model.rope import Rope
+from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
+from state_settings import STATE_FAMILIES
 from step_family import build_step
 from tiny_model import save_random_stats
 
@@ -41,7 +42,8 @@ BUILDERS = {
     **LATENTS,
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
 }
-STATE_FAMILIES = ("qwen3-next", "qwen3.5", "qwen3.5-whole", "lfm2")
+# No layer of these has a rotary embedding.
+NEVER_ROTATED = ("granite-4-h", "nemotron-h")
 MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
@@ -53,7 +55,9 @@ WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
 
 
 def rope_of(model: torch.nn.Module, family: str) -> Rope:
-    """The rotation in the layers without a window."""
+    """The rotation in the layers without a window; of no dim where the model has none."""
+    if family in NEVER_ROTATED:
+        return no_rotation(HEAD_DIM)
     rotary = model.model.rotary_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
@@ -66,7 +70,7 @@ def prepared(folder, family):
     tiny = BUILDERS[family](folder) if family in BUILDERS else build_family(folder, family)
     model = tiny.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
-    layers = tuple(number for number, kind in enumerate(kinds) if kind == "full_attention")
+    layers = tuple(number for number, kind in enumerate(kinds) if kind in ("full_attention", "hybrid"))
     own = len(kinds) - (getattr(model.config, "num_kv_shared_layers", None) or 0)
     # Layers that read the KV of the last one before them that has some.
     reads = {number: max(layer for layer in layers if layer < own) for number in layers if number >= own}
@@ -74,7 +78,8 @@ def prepared(folder, family):
     if family == "nemotron-nas":
         layers = tuple(number for number in layers if number != WITHOUT_ATTENTION)
     rope = rope_of(model, family)
-    rotates = tuple(number not in WITHOUT_ROPE.get(family, ()) for number in layers)
+    still = layers if family in NEVER_ROTATED else WITHOUT_ROPE.get(family, ())
+    rotates = tuple(number not in still for number in layers)
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
     save_random_stats(tiny, pool_rope(rope) if latent else rope, layers, rotates, start)
@@ -114,7 +119,7 @@ def remote_code(family: str) -> list[str]:
 def started(serve, tiny, family, *flags, env=None):
     more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family in STATE_FAMILIES:
+    if family in STATE_FAMILIES or family == "qwen3.5-whole":
         # Otherwise a share of the machine's memory.
         more += ["--max-mamba-cache-size", "192"]
     env = {

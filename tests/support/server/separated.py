@@ -9,7 +9,7 @@ from typing import Any
 
 import server
 from harness import STRICT, Client, compressed_args, plain_args
-from router import running_router
+from run_router import running_router
 from tiny_model import TinyModel
 from warm import Forkserver, running_launch
 

@@ -83,10 +83,10 @@ def test_json_says_the_same(run_check):
     assert fact(text, "freed") == f"{size:,} bytes per evicted token, whole pages of 16 tokens at a time"
     assert content["not_judged"] == ["--port"] == fact(text, "not judged").split()
     assert content["settings"]["budget"] == 2048
-    status, output, _ = run_check("falcon-h1-7b", "--json")
+    status, output, _ = run_check("kimi-linear-48b-a3b", "--json")
     content = json.loads(output)
     assert (status, content["compressed"], len(content["scored"])) == (1, False, 1)
-    assert run_check("falcon-h1-7b")[1] == content["refusal"] + "\n"
+    assert run_check("kimi-linear-48b-a3b")[1] == content["refusal"] + "\n"
 
 
 def test_flags_reach_the_answer(run_check):

@@ -1,0 +1,37 @@
+"""What tests ask of replicas behind SGLang's router."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from harness import Client, prompt
+
+ROUNDS_S = 300
+# Prompts after which all replicas have each had one, whatever the router goes by.
+MOST_PREFIXES = 12
+
+
+def wait_for_rounds(replicas: Sequence[Client], rounds: int) -> None:
+    """Waits until the replicas have had so many rounds in all."""
+    deadline = time.monotonic() + ROUNDS_S
+    while sum(replica.totals()["rounds"] for replica in replicas) < rounds:
+        assert time.monotonic() < deadline, "no rounds"
+        time.sleep(0.05)
+
+
+def cached_behind_prefixes(router: Client, replicas: Sequence[Client], length: int) -> list[dict]:
+    """Answers to prompts behind prefixes of this length that other prompts have brought to all replicas.
+
+    Which replica gets a prompt that none knows is the router's choice; it spreads those that come at once.
+    """
+    before = [replica.totals()["rounds"] for replica in replicas]
+    stems: list[list[int]] = []
+    with ThreadPoolExecutor(len(replicas)) as pool:
+        while any(replica.totals()["rounds"] == rounds for replica, rounds in zip(replicas, before, strict=True)):
+            assert len(stems) < MOST_PREFIXES, "a replica gets no requests"
+            new = [prompt(10 + len(stems) + n, length) for n in range(len(replicas))]
+            list(pool.map(lambda ids: router.generate(ids, 110), new))
+            stems += new
+    return [router.generate([*stem, *prompt(30 + n, 10)], 110) for n, stem in enumerate(stems)]
