@@ -11,6 +11,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 
 FAMILY = "qwen3-moe-all"
 TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
 # The first layer is scored here, where equal tokens have equal values: which goes first, an account does not know.
 KEYS_ALONE = ("--triattention-value-share", "0")
 BACKEND = ("--attention-backend", "torch_reference")
@@ -22,10 +23,15 @@ def rounds_of_groups(client) -> list[int]:
     return [state["triattention"]["rounds"] for state in states]
 
 
-@pytest.mark.parametrize(("page_size", "selection"), [(1, "shared-mean"), (16, "per-layer-head")])
-def test_logits(serve, tmp_path, page_size, selection):
-    """Prevents heads of another group's batch from being scored, and a merge that waits for a group without a round."""
-    compare_with_account(serve, tmp_path, FAMILY, page_size, selection, *TWO_GROUPS, *KEYS_ALONE, env=two_cores())
+CASES = [(TWO_GROUPS, 1, "shared-mean"), (TWO_GROUPS, 16, "per-layer-head"), (GROUPS_OF_TWO, 1, "union")]
+
+
+@pytest.mark.parametrize(("groups", "page_size", "selection"), CASES)
+def test_logits(serve, tmp_path, groups, page_size, selection):
+    """Prevents heads of another group's batch from being scored, and a merge that waits for a group without a round, or
+    takes in another group's ranks."""
+    env = two_cores(ranks=4 if groups is GROUPS_OF_TWO else 2)
+    compare_with_account(serve, tmp_path, FAMILY, page_size, selection, *groups, *KEYS_ALONE, env=env)
 
 
 def test_answers_and_storm(serve, tmp_path):

@@ -3,7 +3,7 @@
 forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
 
 An image has imported SGLang with the environment of its servers. It is for `sglang.launch_server` alone: any other
-command is forked from the forkserver itself, and so is a server that an image must not have prepared.
+command is forked from the forkserver itself.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ PACKAGES = (
     "xgrammar", "timm", "quack", "torchcodec", "IPython", "uvicorn", "uvloop", "watchfiles", "lxml.etree",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
-# Schedulers of two ranks and a detokenizer; a server that spawns more starts the rest as new interpreters.
-PREFORKED = 3
+# Schedulers of two ranks and a detokenizer, or of four ranks; what is spawned besides starts as a new interpreter.
+PREFORKED = 4
+DATA_PARALLEL = "--dp-size"
 # What a server and the processes that it spawns import before they load plugins.
 SERVER = "sglang.launch_server"
 OF_SERVERS = (
     "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
-# Its module for transfers makes a ZeroMQ context on import, which does not survive a fork.
-NEVER_FROM_AN_IMAGE = "--disaggregation-mode"
 # The least recently used one makes room for a new one; each holds half a gigabyte that its servers share.
 KEPT_IMAGES = 2
+# Files that a spawned process has from the one that spawned it.
+passed: list[int] = []
 # Differs for each test, and means nothing to a server.
 IGNORED = "PYTEST_CURRENT_TEST"
 PR_SET_CHILD_SUBREAPER = 36
@@ -73,7 +74,7 @@ def run_forkserver(ours: socket.socket) -> None:
             answer = ended.get(request["pid"])
         else:
             request["env"].pop(IGNORED, None)
-            if request["command"][0] == SERVER and NEVER_FROM_AN_IMAGE not in request["command"]:
+            if request["command"][0] == SERVER:
                 image = image_of(request["env"], images)
                 if image is None:
                     ours.close()
@@ -198,11 +199,15 @@ def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:
         return None
     for other in (ours, *(other for _, other in preforked)):
         other.close()
+    # By these this process's parent and its own tell when the other ends.
+    while passed:
+        os.close(passed.pop())
     data, files, *_ = socket.recv_fds(theirs, LARGEST_MESSAGE, MOST_FILES)
     if not data:
         os._exit(0)
     theirs.close()
     request = json.loads(data)
+    passed.extend(request["numbers"])
     # Moved out of the way first: a wanted number may be one of these.
     free = max(*files, *request["numbers"]) + 1
     for number, file in enumerate(files):
@@ -236,16 +241,28 @@ def spawn_from(preforked: list[tuple[int, socket.socket]]) -> None:
     util.spawnv_passfds = spawn_warm
 
 
-def main() -> None:
-    run_forkserver(socket.socket(fileno=int(sys.argv[1])))
+def prefork_all() -> str | None:
+    """Preforks what this process will spawn. Returns None, and in each new process, when it is needed, what to run."""
     preforked: list[tuple[int, socket.socket]] = []
     for _ in range(PREFORKED):
         code = prefork(preforked)
         if code is not None:
-            exec(code, {})
-            return
+            return code
     spawn_from(preforked)
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    return None
+
+
+def main() -> None:
+    run_forkserver(socket.socket(fileno=int(sys.argv[1])))
+    # The controller of data-parallel ranks, which the server spawns, spawns those.
+    generations = 2 if DATA_PARALLEL in sys.argv else 1
+    code = prefork_all()
+    if code is None:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    for _ in range(1, generations):
+        code = prefork_all() or code
+    exec(code, {})
 
 
 if __name__ == "__main__":

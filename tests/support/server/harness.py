@@ -22,10 +22,10 @@ def own_core() -> int:
     return cores[-1 - int(worker) % len(cores)]
 
 
-def two_cores() -> dict[str, str]:
-    """The environment in which two ranks run on one core each."""
+def two_cores(ranks: int = 2) -> dict[str, str]:
+    """The environment in which ranks run on two cores by turns, each on one."""
     cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[-(rank % 2)]) for rank in range(ranks))}
 
 
 def unused_architectures(*used: str) -> str:

@@ -13,6 +13,8 @@ from run_router import running_router
 from tiny_model import TinyModel
 from warm import Forkserver, running_launch
 
+# Which requests are prefilled or decoded together is chance here, and with it the last bits of equal tokens' values.
+KEYS_ALONE = ("--triattention-value-share", "0")
 TRANSFER = ("--disaggregation-transfer-backend", "process_memory")
 
 
@@ -43,6 +45,8 @@ def running_separated(
 ) -> Iterator[list[Separated]]:
     """One prefill server, and a decode server for each of `compressed`, with a router of its own.
 
+    What is compressed is chosen by keys alone.
+
     Args:
         args: for all servers.
         compressed: whether the decode servers compress; the prefill server does not.
@@ -62,8 +66,8 @@ def running_separated(
         prefill = start("prefill", [*plain_args(), *common, "prefill"], {})
         found = []
         for number, compresses in enumerate(compressed):
-            given = compressed_args(tiny, *common, "decode") if compresses else [*plain_args(), *common, "decode"]
-            decode = start(f"decode-{number}", given, env or {})
+            given = compressed_args(tiny, *KEYS_ALONE) if compresses else plain_args()
+            decode = start(f"decode-{number}", [*given, *common, "decode"], env or {})
             routing = ["--pd-disaggregation", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
             router = running_router([prefill.url, decode.url], folder / f"router-{number}.log", *routing)
             found.append(Separated(stack.enter_context(router), prefill, decode))
