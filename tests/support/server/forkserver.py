@@ -34,12 +34,14 @@ OURS = ("sglang", "sglang_triattn")
 # Schedulers of two ranks and a detokenizer, or of four ranks; what is spawned besides starts as a new interpreter.
 PREFORKED = 4
 DATA_PARALLEL = "--dp-size"
-# What a server and the processes that it spawns import before they load plugins.
+# What the processes that a server spawns import before they load plugins.
 SERVER = "sglang.launch_server"
 OF_SERVERS = (
-    "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
+# Later: the CPU platform replaces what these import by name.
+MODELS = "sglang.srt.models."
 # The least recently used one makes room for a new one; each holds half a gigabyte that its servers share.
 KEPT_IMAGES = 2
 # Files that a spawned process has from the one that spawned it.
@@ -127,6 +129,8 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     adopt_environment(env, "/")
     for name in OF_SERVERS:
         importlib.import_module(name)
+    early = [name for name in sys.modules if name.startswith(MODELS)]
+    assert not early, f"imported before its time: {early}"
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.freeze()
     while True:
