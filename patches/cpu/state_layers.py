@@ -58,8 +58,9 @@ def install() -> None:
     mamba.mamba_chunk_scan_combined = state_space.prefill
     mamba.selective_state_update = state_space.decode
     # Names that are not defined there without a GPU.
-    setattr(mamba, "causal_conv1d_fn", convolution.prefill)  # noqa: B010
-    setattr(mamba, "causal_conv1d_update", convolution.decode)  # noqa: B010
+    for suffix in ("", "_triton"):
+        setattr(mamba, f"causal_conv1d_fn{suffix}", convolution.prefill)
+        setattr(mamba, f"causal_conv1d_update{suffix}", convolution.decode)
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
     # Which copies a step makes for the tree is prepared in pinned memory, whatever the platform says of it.

@@ -219,8 +219,9 @@ def _check_numbers(stats: QueryStats) -> None:
     if rope is not None:
         require(rope.rotary_dim == 2 * mean.shape[-1] == 2 * rope.inv_freq.numel(), "rotary_dim disagrees")
         require(rope.style in ("half", "interleaved"), f"unknown RoPE style {quoted(rope.style)}")
-        # Pairs of dims that RoPE leaves alone have frequency 0.
-        turns = bool((torch.isfinite(rope.inv_freq) & (rope.inv_freq >= 0)).all() and rope.inv_freq.any())
+        # Pairs of dims that RoPE leaves alone have frequency 0: all of them in models without RoPE.
+        turns = bool((torch.isfinite(rope.inv_freq) & (rope.inv_freq >= 0)).all())
+        turns = turns and (bool(rope.inv_freq.any()) or not any(stats.rotates))
         require(turns and 0 < rope.attention_scaling < math.inf, "a RoPE value is not positive and finite")
 
 

@@ -23,15 +23,19 @@ def rounds_of_groups(client) -> list[int]:
     return [state["triattention"]["rounds"] for state in states]
 
 
-CASES = [(TWO_GROUPS, 1, "shared-mean"), (TWO_GROUPS, 16, "per-layer-head"), (GROUPS_OF_TWO, 1, "union")]
+CASES = [
+    (FAMILY, TWO_GROUPS, 1, "shared-mean"),
+    (FAMILY, TWO_GROUPS, 16, "per-layer-head"),
+    ("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
+]
 
 
-@pytest.mark.parametrize(("groups", "page_size", "selection"), CASES)
-def test_logits(serve, tmp_path, groups, page_size, selection):
+@pytest.mark.parametrize(("family", "groups", "page_size", "selection"), CASES)
+def test_logits(serve, tmp_path, family, groups, page_size, selection):
     """Prevents heads of another group's batch from being scored, and a merge that waits for a group without a round, or
     takes in another group's ranks."""
     env = two_cores(ranks=4 if groups is GROUPS_OF_TWO else 2)
-    compare_with_account(serve, tmp_path, FAMILY, page_size, selection, *groups, *KEYS_ALONE, env=env)
+    compare_with_account(serve, tmp_path, family, page_size, selection, *groups, *KEYS_ALONE, env=env)
 
 
 def test_answers_and_storm(serve, tmp_path):

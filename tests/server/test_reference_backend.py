@@ -25,6 +25,9 @@ CASES = [
     ("qwen3-next", 1),
     ("lfm2", 1),
     ("qwen3.5", 1),
+    ("falcon-h1", 1),
+    ("granite-4-h", 1),
+    ("nemotron-h", 1),
 ]
 
 

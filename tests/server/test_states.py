@@ -78,11 +78,18 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     serve.stop(client)
 
 
-@pytest.mark.parametrize(("flags", "requests"), [(WITHOUT_BUFFER, 30), ((*WITH_BUFFER, "--page-size", "16"), 60)])
-def test_answers_and_storm(serve, tmp_path, flags, requests):
+@pytest.mark.parametrize(
+    ("family", "flags", "requests"),
+    [
+        ("qwen3-next", WITHOUT_BUFFER, 30),
+        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 60),
+        ("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
+    ],
+)
+def test_answers_and_storm(serve, tmp_path, family, flags, requests):
     """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's, and leaks of slots, rows
     or states."""
-    family, flags = "qwen3-next", (*flags, "--max-total-tokens", "1536", *FLAGS)
+    flags = (*flags, "--max-total-tokens", "1536", *FLAGS)
     tiny, account = prepared(tmp_path, family)
     client = started(serve, tiny, family, *flags, env=RETRACTING)
     modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)), "TORCHDYNAMO_DISABLE": "1"}

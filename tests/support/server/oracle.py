@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from harness import BUDGET, INTERVAL, RECENT
-from rounded_cache import RoundedCache
 from tiny_model import TinyModel
+from transformers_parts import RoundedCache, attention_of
 
 TOLERANCE = 2e-3
 """Between served and recomputed log-probabilities, whose sums run in different orders."""
@@ -163,10 +163,10 @@ class Oracle:
             return lambda module, args, kwargs: (args, {**kwargs, "attention_mask": mask})
 
         hooks = [
-            layer.self_attn.register_forward_pre_hook(mask_of(number), with_kwargs=True)
+            attention.register_forward_pre_hook(mask_of(number), with_kwargs=True)
             for number, layer in enumerate(self._layers())
             # Layers that keep a state see all tokens.
-            if getattr(layer, "self_attn", None) is not None
+            if (attention := attention_of(layer)) is not None
         ]
         try:
             output = self.model(
@@ -182,7 +182,7 @@ class Oracle:
 
     def _keeps_states(self) -> bool:
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
-        return bool({"linear_attention", "conv"}.intersection(kinds))
+        return bool({"linear_attention", "conv", "hybrid"}.intersection(kinds))
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
         """What the model is told of the tokens from `start` to `total` besides their ids."""

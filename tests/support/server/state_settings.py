@@ -66,7 +66,8 @@ GRANITE_4_H: dict[str, Any] = {
     "layer_types": ["mamba", "attention"] * 2,
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
-    "mamba_n_groups": 2,
+    # As published; transformers and SGLang differ with more.
+    "mamba_n_groups": 1,
     "mamba_d_state": 24,
     "mamba_chunk_size": 64,
     "position_embedding_type": "nope",
@@ -87,7 +88,13 @@ NEMOTRON_H: dict[str, Any] = {
     "ssm_state_size": 24,
     "chunk_size": 64,
 }
-NEMOTRON_H_WRITTEN: dict[str, Any] = {"hybrid_override_pattern": "M*-" * 2, "layers_block_type": None}
+NEMOTRON_H_WRITTEN: dict[str, Any] = {
+    "hybrid_override_pattern": "M*-" * 2,
+    "layers_block_type": None,
+    # The name that SGLang reads.
+    "mamba_n_groups": 2,
+    "num_hidden_layers": 6,
+}
 
 # Configuration in transformers, SGLang's module, settings, and what the file has in place of what transformers writes.
 STATE_FAMILIES: dict[str, tuple[Any, ...]] = {

@@ -1,4 +1,4 @@
-"""A cache of `transformers` that rounds as a server's KV cache does."""
+"""What accounts need of `transformers`: a cache that rounds as a server's does, and the attention of a layer."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ class RoundedCache(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest, **options):
         key_states, value_states = (x.to(self._dtype).to(x.dtype) for x in (key_states, value_states))
         return super().update(key_states, value_states, *rest, **options)
+
+
+def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+    """The attention of a layer of a transformers model, if it has one; in Nemotron-H, a layer has one part alone."""
+    found = getattr(layer, "self_attn", None)
+    mixer = getattr(layer, "mixer", None)
+    return mixer if found is None and hasattr(mixer, "q_proj") else found
