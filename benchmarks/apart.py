@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-import server
 from capacity import server_args
 from run_router import SPREAD, running_router
+from server import free_port
 from serving import on_cores, serving
 
 # Requests here wait for room, longer than the router and a decode server let them by default.
@@ -26,7 +26,7 @@ TRANSFER = () if torch.accelerator.is_available() else ("--disaggregation-transf
 @contextmanager
 def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
     """A server that prefills and one that decodes, which compresses or not."""
-    bootstrap = str(server.free_port())
+    bootstrap = str(free_port())
     common = [*TRANSFER, "--disaggregation-bootstrap-port", bootstrap, "--disaggregation-mode"]
     with ExitStack() as stack:
         found = []

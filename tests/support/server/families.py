@@ -263,7 +263,7 @@ FAMILIES["glm-4.5-all"] = replace(
     FAMILIES["glm-4.5"], settings={**FAMILIES["glm-4.5"].settings, "num_experts_per_tok": 4}
 )
 FAMILIES["qwen3-moe-all"] = replace(FAMILIES["qwen3-moe"], settings=_EVERY, seed=4)
-# As many KV heads as there are ranks: on CPUs SGLang adds heads otherwise, which the weights do not have.
+# As many KV heads as there are ranks, because SGLang adds what is missing on CPUs.
 _WIDE = {**_EVERY, "num_attention_heads": 2 * HEADS, "num_key_value_heads": 2 * KV_HEADS}
 FAMILIES["qwen3-moe-wide"] = replace(FAMILIES["qwen3-moe"], settings=_WIDE, seed=4)
 
@@ -295,6 +295,5 @@ def build_family(folder: Path, family: str) -> TinyModel:
     file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     if FAMILIES[family].code:
         (folder / family / "configuration.py").write_text(FAMILIES[family].code)
-    layers, width = fields["num_hidden_layers"], fields.get("head_dim", 0)
-    heads = model.config.num_attention_heads, model.config.num_key_value_heads
-    return TinyModel(folder / family, folder / f"{family}.safetensors", layers, *heads, width)
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads, fields.get("head_dim", 0)
+    return TinyModel(folder / family, folder / f"{family}.safetensors", fields["num_hidden_layers"], *heads)
