@@ -51,6 +51,19 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     assert_pool_is_whole(client)
 
 
+def test_answers_below_the_trigger(serve):
+    """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
+    flags = (MIXED, "--page-size", "16", "--chunked-prefill-size", "64")
+    client, plain = serve(*flags), serve(*flags, compressed=False)
+    stem = prompt(1, 90)
+    for ids in (stem, stem + prompt(3, 50)):
+        ours, theirs = (each.generate(ids, BUDGET, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+    assert ours["meta_info"]["cached_tokens"] == 80
+
+
 def test_storm_of_mixed_steps(serve):
     """Prevents leaks, hangs and lengths that disagree where requests are aborted or retracted out of mixed steps."""
     client = serve(MIXED, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)

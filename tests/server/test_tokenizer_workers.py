@@ -7,7 +7,8 @@ import json
 
 import psutil
 
-from harness import assert_pool_is_whole, greedy, prompt
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
+from storm import FLAGS, RETRACTING, retractions, storm
 
 WORKERS = ("--tokenizer-worker-num", "2", "--enable-http-worker-reuseport")
 
@@ -55,4 +56,22 @@ def test_each_worker_refuses_and_reports(serve):
             assert "custom_params.triattention.budget" in text
     # Two workers answered, one scheduler held all of it.
     assert client.totals()["rounds"] >= 8
+    assert_pool_is_whole(client)
+
+
+def test_answers_and_storm(serve):
+    """Prevents answers below the trigger from differing from plain SGLang's, and leaks where the workers abort requests
+    that the scheduler retracts."""
+    flags = (*WORKERS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
+    client, plain = (serve(*flags, env=RETRACTING, compressed=compressed) for compressed in (True, False))
+    for ids in (prompt(1, 60), prompt(1, 60) + prompt(3, 30)):
+        ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+            assert ours["meta_info"][field] == theirs["meta_info"][field]
+    serve.stop(plain)
+    _, finished = storm(client, 5, 40, (24, BUDGET), 1500, conversations=4)
+    assert len(finished) > 20
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > 20
     assert_pool_is_whole(client)
