@@ -131,9 +131,8 @@ def main() -> None:
             if not fits(mode):
                 print(f"{name}: left out, it takes {mode.devices} GPUs", flush=True)
                 continue
-            rows.append(
-                {"mode": name, "flags": " ".join(mode.args), **measure(mode, model, stats, tokens, runs, Path(logs))}
-            )
+            row = {"mode": name, "flags": " ".join(mode.args), "tokens": tokens}
+            rows.append({**row, **measure(mode, model, stats, tokens, runs, Path(logs))})
             table(rows[-1:])
     table(rows)
     setting = {

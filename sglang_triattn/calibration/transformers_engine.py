@@ -24,7 +24,7 @@ from sglang_triattn.calibration.latent_queries import absorbed, key_weights
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.fingerprint import model_fingerprint
-from sglang_triattn.model.layers import head_width, kv_heads, readers, scored_layers
+from sglang_triattn.model.layers import head_width, kv_heads, never_rotates, readers, scored_layers
 from sglang_triattn.model.rope import RopeError, no_rotation, rope_of_transformers
 from sglang_triattn.model.support import has_covered_latents
 from sglang_triattn.model.vision import is_covered
@@ -92,7 +92,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     body = _load_body(model_path, dtype, attention_for(config)).to(device)
     layers, rotates = scored_layers(config)
     try:
-        rope = rope_of_transformers(body, config) if any(rotates) else no_rotation(head_width(config))
+        rope = no_rotation(head_width(config)) if never_rotates(config) else rope_of_transformers(body, config)
     except RopeError as error:
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
     places = {reader: layers.index(layer) for reader, layer in readers(config).items()}

@@ -28,9 +28,14 @@ def scored_layers(config: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     owners = kinds[: _first_sharing(config)]
     layers = tuple(number for number, kind in enumerate(owners) if kind == FULL or not only_full)
     still = config.model_type in _FULL_WITHOUT_ROPE and config.sliding_window is not None
-    if config.model_type in _WITHOUT_ROPE or getattr(config, "position_embedding_type", None) in ("nope", "none"):
+    if never_rotates(config):
         return layers, (False,) * len(layers)
     return layers, tuple(bool(uses_rope[layer]) and not (still and kinds[layer] == FULL) for layer in layers)
+
+
+def never_rotates(config: Any) -> bool:
+    """Whether no layer has a rotary embedding, scored or not."""
+    return config.model_type in _WITHOUT_ROPE or getattr(config, "position_embedding_type", None) in ("nope", "none")
 
 
 def readers(config: Any) -> dict[int, int]:
