@@ -118,12 +118,14 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="few tokens, one run, the first two ways only")
     parser.add_argument("--only", nargs="+", choices=MODES, help="leave out the others")
-    parser.add_argument("--tokens", type=int, default=1000, help="generated tokens of a request")
+    parser.add_argument(
+        "--tokens", type=int, help="generated tokens of a request, by default 1000, or with --quick 360"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
     options = parser.parse_args()
-    tokens, runs = (options.tokens, options.runs) if not options.quick else (360, 1)
+    tokens, runs = options.tokens or (360 if options.quick else 1000), 1 if options.quick else options.runs
     rows = []
     with prepared_model(options.model, options.stats, "Qwen3") as (model, stats), TemporaryDirectory() as logs:
         for name in options.only or list(MODES)[: 2 if options.quick else None]:
