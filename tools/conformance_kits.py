@@ -65,7 +65,7 @@ _SPEED = "its limits are speeds of GPUs"
 
 _KL = {"kl_div_thres": 0.003, "kl_div_max_samples": 4}
 _TREE = {"kl_threshold": 0.003, "prefix_len": 128, "num_groups": 2, "branches_per_group": 2}
-_ABORT = {"abort_all_max_new_tokens": 8000, "abort_all_sleep": 20}
+_ABORT = {"abort_all_max_new_tokens": 8000, "abort_all_sleep": 6}
 _NO_GSM8K = {"test_gsm8k": _DATA}
 _UNLIMITED = "its answer has no limit, and a model of this size writes up to the end of its context"
 _SENSE = "asks for sense; run with SmolLM2"
