@@ -23,6 +23,11 @@ PATIENTLY = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "3600", "SGLANG_DISAGGRE
 TRANSFER = () if torch.accelerator.is_available() else ("--disaggregation-transfer-backend", "process_memory")
 
 
+def _on_gpu(number: int) -> tuple[str, ...]:
+    """The flags of a server with a GPU of its own, where there are any."""
+    return ("--base-gpu-id", str(number)) if torch.accelerator.is_available() else ()
+
+
 @contextmanager
 def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
     """A server that prefills and one that decodes, which compresses or not."""
@@ -31,9 +36,7 @@ def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> 
     with ExitStack() as stack:
         found = []
         for number, role in enumerate(("prefill", "decode")):
-            args = [*server_args(compressed and role == "decode", stats), *common, role]
-            if torch.accelerator.is_available():
-                args += ["--base-gpu-id", str(number)]
+            args = [*server_args(compressed and role == "decode", stats), *common, role, *_on_gpu(number)]
             env = {**on_cores(number), **PATIENTLY}
             found.append(stack.enter_context(serving(model, args, logs / f"{role}.log", env)))
         prefill, decode = found
@@ -48,9 +51,7 @@ def replicas_behind_a_router(compressed: bool, model: str, stats: str, logs: Pat
     with ExitStack() as stack:
         urls = []
         for number in range(2):
-            args = server_args(compressed, stats)
-            if torch.accelerator.is_available():
-                args += ["--base-gpu-id", str(number)]
+            args = [*server_args(compressed, stats), *_on_gpu(number)]
             replica = serving(model, args, logs / f"replica-{number}.log", on_cores(number))
             urls.append(stack.enter_context(replica).url)
         router = stack.enter_context(running_router(urls, logs / "router.log", *SPREAD, *PATIENT))

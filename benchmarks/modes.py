@@ -1,9 +1,8 @@
 """What does freed memory buy in each way of serving? The requests of capacity.py, plain and compressed.
 
 Each way is a set of flags that both servers have, or servers behind SGLang's router. Plain and compressed alternate,
-and figures are medians over the runs. As in
-capacity.py, the ratio of running requests is a matter of memory and carries over to a GPU; that of tokens per second
-does not.
+and figures are medians over the runs. As in capacity.py, the ratio of running requests is a matter of memory and
+carries over to a GPU; that of tokens per second does not.
 
     python benchmarks/modes.py --json modes.json
 """

@@ -48,7 +48,7 @@ _STATES = (
     *("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"),
 )
 # Of these, those whose attention may have no rotary embedding in any layer: states tell them where a token stands.
-_NEVER_ROTATED = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
+_MAY_LACK_ROTATION = ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM")
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
 _LOOPS = "it runs its layers several times, with KV of its own each time"
@@ -106,7 +106,7 @@ def has_covered_states(architectures: list[str] | None) -> bool:
 
 def may_lack_rotation(architectures: list[str] | None) -> bool:
     """Whether no layer of the first of `architectures` needs to have a rotary embedding."""
-    return bool(architectures) and architectures[0] in _NEVER_ROTATED
+    return bool(architectures) and architectures[0] in _MAY_LACK_ROTATION
 
 
 def unsupported(config: Fields) -> str | None:

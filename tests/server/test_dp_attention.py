@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import requests
 
 from family_servers import compare_with_account, modules_of, prepared, started
 from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
@@ -15,12 +14,6 @@ GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
 # The first layer is scored here, where equal tokens have equal values: which goes first, an account does not know.
 KEYS_ALONE = ("--triattention-value-share", "0")
 BACKEND = ("--attention-backend", "torch_reference")
-
-
-def rounds_of_groups(client) -> list[int]:
-    """Rounds so far in each group of ranks, in any order."""
-    states = requests.get(client.url + "/server_info", timeout=60).json()["internal_states"]
-    return [state["triattention"]["rounds"] for state in states]
 
 
 CASES = [
@@ -57,11 +50,11 @@ def test_answers_and_storm(serve, tmp_path):
     sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
     answer = client.post("/generate", input_ids=prompt(3, 30), sampling_params=sampling, routed_dp_rank=0)
     assert compression(answer.json())["rounds"] > 0, answer.text
-    assert [rounds > 0 for rounds in sorted(rounds_of_groups(client))] == [False, True]
+    assert [rounds > 0 for rounds in sorted(client.rounds_by_rank())] == [False, True]
 
     _, finished = storm(client, 1, 60, (48, account.budget), 900, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3
-    assert min(rounds_of_groups(client)) > 10
+    assert min(client.rounds_by_rank()) > 10
     assert_pool_is_whole(client)
     serve.stop(client)

@@ -95,7 +95,7 @@ def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int
 def test_prefixes_are_found(fleet, routed):
     """Prevents requests from being spread so that no replica has their prefix, and reports that the router drops."""
     with routed(*SPREAD) as client:
-        answers = cached_behind_prefixes(client, fleet.clients, length=200)
+        answers = cached_behind_prefixes(client, lambda: [each.totals()["rounds"] for each in fleet.clients], 200)
     for answer in answers:
         assert 200 <= answer["meta_info"]["cached_tokens"] < 210
         assert compression(answer)["rounds"] > 0

@@ -259,12 +259,12 @@ def prefork_all() -> str | None:
 def main() -> None:
     run_forkserver(socket.socket(fileno=int(sys.argv[1])))
     # The controller of data-parallel ranks, which the server spawns, spawns those.
-    generations = 2 if DATA_PARALLEL in sys.argv else 1
+    has_controller = DATA_PARALLEL in sys.argv
     code = prefork_all()
     if code is None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
-    for _ in range(1, generations):
+    if has_controller:
         code = prefork_all() or code
     exec(code, {})
 

@@ -115,6 +115,10 @@ class Client:
         """One of SGLang's settings, as the launch resolved it."""
         return self._info()[name]
 
+    def rounds_by_rank(self) -> list[int]:
+        """Rounds so far in each replica or group of ranks, in any order."""
+        return [state["triattention"]["rounds"] for state in self._info()["internal_states"]]
+
     def _internal_state(self) -> dict[str, Any]:
         return self._info()["internal_states"][0]
 

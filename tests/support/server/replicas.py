@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from harness import Client, prompt
@@ -21,17 +21,18 @@ def wait_for_rounds(replicas: Sequence[Client], rounds: int) -> None:
         time.sleep(0.05)
 
 
-def cached_behind_prefixes(router: Client, replicas: Sequence[Client], length: int) -> list[dict]:
+def cached_behind_prefixes(router: Client, rounds: Callable[[], list[int]], length: int) -> list[dict]:
     """Answers to prompts behind prefixes of this length that other prompts have brought to all replicas.
 
-    Which replica gets a prompt that none knows is the router's choice; it spreads those that come at once.
+    `rounds` tells how many each replica has had. Which one gets a prompt that none knows is the router's choice; it
+    spreads those that come at once.
     """
-    before = [replica.totals()["rounds"] for replica in replicas]
+    before = rounds()
     stems: list[list[int]] = []
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        while any(replica.totals()["rounds"] == rounds for replica, rounds in zip(replicas, before, strict=True)):
+    with ThreadPoolExecutor(len(before)) as pool:
+        while any(now == then for now, then in zip(rounds(), before, strict=True)):
             assert len(stems) < MOST_PREFIXES, "a replica gets no requests"
-            new = [prompt(10 + len(stems) + n, length) for n in range(len(replicas))]
+            new = [prompt(10 + len(stems) + n, length) for n in range(len(before))]
             list(pool.map(lambda ids: router.generate(ids, 110), new))
             stems += new
     return [router.generate([*stem, *prompt(30 + n, 10)], 110) for n, stem in enumerate(stems)]
