@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 
 import psutil
 
@@ -14,21 +15,24 @@ WORKERS = ("--tokenizer-worker-num", "2", "--enable-http-worker-reuseport")
 
 
 def connections(client) -> list[http.client.HTTPConnection]:
-    """A connection to each of the server's two workers."""
+    """A connection to each of the server's two workers, both of which have sent their first request."""
     server = psutil.Process(client.server.process.pid)
     found = {}
+    deadline = time.monotonic() + 120
     # The kernel chooses the worker of a connection.
-    for _ in range(100):
+    while len(found) < 2:
+        assert time.monotonic() < deadline, f"connections reached only {found}"
         connection = http.client.HTTPConnection("127.0.0.1", client.server.port, timeout=120)
         connection.connect()
-        ask(connection, "GET", "/health")
+        status, _ = ask(connection, "GET", "/health")
+        if status != 200:
+            time.sleep(0.1)
+            continue
         port = connection.sock.getsockname()[1]
         for process in server.children(recursive=True):
             if any(peer.raddr and peer.raddr.port == port for peer in process.net_connections("tcp")):
                 found.setdefault(process.pid, connection)
-        if len(found) == 2:
-            return list(found.values())
-    raise AssertionError(f"connections reached only {found}")
+    return list(found.values())
 
 
 def ask(connection: http.client.HTTPConnection, method: str, path: str, **body) -> tuple[int, str]:
@@ -64,6 +68,9 @@ def test_answers_and_storm(serve):
     that the scheduler retracts."""
     flags = (*WORKERS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
     client, plain = (serve(*flags, env=RETRACTING, compressed=compressed) for compressed in (True, False))
+    # SGLang takes requests once one worker is ready; the other's first request would share a batch with these.
+    for each in (client, plain):
+        connections(each)
     for ids in (prompt(1, 60), prompt(1, 60) + prompt(3, 30)):
         ours, theirs = (each.generate(ids, BUDGET, logprobs=True) for each in (client, plain))
         assert compression(ours)["rounds"] == 0
