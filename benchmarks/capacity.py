@@ -91,12 +91,14 @@ def measure(url: str, tokens: int, decoders: Sequence[str] = ()) -> dict:
     seconds = time.monotonic() - start
     timeline = watch.end()
     facts = [answer["meta_info"] for answer in answers]
+    drafting = [fact["spec_accept_length"] for fact in facts if "spec_accept_length" in fact]
     return {
         "finished": sum(fact["completion_tokens"] == tokens for fact in facts),
         "retractions": sum(fact["num_retractions"] for fact in facts),
         "mean_running": statistics.fmean(running for _, running, _ in timeline),
         "peak_slots": max(used for _, _, used in timeline),
         "tokens_per_second": sum(fact["completion_tokens"] for fact in facts) / seconds,
+        **({"tokens_per_step": statistics.fmean(drafting)} if drafting else {}),
         "timeline": timeline,
     }
 

@@ -189,7 +189,7 @@ def pair_of_servers(model: str, stats: str, sizes: Sizes, flags: list[str], orde
         urls = {}
         for name in order:
             args = [*common, *(compressing if name == "compressed" else ())]
-            running = serving(model, args, folder / f"{name}.log", threads(), tokenizer=True)
+            running = serving(model, args, folder / f"{name}.log", tokenizer=True)
             urls[name] = stack.enter_context(running).url
         pair = Pair(urls, order, serve_client.vocabulary_of(model))
         # The first requests of a server take longer than all others.

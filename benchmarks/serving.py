@@ -60,11 +60,15 @@ def threads() -> dict[str, str]:
 
 
 def on_cores(*numbers: int) -> dict[str, str]:
-    """The environment of a server whose ranks run on one core each, these of the cores; nothing on a GPU."""
+    """The environment of a server whose ranks run on one core each, these of the cores; nothing on a GPU.
+
+    With more threads than cores, those that wait spin while the one that they wait for has no core.
+    """
     if torch.accelerator.is_available():
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[number % len(cores)]) for number in numbers)}
+    bound = "|".join(str(cores[number % len(cores)]) for number in numbers)
+    return {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
 
 
 @contextmanager
@@ -72,11 +76,11 @@ def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | No
     """A running server that takes token ids, with the SGLang memory checks that a user has.
 
     Args:
-        env: added to the environment.
+        env: added to the environment, which has `threads()`.
         tokenizer: whether it returns text, too.
     """
     common = ["--random-seed", "1", *(() if tokenizer else ("--skip-tokenizer-init",))]
     if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]
-    with running_server(model, [*common, *args], env, log) as server:
+    with running_server(model, [*common, *args], {**threads(), **(env or {})}, log) as server:
         yield server

@@ -40,7 +40,7 @@ import soak_load
 import soak_watch
 from common import print_table, write
 from server import MEMORY_CHECKS, Server
-from serving import VOCABULARY, prepared_model, serving, threads
+from serving import VOCABULARY, prepared_model, serving
 from soak_load import Diary, Visitor
 from soak_watch import Watch
 
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--stats", help="its statistics")
     options = parser.parse_args()
     minutes = 0.3 if options.quick else options.minutes
-    env = MEMORY_CHECKS | threads() | ({"SGLANG_TRIATTN_CHECK": "1"} if options.census else {})
+    env = MEMORY_CHECKS | ({"SGLANG_TRIATTN_CHECK": "1"} if options.census else {})
     with (
         prepared_model(options.model, options.stats) as (model, stats),
         TemporaryDirectory() as logs,
