@@ -198,7 +198,6 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
     )
 
 
-LATENTS_UNTRIED = "its latent KV is not tested with drafted tokens"
 STATES_UNTRIED = "its layers that keep a state instead of KV are not tested with drafted tokens"
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"

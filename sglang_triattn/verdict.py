@@ -20,7 +20,6 @@ from sglang_triattn.launch_settings import (
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
     IMAGES_UNTRIED,
-    LATENTS_UNTRIED,
     SETTINGS,
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
@@ -196,7 +195,6 @@ def _check_speculation(server: Server, label: str, layout: AttentionLayout | Non
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
     for untried, reason in (
         (layout and layout.window, WINDOWS_UNTRIED),
-        (layout and layout.latent, LATENTS_UNTRIED),
         (layout and layout.states, STATES_UNTRIED),
         (sees, IMAGES_UNTRIED),
     ):

@@ -20,7 +20,6 @@ from sglang_triattn.launch_settings import (
     BESIDE_WINDOW_POOL,
     ENVIRONMENT,
     IMAGES_UNTRIED,
-    LATENTS_UNTRIED,
     SETTINGS,
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
@@ -142,8 +141,6 @@ def check_speculation(settings: Any, model: ModelConfig) -> None:
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
     if model.is_hybrid_swa or window_of(model):
         raise refused_drafts(algorithm, named(model), WINDOWS_UNTRIED)
-    if has_latents(model):
-        raise refused_drafts(algorithm, named(model), LATENTS_UNTRIED)
     if has_states(model):
         raise refused_drafts(algorithm, named(model), STATES_UNTRIED)
     if model.is_multimodal or model.model_is_mrope:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.model.buffers import kv_buffers
+from sglang_triattn.patches.model.inspect import check_slots
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers
 
 if TYPE_CHECKING:
@@ -28,16 +29,15 @@ def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
 
 def check_draft_model(scheduler: Scheduler) -> None:
     """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool."""
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
     runner = draft_runner(scheduler)
     if runner is None:
         return
-    pool = runner.token_to_kv_pool
-    if type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        raise UnsupportedModel(f"the KV pool of its draft model is a {type(pool).__name__}")
-    if any(layer.window or layer.latent is not None for layer in attention_layers(runner.model)):
-        raise UnsupportedModel("its draft model has layers with a sliding window or with latent KV")
+    try:
+        check_slots(runner.token_to_kv_pool)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"of its draft model: {error.reason}") from None
+    if any(layer.window for layer in attention_layers(runner.model)):
+        raise UnsupportedModel("its draft model has layers with a sliding window")
 
 
 def make_follower(scheduler: Scheduler, *, kernels: bool) -> Mover | None:

@@ -161,8 +161,6 @@ def check_pool(model_runner: ModelRunner) -> None:
     from sglang.srt.mem_cache.memory_pool import (
         HybridLinearKVPool,
         HybridReqToTokenPool,
-        MHATokenToKVPool,
-        MLATokenToKVPool,
         ReqToTokenPool,
     )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -175,10 +173,7 @@ def check_pool(model_runner: ModelRunner) -> None:
         _check_window_pool(model_runner, pool)
         pools = [pool.full_kv_pool, pool.swa_kv_pool]
     for pool in pools:
-        if type(pool) is MLATokenToKVPool:
-            _check_latent_pool(pool)
-        elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-            raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
+        check_slots(pool)
     rows = model_runner.req_to_token_pool
     if rows is None or type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
@@ -187,6 +182,16 @@ def check_pool(model_runner: ModelRunner) -> None:
     key = pools[0].get_key_buffer(pools[0].start_layer)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")
+
+
+def check_slots(pool: KVCache) -> None:
+    """Raises TriAttentionError unless a slot of the pool is a row of each head, or of latents, that can be moved."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    if type(pool) is MLATokenToKVPool:
+        _check_latent_pool(pool)
+    elif type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        raise UnsupportedModel(f"its KV pool is a {type(pool).__name__} of another layout than slots by heads")
 
 
 def layers_with_kv(pool: KVCache) -> list[int]:

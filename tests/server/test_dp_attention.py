@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 
 from family_servers import compare_with_account, modules_of, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
+from harness import (
+    KEYS_ALONE,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+    two_cores,
+    unused_architectures,
+)
 from storm import FLAGS, RETRACTING, retractions, storm
 
 FAMILY = "qwen3-moe-all"
 TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
-# The first layer is scored here, where equal tokens have equal values: which goes first, an account does not know.
-KEYS_ALONE = ("--triattention-value-share", "0")
 BACKEND = ("--attention-backend", "torch_reference")
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_account import Watched, holding, holding_of_head
+from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, build_eagle, load_eagle
 from family_servers import modules_of, prepared
 from harness import (
     BUDGET,
     INTERVAL,
+    KEYS_ALONE,
     RECENT,
     assert_pool_is_whole,
     compression,
@@ -22,6 +23,7 @@ from harness import (
     two_cores,
     unused_architectures,
 )
+from latent_family import LatentOracle
 from mtp_family import MtpHead
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle
@@ -33,8 +35,6 @@ DRAFTS = (
     *("--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", str(STEPS + 1)),
 )
-# Equal tokens have equal values in the first layer, where the last bits of sums would decide which of them stay.
-SCORES_ALONE = ("--triattention-value-share", "0")
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
 MODES = {
     "moved": ("--page-size", "1"),
@@ -53,7 +53,12 @@ CASES = [
     ("EAGLE", "ranks"),
     ("EAGLE", "overlap off"),
     ("NEXTN", "moved"),
+    ("NEXTN latent", "moved"),
+    ("NEXTN latent", "pages"),
+    ("NEXTN latent", "remapped"),
 ]
+# Models with a draft layer of their own.
+WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +66,13 @@ class Pair:
     """A model and the one that drafts for it.
 
     Attributes:
-        algorithm: SGLang's name for this way of drafting.
+        name: SGLang's name for this way of drafting, and what is particular about it.
         target: the model.
         account: its oracle.
         path: of the model that drafts; None if it comes with the target.
     """
 
-    algorithm: str
+    name: str
     target: TinyModel
     account: Oracle
     path: Path | None
@@ -75,17 +80,17 @@ class Pair:
     @property
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
-        return ("--speculative-algorithm", self.algorithm, *DRAFTS, *path)
+        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path)
 
     @property
     def env(self) -> dict[str, str]:
-        mtp = self.algorithm == "NEXTN"
-        modules = modules_of("glm-4.5-mtp") if mtp else ("llama", "llama_eagle", "llama_eagle3")
-        return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules)}
+        family = WITH_LAYER.get(self.name)
+        modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3")
+        return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules), "TORCHDYNAMO_DISABLE": "1"}
 
     def texts(self) -> list[list[int]]:
         """Prompts after which some drafts hold and some do not."""
-        if self.algorithm == "STANDALONE":
+        if self.name == "STANDALONE":
             return [prompt(60 + number, 40) for number in range(3)]
         return [prompt(5, 12) + in_circle(38)]
 
@@ -94,14 +99,15 @@ class Pair:
         selection = MODES[mode][-1] if "--triattention-selection" in MODES[mode] else "per-layer-head"
         # Steps are queued, before which rounds empty whole pages.
         sizes = {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "round_to": 16 if mode == "pages" else 1}
-        return Watched(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
+        account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
+        return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
 
     def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
         """How many of the tokens drafted at each step hold by an account, see `draft_account`."""
         model, sure = self.account.model, 2 * TOLERANCE
-        if self.algorithm == "STANDALONE":
+        if self.name == "STANDALONE":
             return holding(model, ids, account.seen, starts, STEPS, sure)
-        third, hidden = self.algorithm == "EAGLE3", account.hidden
+        third, hidden = self.name == "EAGLE3", account.hidden
         if third:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
         head = load_eagle(self.path, model, third=third) if self.path else MtpHead(self.target.path)
@@ -115,27 +121,26 @@ def repeating(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pairs(tiny, repeating, tmp_path_factory):
-    """A Pair for each algorithm."""
+    """A Pair for each way of drafting, by its name."""
     folder = tmp_path_factory.mktemp("drafts")
     eagle = build_eagle(folder, repeating, third=False, noise=0.9)
     eagle3 = build_eagle(folder, repeating, third=True, noise=0.25)
-    mtp, account = prepared(folder, "glm-4.5-mtp")
     found = [
         Pair("STANDALONE", tiny, oracle_of(tiny), tiny.path),
         Pair("EAGLE", repeating, oracle_of(repeating), eagle),
         Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
-        Pair("NEXTN", mtp, account, None),
+        *(Pair(name, *prepared(folder, family), None) for name, family in WITH_LAYER.items()),
     ]
-    return {pair.algorithm: pair for pair in found}
+    return {pair.name: pair for pair in found}
 
 
-@pytest.mark.parametrize(("algorithm", "mode"), CASES)
-def test_logits_and_drafts(probed, pairs, algorithm, mode):
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_logits_and_drafts(probed, pairs, name, mode):
     """Prevents wrong positions of drafted and verified tokens after a round, K/V of accepted ones that a round loses,
     and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
-    pair = pairs[algorithm]
+    pair = pairs[name]
     env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
-    client, steps = probed(*pair.args, *MODES[mode], *SCORES_ALONE, model=pair.target, env=env)
+    client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
     found = []
     for ids in pair.texts():
@@ -154,7 +159,7 @@ def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     """Prevents a draft model that is given another token than the next one behind a chunk of a shortened prompt."""
     pair = pairs["EAGLE"]
     chunks = ("--chunked-prefill-size", "128")
-    client, steps = probed(*pair.args, *MODES["moved"], *SCORES_ALONE, *chunks, model=pair.target, env=pair.env)
+    client, steps = probed(*pair.args, *MODES["moved"], *KEYS_ALONE, *chunks, model=pair.target, env=pair.env)
     client.flush()
     steps()
     # The last whole chunk's end is among the newest tokens when the answer begins.
@@ -187,12 +192,14 @@ def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) 
     return found
 
 
-def test_bit_identical_below_the_trigger(serve, pairs, repeating):
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent"])
+def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
-    pair = pairs["EAGLE"]
-    client = serve(*pair.args, *MODES["moved"], model=repeating, env=pair.env)
-    plain = serve(*pair.args, "--page-size", "1", model=repeating, env=pair.env, compressed=False)
-    without = serve("--page-size", "1", model=repeating, compressed=False)
+    pair = pairs[name]
+    served = {"model": pair.target, "env": pair.env}
+    client = serve(*pair.args, *MODES["moved"], **served)
+    plain = serve(*pair.args, "--page-size", "1", **served, compressed=False)
+    without = serve("--page-size", "1", **served, compressed=False)
     for server in (client, plain):
         server.flush()
     for ids in (prompt(1, 60), in_circle(30), prompt(2, 9) + in_circle(20, 7)):
@@ -219,11 +226,11 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
     assert_pool_is_whole(client)
 
 
-@pytest.mark.parametrize(("algorithm", "mode"), [("STANDALONE", "moved"), ("EAGLE", "pages")])
-def test_storm(serve, pairs, algorithm, mode):
+@pytest.mark.parametrize(("name", "mode"), [("STANDALONE", "moved"), ("EAGLE", "pages"), ("NEXTN latent", "pages")])
+def test_storm(serve, pairs, name, mode):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while
     they are prefilled."""
-    pair = pairs[algorithm]
+    pair = pairs[name]
     pool = ("--max-total-tokens", "1024", *FLAGS)
     client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
     _, finished = storm(client, 7, 60, (24, BUDGET), 1500, conversations=6)

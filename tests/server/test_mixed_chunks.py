@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
 from oracle import TOLERANCE, oracle_of
 from storm import FLAGS, RETRACTING, retractions, storm
 
@@ -21,7 +21,7 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     SGLang mixes nothing while log-probabilities are asked for, so the account's best tokens are compared.
     """
     # Values of a token that occurs twice tie in the first layer, where the last bits of sums would decide.
-    flags = ("--triattention-selection", selection, "--triattention-value-share", "0", "--chunked-prefill-size", "64")
+    flags = ("--triattention-selection", selection, *KEYS_ALONE, "--chunked-prefill-size", "64")
     client, steps = probed(MIXED, "--page-size", str(page_size), *flags)
     client.flush()
     steps()

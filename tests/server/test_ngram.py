@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs
+from family_servers import modules_of, prepared
+from harness import (
+    BUDGET,
+    INTERVAL,
+    KEYS_ALONE,
+    RECENT,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+    unused_architectures,
+)
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle, outside_circle
 from storm import FLAGS, RETRACTING, retractions, storm
+from tiny_model import TinyModel
 
 DRAFTED = 6
+# It repeats itself, too. Its own draft layer is not used here.
+LATENT = "deepseek-v3-mtp"
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTED))
-# Equal tokens have equal values in the first layer, where the last bits of sums would decide which of them stay.
-SCORES_ALONE = ("--triattention-value-share", "0")
 # SGLang drafts trees, and chains where pages are larger than one slot.
 PAGES = {1: ("--page-size", "1"), 16: ("--page-size", "16", "--speculative-ngram-max-bfs-breadth", "1")}
 OVERLAP = {"overlap": (), "overlap off": ("--disable-overlap-schedule",)}
@@ -26,7 +38,11 @@ def repeating(tmp_path_factory):
 @pytest.fixture
 def drafting(probed, repeating):
     """`drafting(page_size)` returns the Client of a compressing server that drafts, and the steps of its probe."""
-    return lambda page_size, *flags: probed(*NGRAM, *PAGES[page_size], *SCORES_ALONE, *flags, model=repeating)
+
+    def draft(page_size: int, *flags: str, model: TinyModel = repeating, **served):
+        return probed(*NGRAM, *PAGES[page_size], *KEYS_ALONE, *flags, model=model, **served)
+
+    return draft
 
 
 def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
@@ -44,6 +60,21 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     """Prevents wrong positions and masks of drafted tokens after a round, K/V of accepted ones that a round loses, and
     drafts that no longer hold because of it."""
     client, steps = drafting(page_size, *OVERLAP[schedule])
+    hold_to_account(client, steps, oracle_of(repeating), page_size, schedule)
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_latents(drafting, tmp_path, page_size):
+    """Prevents the same where drafted tokens are latents."""
+    tiny, account = prepared(tmp_path, LATENT)
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(LATENT)), "TORCHDYNAMO_DISABLE": "1"}
+    client, steps = drafting(page_size, model=tiny, env=env)
+    account.budget, account.interval, account.recent = BUDGET, INTERVAL, RECENT
+    hold_to_account(client, steps, account, page_size, "overlap")
+
+
+def hold_to_account(client, steps, account: Oracle, page_size: int, schedule: str) -> None:
+    """Holds an answer that goes round the circle, and how many of its drafts held, to an account."""
     client.flush()
     steps()
     ids = prompt(5, 12) + in_circle(38)
@@ -56,7 +87,6 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
 
     done = computed_before(steps(), len(ids))
     assert done[0] == len(ids)
-    account = oracle_of(repeating)
     account.value_share = 0.0
     overlap = schedule == "overlap"
     account.round_to = page_size if overlap else 1
@@ -65,7 +95,7 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     assert report["rounds"] == rounds >= 10
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
-    dense = Oracle(**{**vars(account), "budget": 10_000})
+    dense = type(account)(**{**vars(account), "budget": 10_000})
     unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs, behind=overlap)
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
@@ -78,7 +108,7 @@ def test_answers_equal_those_without_drafts(drafting, serve, repeating):
     """Prevents drafts from changing an answer over ten rounds, whether they hold or not."""
     # With overlap, rounds with drafts know of one step less, and come later.
     client, _ = drafting(1, *OVERLAP["overlap off"])
-    plain = serve("--page-size", "1", *SCORES_ALONE, model=repeating)
+    plain = serve("--page-size", "1", *KEYS_ALONE, model=repeating)
     circle = in_circle(30)
     assert client.generate(circle, 400)["output_ids"] == plain.generate(circle, 400)["output_ids"]
     compared = 0

@@ -10,7 +10,7 @@ import torch
 
 import harness
 from families import FAMILIES, build_family
-from harness import compression, prompt, served_logprobs
+from harness import KEYS_ALONE, compression, prompt, served_logprobs
 from oracle import TOLERANCE, Oracle, oracle_of
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
@@ -65,7 +65,7 @@ def test_logits_of_requests_compacted_together(serve, model, page_size):
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 17, 24))]
     # Scores alone: the model repeats words, and between their equal values the last bits would choose.
-    flags = ("--page-size", str(page_size), "--triattention-value-share", "0")
+    flags = ("--page-size", str(page_size), *KEYS_ALONE)
     client = serve(*flags, env=ENV, model=model)
     client.generate(stem, 1)
     answers = client.generate_all(prompts, 250, logprobs=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from family_servers import compare_with_account, modules_of, prepared, started
-from harness import Client, assert_pool_is_whole, compression, prompt, served_logprobs, two_cores, unused_architectures
+from harness import (
+    KEYS_ALONE,
+    Client,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+    two_cores,
+    unused_architectures,
+)
 from oracle import TOLERANCE
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
@@ -13,8 +22,6 @@ from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 # which goes with its overlap schedule, and with pages.
 WITHOUT_BUFFER = ("--disable-overlap-schedule",)
 WITH_BUFFER = ("--mamba-track-interval", "64")
-# The first layer is scored, in which equal tokens have equal values: which goes first, an account does not know.
-KEYS_ALONE = ("--triattention-value-share", "0")
 CASES = [
     ("qwen3-next", 1, "union", WITHOUT_BUFFER),
     ("qwen3-next", 16, "per-layer-head", WITH_BUFFER),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import requests
 
-from harness import POOL, STRICT, Client, compression, greedy, prompt, served_logprobs, unused_architectures
+from harness import KEYS_ALONE, POOL, STRICT, Client, compression, greedy, prompt, served_logprobs, unused_architectures
 from oracle import TOLERANCE
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
@@ -49,7 +49,7 @@ def serve_vision(serve, vision_model):
         model = vision_model(family)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules), **(env or {})}
         # Values of a token that occurs twice tie in the first layer, where the last bits of sums would decide.
-        return model, serve(*flags, "--triattention-value-share", "0", env=env, model=model, tokenizer=True)
+        return model, serve(*flags, *KEYS_ALONE, env=env, model=model, tokenizer=True)
 
     return start
 

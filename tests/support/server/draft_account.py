@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import DynamicCache
 
+from latent_family import LatentOracle
 from oracle import Oracle
 
 
@@ -53,6 +54,11 @@ class Watched(Oracle):
                 hook.remove()
         self.hidden = self.inputs[-1]
         return logits
+
+
+@dataclass
+class WatchedLatent(Watched, LatentOracle):
+    """The same of a model with latent KV."""
 
 
 @torch.no_grad()

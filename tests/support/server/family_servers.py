@@ -19,7 +19,7 @@ from harness import (
     unused_architectures,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
-from mtp_family import build_mtp
+from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle
 from sglang_triattn.model.rope import Rope, no_rotation
@@ -34,12 +34,12 @@ SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(B
 SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
-LATENTS = {family: partial(build_latent, family=family) for family in LATENT_FAMILIES}
+LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
-    "glm-4.5-mtp": build_mtp,
     **OWN_CODE,
-    **LATENTS,
+    **{family: partial(build_latent, family=family) for family in LATENT_FAMILIES},
+    **{family: partial(build_mtp, family=family) for family in DRAFTING},
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
 }
 # No layer of these has a rotary embedding.
@@ -48,6 +48,7 @@ MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
+    "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
 }

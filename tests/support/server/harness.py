@@ -47,6 +47,9 @@ STRICT = {
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144
+# Equal tokens have equal values in the first layer: where it is scored, or where chance decides what is computed
+# together, the last bits of sums would decide which of them stay.
+KEYS_ALONE = ("--triattention-value-share", "0")
 
 
 def plain_args() -> list[str]:

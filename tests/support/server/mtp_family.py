@@ -1,4 +1,4 @@
-"""A random GLM-4.5 that repeats itself, with the layer that drafts for it (multi-token prediction, MTP)."""
+"""Random models that repeat themselves, with the layer that drafts for them (multi-token prediction, MTP)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm
 
 from families import LAYERS, build_family, config_of
+from latent_family import build_latent
 from repeating import make_repeating
 from tiny_model import TinyModel
 
-FAMILY = "glm-4.5-all"
+# The family without the layer, and how it is built.
+DRAFTING = {"glm-4.5-mtp": ("glm-4.5-all", build_family), "deepseek-v3-mtp": ("deepseek-v3", build_latent)}
 NORMS = ("enorm", "hnorm", "shared_head.norm")
 
 
-def build_mtp(folder: Path, noise: float = 1.8) -> TinyModel:
+def build_mtp(folder: Path, family: str, noise: float = 1.8) -> TinyModel:
     """Writes the model with its draft layer. Nothing has written its statistics yet.
 
     Args:
+        family: one of DRAFTING.
         noise: factor of what the layer adds to the token that it passes on.
     """
-    tiny = build_family(folder, FAMILY)
+    base, build = DRAFTING[family]
+    tiny = build(folder, base)
     make_repeating(tiny)
     torch.manual_seed(5)
-    config = config_of(FAMILY)
+    config = config_of(base)
     size, prefix = config.hidden_size, f"model.layers.{LAYERS}."
     mix = torch.cat((torch.eye(size), 0.12 * noise * torch.randn(size, size)), -1)
     added = {f"{prefix}eh_proj.weight": mix, **{f"{prefix}{name}.weight": torch.ones(size) for name in NORMS}}
@@ -55,7 +58,7 @@ def _deeper(config: transformers.PreTrainedConfig) -> transformers.PreTrainedCon
 
 
 class MtpHead(nn.Module):
-    """The draft layer, with SGLang's order of its parts (sglang/srt/models/glm4_moe_nextn.py)."""
+    """The draft layer, with SGLang's order of its parts (sglang/srt/models/glm4_moe_nextn.py, deepseek_nextn.py)."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -67,7 +70,8 @@ class MtpHead(nn.Module):
         self.decoder.self_attn.layer_idx = 0
         weights, prefix = load_file(path / "model.safetensors"), f"model.layers.{LAYERS}."
         self.mix = weights[f"{prefix}eh_proj.weight"]
-        self.enorm, self.hnorm, self.norm = (Glm4MoeRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in NORMS)
+        norm = type(model.model.norm)
+        self.enorm, self.hnorm, self.norm = (norm(config.hidden_size, config.rms_norm_eps) for _ in NORMS)
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, cache: DynamicCache

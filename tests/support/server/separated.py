@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import server
-from harness import STRICT, Client, compressed_args, plain_args
+from harness import KEYS_ALONE, STRICT, Client, compressed_args, plain_args
 from run_router import running_router
 from tiny_model import TinyModel
 from warm import Forkserver, running_launch
 
-# Which requests are prefilled or decoded together is chance here, and with it the last bits of equal tokens' values.
-KEYS_ALONE = ("--triattention-value-share", "0")
 TRANSFER = ("--disaggregation-transfer-backend", "process_memory")
 
 

@@ -18,7 +18,6 @@ from sglang_triattn.launch_settings import (
     BESIDE_DRAFT_MODEL,
     BESIDE_STATES,
     IMAGES_UNTRIED,
-    LATENTS_UNTRIED,
     SETTINGS,
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
@@ -120,12 +119,12 @@ def test_speculative_decoding(run_check):
     """Prevents drafts that are accepted here and refused by a launch, or the reverse."""
     alone = ("--speculative-algorithm", "ngram")
     assert run_check("qwen3-32b", *alone)[0] == 0
+    assert run_check("deepseek-v3", *alone)[0] == 0
     assert run_check("qwen3-32b", *alone, "--disable-overlap-schedule")[0] == 0
     refused = {
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference True",
         ("qwen2.5-vl-7b",): IMAGES_UNTRIED,
         ("gpt-oss-20b",): WINDOWS_UNTRIED,
-        ("deepseek-v3",): LATENTS_UNTRIED,
         ("qwen3-next-80b-a3b",): STATES_UNTRIED,
     }
     for words, reason in refused.items():
