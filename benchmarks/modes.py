@@ -30,7 +30,6 @@ class Mode:
 
     Attributes:
         args: flags of both servers; "{model}" stands for the path of the model.
-        compressed_args: flags of the compressed one on top.
         env: added to the environment of both.
         devices: how many GPUs it takes, where there are any.
         behind_router: starts the servers, where there are several, see `apart`; called with whether they compress,
@@ -38,14 +37,13 @@ class Mode:
     """
 
     args: tuple[str, ...] = ()
-    compressed_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     devices: int = 1
     behind_router: Callable | None = None
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
-# Its own draft model: all drafts hold, and go on to where the two attend to the same tokens after a round.
+# Its own draft model. With random weights it does not foretell all: it is not given the first token.
 STANDALONE = (
     *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
@@ -60,12 +58,11 @@ MODES = {
     "hierarchical cache": Mode(("--enable-hierarchical-cache", "--hicache-ratio", "2", "--page-size", "16")),
     "n-gram drafts": Mode(NGRAM),
     "draft model": Mode(STANDALONE),
-    "draft model, one kept set": Mode(STANDALONE, ("--triattention-selection", "shared-mean")),
-    "two replicas": Mode(("--dp-size", "2"), env=on_cores(0, 1), devices=2),
-    "tensor parallel": Mode(("--tp-size", "2"), env=on_cores(0, 1), devices=2),
-    "pipeline parallel": Mode(("--pp-size", "2"), env=on_cores(0, 1), devices=2),
+    "two replicas": Mode(("--dp-size", "2"), on_cores(0, 1), devices=2),
+    "tensor parallel": Mode(("--tp-size", "2"), on_cores(0, 1), devices=2),
+    "pipeline parallel": Mode(("--pp-size", "2"), on_cores(0, 1), devices=2),
     "attention data parallel": Mode(
-        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), env=on_cores(0, 1), devices=2
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), on_cores(0, 1), devices=2
     ),
     "prefill and decode apart": Mode(devices=2, behind_router=apart.prefill_and_decode),
     "two replicas behind a router": Mode(devices=2, behind_router=apart.replicas_behind_a_router),
@@ -84,8 +81,7 @@ def running(mode: Mode, compressed: bool, model: str, stats: str, logs: Path) ->
         with mode.behind_router(compressed, model, stats, logs) as urls:
             yield urls
         return
-    given = [*mode.args, *(mode.compressed_args if compressed else ())]
-    args = [*capacity.server_args(compressed, stats), *(flag.replace("{model}", model) for flag in given)]
+    args = [*capacity.server_args(compressed, stats), *(flag.replace("{model}", model) for flag in mode.args)]
     with serving(model, args, logs / "server.log", dict(mode.env)) as server:
         yield server.url, [server.url]
 
@@ -136,8 +132,7 @@ def main() -> None:
             if not fits(mode):
                 print(f"{name}: left out, it takes {mode.devices} GPUs", flush=True)
                 continue
-            flags = {"flags": " ".join(mode.args), "compressed_flags": " ".join(mode.compressed_args)}
-            row = {"mode": name, **flags, "tokens": tokens}
+            row = {"mode": name, "flags": " ".join(mode.args), "tokens": tokens}
             rows.append({**row, **measure(mode, model, stats, tokens, runs, Path(logs))})
             table(rows[-1:])
     table(rows)

@@ -40,6 +40,7 @@ OF_SERVERS = (
     "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
+CONTROLLER, CONTROLLER_WAITS_MS = "sglang.srt.managers.data_parallel_controller", 1000
 # Later: the CPU platform replaces what these import by name.
 MODELS = "sglang.srt.models."
 # The least recently used one makes room for a new one; each holds half a gigabyte that its servers share.
@@ -129,6 +130,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     adopt_environment(env, "/")
     for name in OF_SERVERS:
         importlib.import_module(name)
+    let_controllers_wait()
     early = [name for name in sys.modules if name.startswith(MODELS)]
     assert not early, f"imported before its time: {early}"
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
@@ -145,6 +147,18 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
         for file in files:
             os.close(file)
         theirs.send(json.dumps(pid).encode())
+
+
+def let_controllers_wait() -> None:
+    """Keeps controllers of data-parallel ranks from asking for requests without a pause, as a third busy process."""
+    controller = importlib.import_module(CONTROLLER)
+    receive = controller.sock_recv
+
+    def wait_and_receive(socket, flags=0):
+        socket.poll(CONTROLLER_WAITS_MS)
+        return receive(socket, flags)
+
+    controller.sock_recv = wait_and_receive
 
 
 def forked_from(image: socket.socket, request: dict, files: list[int]) -> int | None:
