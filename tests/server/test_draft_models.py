@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,26 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     assert len(found) > 100
     # Neither always nor never: 0.05 of them hold with random weights, 0.9 where the circle is followed.
     assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
+
+
+@pytest.mark.parametrize("mode", ["moved", "pages"])
+def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
+    """Prevents drafts that no longer hold because of wrong positions after a round: where text decides, not what is
+    attended to, all of them hold, before rounds and after."""
+    pair = Pair("STANDALONE", repeating, oracle_of(repeating), repeating.path)
+    client, steps = probed(*pair.args, *MODES[mode], model=pair.target, env=pair.env)
+    client.flush()
+    steps()
+    ids = in_circle(50)
+    response = client.generate(ids, 430)
+    assert compression(response)["rounds"] >= 10
+    without = serve(*MODES[mode], model=pair.target, env=pair.env)
+    assert response["output_ids"] == without.generate(ids, 430)["output_ids"] == in_circle(430, 50)
+    told = {request["known"] - 1 for step in steps() for request in step["requests"]}
+    done = sorted(start for start in told if start >= len(ids))
+    taken = [end - start for start, end in pairwise(done)]
+    assert len(taken) > 100
+    assert set(taken) == {STEPS + 1}
 
 
 def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
