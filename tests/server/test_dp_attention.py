@@ -9,10 +9,10 @@ from harness import (
     KEYS_ALONE,
     assert_pool_is_whole,
     compression,
+    only_models,
     prompt,
     served_logprobs,
     two_cores,
-    unused_architectures,
 )
 from storm import FLAGS, RETRACTING, retractions, storm
 
@@ -43,7 +43,7 @@ def test_answers_and_storm(serve, tmp_path):
     tiny, account = prepared(tmp_path, FAMILY)
     flags = (*TWO_GROUPS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
     client = started(serve, tiny, FAMILY, *flags, env={**two_cores(), **RETRACTING})
-    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(FAMILY)), "TORCHDYNAMO_DISABLE": "1"}
+    modules = only_models(*modules_of(FAMILY))
     plain = serve(*BACKEND, *flags, env={**two_cores(), **RETRACTING, **modules}, model=tiny, compressed=False)
     for seed in (1, 2):
         ours, theirs = (server.generate(prompt(seed, 30), 24, logprobs=True) for server in (client, plain))

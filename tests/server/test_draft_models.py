@@ -19,10 +19,10 @@ from harness import (
     RECENT,
     assert_pool_is_whole,
     compression,
+    only_models,
     prompt,
     served_logprobs,
     two_cores,
-    unused_architectures,
 )
 from latent_family import LatentOracle
 from mtp_family import MtpHead
@@ -87,7 +87,7 @@ class Pair:
     def env(self) -> dict[str, str]:
         family = WITH_LAYER.get(self.name)
         modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3")
-        return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules), "TORCHDYNAMO_DISABLE": "1"}
+        return only_models(*modules)
 
     def texts(self) -> list[list[int]]:
         """Prompts after which some drafts hold and some do not."""
@@ -169,8 +169,7 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
     assert compression(response)["rounds"] >= 10
     without = serve(*MODES[mode], model=pair.target, env=pair.env)
     assert response["output_ids"] == without.generate(ids, 430)["output_ids"] == in_circle(430, 50)
-    told = {request["known"] - 1 for step in steps() for request in step["requests"]}
-    done = sorted(start for start in told if start >= len(ids))
+    done = computed_before(steps(), len(ids))
     taken = [end - start for start, end in pairwise(done)]
     assert len(taken) > 100
     assert set(taken) == {STEPS + 1}
@@ -191,12 +190,19 @@ def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     assert compression(response)["rounds"] >= 5
 
 
+def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
+    """How many tokens of a request were computed before each step that verifies drafts; each rank tells of each step.
+
+    With overlap, a step tells what the one before it began with: the first, of the prefill.
+    """
+    told = {request["known"] - 1 for step in steps for request in step["requests"]}
+    return sorted(start for start in told if start >= prompt_length)
+
+
 def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
     """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
     everything = ids + response["output_ids"][:-1]
-    # Each rank tells of each step. With overlap, of what the step before it began with: at first, of the prefill.
-    told = {request["known"] - 1 for step in steps for request in step["requests"]}
-    done = sorted(start for start in told if start >= len(ids))
+    done = computed_before(steps, len(ids))
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
     account = pair.watched(mode)
     overlap = mode != "overlap off"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from family_servers import compare_with_account, modules_of, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, two_cores, unused_architectures
+from harness import assert_pool_is_whole, compression, only_models, prompt, two_cores
 from storm import FLAGS, RETRACTING, retractions, storm
 
 TWO_RANKS = ("--tp-size", "2")
@@ -41,7 +41,7 @@ def test_answers_and_storm(serve, probed, tmp_path):
         return client
 
     client = started(serve_probed, tiny, family, *flags, env=RETRACTING)
-    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)), "TORCHDYNAMO_DISABLE": "1"}
+    modules = only_models(*modules_of(family))
     plain = serve(*flags, env={**RETRACTING, **modules}, model=tiny, compressed=False)
     stem = prompt(1, 70)
     for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):

@@ -60,8 +60,7 @@ def measured_in_sglang(
     words += ["--window", "300", "--", "--max-total-tokens", harness.POOL]
     words += remote_code(family)
     env = {
-        "SGLANG_DISABLED_MODEL_ARCHS": harness.unused_architectures(*modules_of(family)),
-        "TORCHDYNAMO_DISABLE": "1",
+        **harness.only_models(*modules_of(family)),
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "HF_MODULES_CACHE": str(tmp_path / "modules"),
         **(more or {}),

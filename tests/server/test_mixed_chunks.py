@@ -20,7 +20,6 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
 
     SGLang mixes nothing while log-probabilities are asked for, so the account's best tokens are compared.
     """
-    # Values of a token that occurs twice tie in the first layer, where the last bits of sums would decide.
     flags = ("--triattention-selection", selection, *KEYS_ALONE, "--chunked-prefill-size", "64")
     client, steps = probed(MIXED, "--page-size", str(page_size), *flags)
     client.flush()

@@ -12,9 +12,9 @@ from harness import (
     RECENT,
     assert_pool_is_whole,
     compression,
+    only_models,
     prompt,
     served_logprobs,
-    unused_architectures,
 )
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle, outside_circle
@@ -67,8 +67,7 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
 def test_latents(drafting, tmp_path, page_size):
     """Prevents the same where drafted tokens are latents."""
     tiny, account = prepared(tmp_path, LATENT)
-    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(LATENT)), "TORCHDYNAMO_DISABLE": "1"}
-    client, steps = drafting(page_size, model=tiny, env=env)
+    client, steps = drafting(page_size, model=tiny, env=only_models(*modules_of(LATENT)))
     account.budget, account.interval, account.recent = BUDGET, INTERVAL, RECENT
     hold_to_account(client, steps, account, page_size, "overlap")
 

@@ -18,11 +18,7 @@ from tiny_model import TinyModel
 from warm import run_command
 from words import text, with_tokenizer
 
-# The model compiles a few lines, which takes longer than everything else here.
-ENV = {
-    "SGLANG_DISABLED_MODEL_ARCHS": harness.unused_architectures(FAMILIES["glm-4.5"].module),
-    "TORCHDYNAMO_DISABLE": "1",
-}
+ENV = harness.only_models(FAMILIES["glm-4.5"].module)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from families import FAMILIES, WINDOW, build_family
-from harness import prompt, served_logprobs, unused_architectures
+from harness import only_models, prompt, served_logprobs
 from oracle import TOLERANCE
 
 CHUNK, ANSWER = 96, 110
@@ -76,8 +76,7 @@ def test_answers_equal_those_of_transformers(serve, tmp_path, family, page_size)
     flags = ["--chunked-prefill-size", str(CHUNK), "--page-size", str(page_size)]
     if family not in CHOSEN_BY_ITSELF:
         flags += ["--attention-backend", "torch_reference"]
-    # Two models compile a few lines, which takes longer than everything else here.
-    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(FAMILIES[family].module), "TORCHDYNAMO_DISABLE": "1"}
+    env = only_models(FAMILIES[family].module)
     # The model's own; SGLang keeps the inputs of convolutions in bfloat16 otherwise.
     env["SGLANG_MAMBA_CONV_DTYPE"] = "float32"
     client = serve(*flags, env=env, compressed=False, model=model)

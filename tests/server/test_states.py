@@ -10,10 +10,10 @@ from harness import (
     Client,
     assert_pool_is_whole,
     compression,
+    only_models,
     prompt,
     served_logprobs,
     two_cores,
-    unused_architectures,
 )
 from oracle import TOLERANCE
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
@@ -99,7 +99,7 @@ def test_answers_and_storm(serve, tmp_path, family, flags, requests):
     flags = (*flags, "--max-total-tokens", "1536", *FLAGS)
     tiny, account = prepared(tmp_path, family)
     client = started(serve, tiny, family, *flags, env=RETRACTING)
-    modules = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)), "TORCHDYNAMO_DISABLE": "1"}
+    modules = only_models(*modules_of(family))
     env = {**RETRACTING, **modules, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     plain = serve(*flags, "--attention-backend", "torch_reference", env=env, model=tiny, compressed=False)
     stem = prompt(1, 128)

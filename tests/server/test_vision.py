@@ -48,7 +48,6 @@ def serve_vision(serve, vision_model):
     def start(family: str, *flags: str, env: dict[str, str] | None = None) -> tuple[VisionModel, Client]:
         model = vision_model(family)
         env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules), **(env or {})}
-        # Values of a token that occurs twice tie in the first layer, where the last bits of sums would decide.
         return model, serve(*flags, *KEYS_ALONE, env=env, model=model, tokenizer=True)
 
     return start

@@ -14,9 +14,9 @@ from harness import (
     INTERVAL,
     assert_pool_is_whole,
     compression,
+    only_models,
     prompt,
     served_logprobs,
-    unused_architectures,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from mtp_family import DRAFTING, build_mtp
@@ -124,8 +124,7 @@ def started(serve, tiny, family, *flags, env=None):
         # Otherwise a share of the machine's memory.
         more += ["--max-mamba-cache-size", "192"]
     env = {
-        "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules_of(family)),
-        "TORCHDYNAMO_DISABLE": "1",
+        **only_models(*modules_of(family)),
         # The model's own; SGLang keeps the inputs of convolutions in bfloat16 otherwise.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
         "HF_MODULES_CACHE": str(tiny.path / "modules"),
