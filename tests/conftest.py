@@ -1,13 +1,52 @@
-"""For all tests: their order, figures that a test measures for the reader, and files of other implementations."""
+"""For all tests: their order, what they cost, figures that a test measures for the reader, and files of other
+implementations."""
 
+import time
 from pathlib import Path
 
 import pytest
 
+import costs
+
+METER = costs.Meter()
+TOTAL: dict[str, costs.Cost] = {}
+STARTED = time.perf_counter()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--costs", type=Path, help="write what each file of tests cost to this file")
+
+
+def file_of(item) -> str:
+    """The test's file, as seen from the checkout."""
+    return item.nodeid.partition("::")[0]
+
 
 def pytest_collection_modifyitems(items):
-    """Runs slow tests first: neither of two test processes should be left with them when the other has finished."""
-    items.sort(key=lambda item: item.path.parent.name != "slow")
+    """Runs the longest files first, so that no test process is left with one of them when the other has finished.
+
+    A file without a known cost counts as one of the longest.
+    """
+    seconds = costs.known_seconds()
+    items.sort(key=lambda item: -seconds.get(file_of(item), float("inf")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    METER.begin()
+    result = yield
+    METER.end(file_of(item), last=nextitem is None or file_of(nextitem) != file_of(item))
+    return result
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["costs"] = {file: vars(cost) for file, cost in METER.costs.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    costs.merge(TOTAL, getattr(node, "workeroutput", {}).get("costs", {}))
 
 
 @pytest.fixture(scope="session")
@@ -16,10 +55,13 @@ def reference_files() -> Path:
     return Path(__file__).parent / "golden"
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Shows figures at the end, including those of parallel processes."""
+def pytest_terminal_summary(terminalreporter, config):
+    """Shows figures at the end, including those of parallel processes, and writes costs if asked to."""
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
                 if name == "figures" and report.when == "call":
                     terminalreporter.write_line(f"{report.nodeid}: {value}")
+    path = config.getoption("costs")
+    if path:
+        costs.write(path, TOTAL or METER.costs, time.perf_counter() - STARTED)
