@@ -9,8 +9,8 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve check test soak-properties conformance kernels upstream dist lint ruff \
-	types python help
+.PHONY: setup model quality-model demo serve check test test-all test-wide soak-properties conformance kernels upstream \
+	dist lint ruff types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -34,12 +34,22 @@ check: ruff ## ruff, then side by side the type checker and the short tests of t
 	tests=$$?; wait $$types && exit $$tests; }
 
 # -P: the folders of the checkout must not shadow the packages `kernels` and `tests`. Two processes: each keeps up to four
-# servers of 1.3 GB. A file stays in one process, because its tests share servers. First tests/slow, then in the order of
-# the folders, so that the many short ones of tests/unit come last and both processes end together. One thread for each
-# process: threads that wait for one another spin, and where more of them run than there are cores everything is many
-# times slower.
-test: lint kernels ## lint, compile the kernels, then pytest; ARGS="..." are more pytest options
-	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+# servers of 1.3 GB. A file stays in one process, because its tests share servers; tests/conftest.py orders the files.
+# One thread for each process: threads that wait for one another spin, and where more of them run than there are cores
+# everything is many times slower.
+PYTEST = OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Compiles kernels, then runs tests that report it.
+TEST = $(ENV) && summary="$$(mktemp)" && "$$py" tools/compile_kernels.py --summary "$$summary" && \
+	kernels="$$(cat "$$summary")" && rm "$$summary" && $(PYTEST) --kernels "$$kernels"
+
+test: lint ## lint, compile the kernels, then every test that is not marked wide; ARGS="..." are more pytest options
+	@$(TEST) -m "not wide" $(ARGS)
+
+test-all: lint ## the same with every test, those marked wide included
+	@$(TEST) $(ARGS)
+
+test-wide: ## only the tests marked wide; QUARTER=0 to 3 runs a quarter of them
+	@$(ENV) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)
 
 soak-properties: ## random histories under random settings for STEPS=100000 steps, from SEED=1 on
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import costs
+from quarters import QUARTERS, quarter_of
 
 METER = costs.Meter()
 TOTAL: dict[str, costs.Cost] = {}
@@ -15,6 +16,8 @@ STARTED = time.perf_counter()
 
 def pytest_addoption(parser):
     parser.addoption("--costs", type=Path, help="write what each file of tests cost to this file")
+    parser.addoption("--quarter", type=int, choices=range(QUARTERS), help="run a quarter of the chosen tests")
+    parser.addoption("--kernels", default="", help="what `make kernels` found, for the summary")
 
 
 def file_of(item) -> str:
@@ -22,11 +25,18 @@ def file_of(item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-def pytest_collection_modifyitems(items):
-    """Runs the longest files first, so that no test process is left with one of them when the other has finished.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Takes the quarter that was asked for, once markers have chosen, and runs the longest files first.
 
-    A file without a known cost counts as one of the longest.
+    So no test process is left with a long file when the other has finished. A file without a known cost counts as one
+    of the longest.
     """
+    quarter = config.getoption("quarter")
+    if quarter is not None:
+        chosen = quarter_of(items, quarter)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     seconds = costs.known_seconds()
     items.sort(key=lambda item: -seconds.get(file_of(item), float("inf")))
 
@@ -55,13 +65,16 @@ def reference_files() -> Path:
     return Path(__file__).parent / "golden"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter, config):
-    """Shows figures at the end, including those of parallel processes, and writes costs if asked to."""
+    """Shows figures at the end, including those of parallel processes, and what the run cost."""
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", ()):
                 if name == "figures" and report.when == "call":
                     terminalreporter.write_line(f"{report.nodeid}: {value}")
+    found, seconds = TOTAL or METER.costs, time.perf_counter() - STARTED
+    terminalreporter.write_line(costs.summary(found, seconds, config.getoption("kernels")))
     path = config.getoption("costs")
     if path:
-        costs.write(path, TOTAL or METER.costs, time.perf_counter() - STARTED)
+        costs.write(path, found, seconds)

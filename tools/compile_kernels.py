@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
 # Before Triton is imported: the interpreter has no compiled kernels.
@@ -36,8 +37,8 @@ ARCHITECTURES = (80, 90, 100)
 
 def combinations(architecture: int) -> Iterator[tuple[str, dict]]:
     """(kernel name, its compile-time arguments) for everything that the launching code can ask for, each once."""
-    found = {json.dumps([name, settings], sort_keys=True) for name, settings in _launches(architecture // 10)}
-    yield from sorted(map(json.loads, found), key=repr)
+    found = {(name, tuple(sorted(settings.items()))) for name, settings in _launches(architecture // 10)}
+    yield from sorted(((name, dict(settings)) for name, settings in found), key=repr)
 
 
 def _launches(capability: int) -> Iterator[tuple[str, dict]]:
@@ -102,6 +103,7 @@ def jit_functions() -> dict[str, dict]:
     }
 
 
+@cache
 def source_of(name: str) -> list[str]:
     """The source of a kernel and of everything it may call; unlike Triton's own key, without line numbers."""
     functions = jit_functions()
@@ -182,7 +184,7 @@ def cache_file(architecture: int, name: str, settings: dict) -> Path:
 
     parts = [
         source_of(name),
-        [inspect.getsource(part) for part in (compile_one, figures)],
+        _own_source(),
         [POINTERS, FLOATS],
         settings,
         architecture,
@@ -190,6 +192,11 @@ def cache_file(architecture: int, name: str, settings: dict) -> Path:
     ]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_root() / "aot" / f"{key}.json"
+
+
+@cache
+def _own_source() -> list[str]:
+    return [inspect.getsource(part) for part in (compile_one, figures)]
 
 
 def measured(architecture: int, name: str, settings: dict, path: Path) -> dict:
@@ -206,7 +213,8 @@ def measured(architecture: int, name: str, settings: dict, path: Path) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for every supported GPU, without one.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help="compile everything again, whatever is kept")
+    parser.add_argument("--fresh", action="store_true", help="compile everything again, even what is kept")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="write the last line to this file, too")
     arguments = parser.parse_args()
     jobs = [(a, *c, cache_file(a, *c)) for a in ARCHITECTURES for c in combinations(a)]
     missing = [job for job in jobs if arguments.fresh or not job[-1].exists()]
@@ -223,7 +231,10 @@ def main() -> int:
         failed += wrong is not None
         numbers = f"{row.get('registers', '-'):>4} {row.get('spilled', '-'):>5} {row.get('shared', '-'):>6}"
         print(f"sm_{architecture:<3} {numbers}  {name} {label(settings)}" + (f"  NOT FIT: {wrong}" if wrong else ""))
-    print(f"{len(jobs)} combinations, {len(missing)} of them compiled now, {failed} not fit to ship")
+    summary = f"{len(jobs)} combinations, {len(missing)} of them compiled now, {failed} not fit to ship"
+    print(summary)
+    if arguments.summary:
+        arguments.summary.write_text(summary)
     return 1 if failed else 0
 
 

@@ -1,9 +1,13 @@
 """What `make kernels` would let through; it compiles every kernel for every GPU generation served."""
 
+import itertools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +48,44 @@ def test_unfit_kernels_are_reported(tmp_path):
         assert re.search(r"NOT FIT: \d+ bytes spilled", spilling)
         assert "NOT FIT" in broken
         assert summary == f"3 combinations, {compiled} of them compiled now, 2 not fit to ship"
+
+
+# Prints, for each kernel, where the figures of its combinations are kept.
+KEPT = """
+import json
+import compile_kernels
+kept = {}
+for name, settings in compile_kernels.combinations(90):
+    kept.setdefault(name, []).append(compile_kernels.cache_file(90, name, settings).name)
+print(json.dumps(kept))
+"""
+# A constant inside each kernel, by file.
+CONSTANTS = {
+    "score/score_kernel.py": ("NC: tl.constexpr = 4 * GP", "NC: tl.constexpr = 8 * GP"),
+    "score/latent_kernel.py": ("ALL: tl.constexpr = 3", "ALL: tl.constexpr = 2"),
+}
+
+
+def kept_by(checkout: Path) -> dict[str, list[str]]:
+    done = run(["-c", KEPT], PYTHONPATH=os.pathsep.join(map(str, (checkout, TOOL.parent))))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_changed_kernel_is_compiled_again(tmp_path):
+    """Prevents figures of a kernel's last version, kept between runs, from passing for those of this one."""
+    shutil.copytree(ROOT / "sglang_triattn", tmp_path / "sglang_triattn", ignore=shutil.ignore_patterns("__pycache__"))
+    kernels = tmp_path / "sglang_triattn" / "kernels"
+    before = kept_by(tmp_path)
+    assert len(set(itertools.chain(*before.values()))) == sum(map(len, before.values()))
+    for file, (constant, planted) in CONSTANTS.items():
+        source = (kernels / file).read_text()
+        assert source.count(constant) == 1
+        (kernels / file).write_text(source.replace(constant, planted))
+    after = kept_by(tmp_path)
+    changed = {name for name in before if not set(before[name]) & set(after[name])}
+    assert changed == {Path(file).stem for file in CONSTANTS}
+    assert all(before[name] == after[name] for name in before.keys() - changed)
 
 
 def test_launches_are_specialised_on_nothing_else():

@@ -12,7 +12,9 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[3]
 KNOWN = ROOT / "tests" / "costs.json"
-"""Written by `make test-costs`: {file: {"tests", "wall_s", "cpu_s"}} of the whole set."""
+"""What every file cost when `COMMAND` last wrote it."""
+
+COMMAND = "make test-all ARGS='--costs tests/costs.json'"
 
 
 @dataclass
@@ -80,11 +82,22 @@ def known_seconds() -> dict[str, float]:
     return {file: cost["wall_s"] for file, cost in json.loads(KNOWN.read_text())["files"].items()}
 
 
+def summary(costs: dict[str, Cost], seconds: float, kernels: str) -> str:
+    """One line: tests, seconds, the five slowest files, and what `make kernels` found, if it came first."""
+    slowest = sorted(costs.items(), key=lambda row: -row[1].wall_s)[:5]
+    parts = [
+        f"{sum(cost.tests for cost in costs.values()):,} tests in {seconds:.0f} s",
+        "slowest: " + ", ".join(f"{file} {cost.wall_s:.0f} s" for file, cost in slowest),
+        *([f"kernels: {kernels}"] if kernels else []),
+    ]
+    return "; ".join(parts)
+
+
 def write(path: Path, costs: dict[str, Cost], seconds: float) -> None:
     """Writes the table, longest file first, with the load of the machine."""
     rows = sorted(costs.items(), key=lambda row: -row[1].wall_s)
     table = {
-        "command": "make test-costs",
+        "command": COMMAND,
         "cores": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "wall_s": round(seconds),
