@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import costs
-from quarters import QUARTERS, quarter_of
+from sets import QUARTERS, quarter_of
 
 METER = costs.Meter()
 TOTAL: dict[str, costs.Cost] = {}

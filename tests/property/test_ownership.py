@@ -8,6 +8,7 @@ import pytest
 
 from histories import run_histories
 from memory import POOL
+from sets import matrix, wide
 
 
 def run(examples: int, least_rounds: int = 3, **options) -> Counter:
@@ -37,13 +38,13 @@ def test_random_histories_under_random_settings():
 
 
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, wide(4), 16])
 def test_random_histories(page_size, radix):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
     run(16, page_size=page_size, radix=radix)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, wide(4), 16])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -78,7 +79,7 @@ def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, promp
     assert (counts["rows cut before their newest tokens"] > 3) == moves
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 4, 16])
 @pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
 def test_random_histories_of_compacted_prompts(page_size, selection):
     """Prevents prefill onto a shortened row from computing other tokens, at other places, or poisoning the tree."""
@@ -88,7 +89,7 @@ def test_random_histories_of_compacted_prompts(page_size, selection):
     assert page_size > 1 or counts["shared starts of compacted rows"] > 0
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [wide(1), 4])
 def test_random_histories_in_a_full_pool(page_size):
     """Prevents unneeded early rounds, and early rounds that keep other tokens than the newest and the best."""
     settings = {"pressure_budget": 6, "interval": 12}
@@ -96,7 +97,7 @@ def test_random_histories_in_a_full_pool(page_size):
     assert counts["early rounds"] > 0
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, wide(4), 16])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,9 +113,10 @@ def test_random_histories_of_drafting_requests(page_size, settings):
     run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
-@pytest.mark.parametrize("prompt", ["frozen", "compact"])
+@pytest.mark.parametrize(
+    ("page_size", "selection", "prompt"),
+    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"]),
+)
 def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selection, prompt):
     """Prevents a round from moving, or giving away, slots that a queued step writes its drafts to."""
     settings = {"budget": 28, "interval": 16, "recent": 10, "pool": 160, "prompt": prompt, "selection": selection}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from histories import run_histories
+from sets import matrix
 
 LENGTHS = {"budget": 24, "interval": 8, "recent": 14, "pressure_budget": 20, "window": 10}
 
 
-@pytest.mark.parametrize("prompt", ["frozen", "compact"])
-@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "selection", "prompt"),
+    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"]),
+)
 def test_random_histories_with_two_pools(page_size, selection, prompt):
     """Prevents a slot of either pool from being lost or owned twice, and a window from losing what it still reads."""
     counts = run_histories(

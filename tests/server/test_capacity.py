@@ -8,6 +8,7 @@ import pytest
 import requests
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
+from sets import wide
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 DENSE = {"triattention": {"enabled": False}}
@@ -148,7 +149,7 @@ def test_conversations_of_other_tenants_are_not_resumed(serve):
     client.flush()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_storm_under_pressure(serve, page_size):
     """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool."""
     client = serve("--page-size", str(page_size), "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)

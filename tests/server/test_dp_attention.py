@@ -14,6 +14,7 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 FAMILY = "qwen3-moe-all"
@@ -24,7 +25,7 @@ BACKEND = ("--attention-backend", "torch_reference")
 
 CASES = [
     (FAMILY, TWO_GROUPS, 1, "shared-mean"),
-    (FAMILY, TWO_GROUPS, 16, "per-layer-head"),
+    wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
     ("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
 ]
 
@@ -37,14 +38,16 @@ def test_logits(serve, tmp_path, family, groups, page_size, selection):
     compare_with_account(serve, tmp_path, family, page_size, selection, *groups, *KEYS_ALONE, env=env)
 
 
-def test_answers_and_storm(serve, tmp_path):
-    """Prevents answers below the budget from differing from plain SGLang's, a group without requests from being left
-    behind by rounds of the other, and leaks in either pool."""
-    tiny, account = prepared(tmp_path, FAMILY)
-    flags = (*TWO_GROUPS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
-    client = started(serve, tiny, FAMILY, *flags, env={**two_cores(), **RETRACTING})
+SMALL_POOL = (*TWO_GROUPS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
+
+
+def test_answers_and_rounds_of_one_group(serve, tmp_path):
+    """Prevents answers below the budget from differing from plain SGLang's, and a group without requests that waits for
+    rounds of the other."""
+    tiny, _ = prepared(tmp_path, FAMILY)
+    client = started(serve, tiny, FAMILY, *SMALL_POOL, env={**two_cores(), **RETRACTING})
     modules = only_models(*modules_of(FAMILY))
-    plain = serve(*BACKEND, *flags, env={**two_cores(), **RETRACTING, **modules}, model=tiny, compressed=False)
+    plain = serve(*BACKEND, *SMALL_POOL, env={**two_cores(), **RETRACTING, **modules}, model=tiny, compressed=False)
     for seed in (1, 2):
         ours, theirs = (server.generate(prompt(seed, 30), 24, logprobs=True) for server in (client, plain))
         assert compression(ours)["rounds"] == 0
@@ -57,7 +60,15 @@ def test_answers_and_storm(serve, tmp_path):
     answer = client.post("/generate", input_ids=prompt(3, 30), sampling_params=sampling, routed_dp_rank=0)
     assert compression(answer.json())["rounds"] > 0, answer.text
     assert [rounds > 0 for rounds in sorted(client.rounds_by_rank())] == [False, True]
+    assert_pool_is_whole(client)
+    serve.stop(client)
 
+
+@pytest.mark.wide
+def test_storm(serve, tmp_path):
+    """Prevents leaks in either group's pool, and a group that waits for the other for ever."""
+    tiny, account = prepared(tmp_path, FAMILY)
+    client = started(serve, tiny, FAMILY, *SMALL_POOL, env={**two_cores(), **RETRACTING})
     _, finished = storm(client, 1, 60, (48, account.budget), 900, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3

@@ -28,6 +28,7 @@ from latent_family import LatentOracle
 from mtp_family import MtpHead
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel
 
@@ -45,16 +46,16 @@ MODES = {
     "overlap off": ("--disable-overlap-schedule",),
 }
 CASES = [
-    ("STANDALONE", "moved"),
+    wide("STANDALONE", "moved"),
     ("STANDALONE", "pages"),
-    ("STANDALONE", "remapped"),
+    wide("STANDALONE", "remapped"),
     ("EAGLE", "moved"),
-    ("EAGLE", "pages"),
+    wide("EAGLE", "pages"),
     ("EAGLE3", "pages"),
     ("EAGLE", "ranks"),
     ("EAGLE", "overlap off"),
     ("NEXTN", "moved"),
-    ("NEXTN latent", "moved"),
+    wide("NEXTN latent", "moved"),
     ("NEXTN latent", "pages"),
     ("NEXTN latent", "remapped"),
 ]
@@ -156,7 +157,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
 
 
-@pytest.mark.parametrize("mode", ["moved", "pages"])
+@pytest.mark.parametrize("mode", [wide("moved"), "pages"])
 def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
     """Prevents drafts that no longer hold because of wrong positions after a round: where text decides, not what is
     attended to, all of them hold, before rounds and after."""
@@ -219,7 +220,7 @@ def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) 
     return found
 
 
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent"])
+@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent")])
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
@@ -253,7 +254,9 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
     assert_pool_is_whole(client)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("STANDALONE", "moved"), ("EAGLE", "pages"), ("NEXTN latent", "pages")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [wide("STANDALONE", "moved"), ("EAGLE", "pages"), wide("NEXTN latent", "pages")]
+)
 def test_storm(serve, pairs, name, mode):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while
     they are prefilled."""

@@ -6,6 +6,7 @@ import pytest
 
 from family_servers import compare_with_account, modules_of, prepared, started
 from harness import assert_pool_is_whole, compression, only_models, prompt, two_cores
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 TWO_RANKS = ("--tp-size", "2")
@@ -14,9 +15,9 @@ TWO_GROUPS = (*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention")
 # The last entry says how many ranks choose for themselves.
 CASES = [
     ("glm-4.7-flash", 64, "per-layer-head", (), 1),
-    ("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
+    wide("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
     ("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
-    ("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
+    wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
 ]
 
 
@@ -28,21 +29,16 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
     compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env, ranks=ranks)
 
 
-def test_answers_and_storm(serve, probed, tmp_path):
-    """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's; latents of a frozen prefix
-    from being written; leaks; and the share of values that other models have."""
-    family, flags = "deepseek-v3", ("--page-size", "32", "--max-total-tokens", "1536", *FLAGS)
-    tiny, account = prepared(tmp_path, family)
-    steps = []
+FAMILY, SMALL_POOL = "deepseek-v3", ("--page-size", "32", "--max-total-tokens", "1536", *FLAGS)
 
-    def serve_probed(*arguments, **options):
-        client, read = probed(*arguments, **options)
-        steps.append(read)
-        return client
 
-    client = started(serve_probed, tiny, family, *flags, env=RETRACTING)
-    modules = only_models(*modules_of(family))
-    plain = serve(*flags, env={**RETRACTING, **modules}, model=tiny, compressed=False)
+def test_answers_below_the_budget(serve, tmp_path):
+    """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's; and the share of values
+    that other models have."""
+    tiny, account = prepared(tmp_path, FAMILY)
+    client = started(serve, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
+    modules = only_models(*modules_of(FAMILY))
+    plain = serve(*SMALL_POOL, env={**RETRACTING, **modules}, model=tiny, compressed=False)
     stem = prompt(1, 70)
     for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
         ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))
@@ -52,7 +48,22 @@ def test_answers_and_storm(serve, probed, tmp_path):
     assert ours["meta_info"]["cached_tokens"] == 64
     serve.stop(plain)
     assert client.totals()["value_share"] == 0
+    assert_pool_is_whole(client)
+    serve.stop(client)
 
+
+@pytest.mark.wide
+def test_storm(serve, probed, tmp_path):
+    """Prevents latents of a frozen prefix from being written, and leaks."""
+    tiny, account = prepared(tmp_path, FAMILY)
+    steps = []
+
+    def serve_probed(*arguments, **options):
+        client, read = probed(*arguments, **options)
+        steps.append(read)
+        return client
+
+    client = started(serve_probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
     _, finished = storm(client, 1, 60, (account.recent + 1, account.budget), 1500, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3

@@ -63,6 +63,7 @@ def test_answers_below_the_trigger(serve):
     assert ours["meta_info"]["cached_tokens"] == 80
 
 
+@pytest.mark.wide
 def test_storm_of_mixed_steps(serve):
     """Prevents leaks, hangs and lengths that disagree where requests are aborted or retracted out of mixed steps."""
     client = serve(MIXED, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)

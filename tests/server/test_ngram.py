@@ -18,6 +18,7 @@ from harness import (
 )
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle, outside_circle
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel
 
@@ -55,7 +56,7 @@ def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("schedule", OVERLAP)
+@pytest.mark.parametrize("schedule", ["overlap", wide("overlap off")])
 def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     """Prevents wrong positions and masks of drafted tokens after a round, K/V of accepted ones that a round loses, and
     drafts that no longer hold because of it."""
@@ -63,7 +64,7 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     hold_to_account(client, steps, oracle_of(repeating), page_size, schedule)
 
 
-@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_latents(drafting, tmp_path, page_size):
     """Prevents the same where drafted tokens are latents."""
     tiny, account = prepared(tmp_path, LATENT)
@@ -152,6 +153,7 @@ def test_a_conversation_goes_on(drafting):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("page_size", PAGES)
 def test_storm(serve, repeating, page_size):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while

@@ -49,6 +49,7 @@ def test_command(name):
     assert "--quick" in done.stdout
 
 
+@pytest.mark.wide
 def test_capacity(run_quick):
     """Prevents comparing servers that do not finish the same requests, or that retract to keep them running."""
     content = run_quick("capacity")
@@ -58,6 +59,7 @@ def test_capacity(run_quick):
     assert content["compressed"]["peak_slots"] <= content["setting"]["pool"]
 
 
+@pytest.mark.wide
 def test_modes(run_quick):
     """Prevents ratios of servers that do not finish the same requests."""
     content = run_quick("modes", "--only", "overlap off")
@@ -82,6 +84,7 @@ def test_the_modes_are_compressed(monkeypatch):
         assert cli.main(["check", "--model", str(QWEN3_32B), *mode.args]) == 0, name
 
 
+@pytest.mark.wide
 def test_agents(run_quick):
     """Prevents turns counted as resumed that prefill earlier text again, and exact turns that are not exact."""
     content = run_quick("agents")
@@ -93,6 +96,7 @@ def test_agents(run_quick):
     assert all(tokens > setting["tokens"] / 2 for tokens in exact["prefilled_tokens_per_turn"][1:])
 
 
+@pytest.mark.wide
 def test_serve(run_quick):
     """Prevents figures for rounds that did not run, for steps of another load, and goals that are not judged."""
     content = run_quick("serve")
@@ -122,6 +126,7 @@ def test_the_gap_of_a_round_is_found(monkeypatch):
     assert serve.worst_at_rounds(gaps, sizes) == 0.7
 
 
+@pytest.mark.wide
 def test_soak(run_quick):
     """Prevents a soak that does not do what it says, or does not see the books."""
     content = run_quick("soak")

@@ -16,6 +16,7 @@ from harness import (
     two_cores,
 )
 from oracle import TOLERANCE
+from sets import wide
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 # SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
@@ -26,13 +27,13 @@ CASES = [
     ("qwen3-next", 1, "union", WITHOUT_BUFFER),
     ("qwen3-next", 16, "per-layer-head", WITH_BUFFER),
     ("lfm2", 1, "per-layer-head", ()),
-    ("qwen3.5", 16, "union", WITH_BUFFER),
+    wide("qwen3.5", 16, "union", WITH_BUFFER),
     ("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER),
     ("qwen3-next", 1, "shared-mean", ("--tp-size", "2", *WITH_BUFFER)),
     ("falcon-h1", 16, "per-layer-head", (*WITH_BUFFER, *KEYS_ALONE)),
-    ("falcon-h1", 1, "union", ("--tp-size", "2", *WITHOUT_BUFFER, *KEYS_ALONE)),
+    wide("falcon-h1", 1, "union", ("--tp-size", "2", *WITHOUT_BUFFER, *KEYS_ALONE)),
     ("granite-4-h", 1, "per-layer-head", WITH_BUFFER),
-    ("nemotron-h", 16, "shared-mean", WITH_BUFFER),
+    wide("nemotron-h", 16, "shared-mean", WITH_BUFFER),
 ]
 
 
@@ -43,7 +44,7 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
     compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env)
 
 
-@pytest.mark.parametrize("flags", [WITHOUT_BUFFER, WITH_BUFFER])
+@pytest.mark.parametrize("flags", [wide(WITHOUT_BUFFER), WITH_BUFFER])
 def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     """Prevents a turn from going on with a state that has seen more or fewer tokens than the row that it resumes, and
     the tree from keeping a state under the length of a shortened row."""
@@ -88,9 +89,9 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
 @pytest.mark.parametrize(
     ("family", "flags", "requests"),
     [
-        ("qwen3-next", WITHOUT_BUFFER, 30),
+        wide("qwen3-next", WITHOUT_BUFFER, 30),
         ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 60),
-        ("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
+        wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
     ],
 )
 def test_answers_and_storm(serve, tmp_path, family, flags, requests):

@@ -7,6 +7,7 @@ import json
 import time
 
 import psutil
+import pytest
 
 from harness import BUDGET, assert_pool_is_whole, compression, greedy, prompt
 from storm import FLAGS, RETRACTING, retractions, storm
@@ -63,11 +64,12 @@ def test_each_worker_refuses_and_reports(serve):
     assert_pool_is_whole(client)
 
 
-def test_answers_and_storm(serve):
-    """Prevents answers below the trigger from differing from plain SGLang's, and leaks where the workers abort requests
-    that the scheduler retracts."""
-    flags = (*WORKERS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
-    client, plain = (serve(*flags, env=RETRACTING, compressed=compressed) for compressed in (True, False))
+SMALL_POOL = (*WORKERS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
+
+
+def test_answers_below_the_trigger(serve):
+    """Prevents answers below the trigger from differing from plain SGLang's."""
+    client, plain = (serve(*SMALL_POOL, env=RETRACTING, compressed=compressed) for compressed in (True, False))
     # SGLang takes requests once one worker is ready; the other's first request would share a batch with these.
     for each in (client, plain):
         connections(each)
@@ -77,6 +79,12 @@ def test_answers_and_storm(serve):
         for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
     serve.stop(plain)
+
+
+@pytest.mark.wide
+def test_storm(serve):
+    """Prevents leaks where the workers abort requests that the scheduler retracts."""
+    client = serve(*SMALL_POOL, env=RETRACTING)
     _, finished = storm(client, 5, 40, (24, BUDGET), 1500, conversations=4)
     assert len(finished) > 20
     assert retractions(finished) > 3

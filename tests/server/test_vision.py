@@ -11,6 +11,7 @@ import requests
 
 from harness import KEYS_ALONE, POOL, STRICT, Client, compression, greedy, prompt, served_logprobs, unused_architectures
 from oracle import TOLERANCE
+from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from vision import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
@@ -88,7 +89,7 @@ def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, 
 @pytest.mark.parametrize(
     ("family", "page_size"),
     [
-        *(("qwen2.5-vl", 1), ("qwen2.5-vl", 16), ("qwen2-vl", 1), ("qwen3-vl", 16)),
+        *(("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
         *(("glm-4.1v", 16), ("glm-4.5v", 1), ("mistral-small-3", 16)),
     ],
 )
@@ -201,7 +202,7 @@ def test_aborted_image_requests(serve_vision):
     empty(client)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, wide(16)])
 def test_retracted_image_requests(serve_vision, page_size):
     """Prevents a retracted request from resuming without its image, or at positions of the row that it lost."""
     model, client = serve_vision(
@@ -238,7 +239,7 @@ def test_retracted_image_requests(serve_vision, page_size):
     assert (expected.gather(1, tokens[done:]) - values[done:]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", "mistral-small-3"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", wide("mistral-small-3")])
 def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_path, family):
     """Prevents queries that are turned back by other positions or dims, and a vision encoder's among them."""
     model = vision_model(family)

@@ -8,6 +8,7 @@ from families import WINDOW
 from family_servers import prepared, started
 from gemma4_family import VARIANTS
 from harness import Client, assert_pool_is_whole, compression, prompt
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 
@@ -30,9 +31,9 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
     ("family", "page_size", "ratio", "interval", "requests"),
     [
         ("gpt-oss", 16, 0.8, 16, 80),
-        ("gpt-oss", 1, 0.2, 128, 80),
-        ("mimo-v2", 1, 0.8, 16, 40),
-        ("gemma-4-shared", 16, 0.8, 16, 40),
+        wide("gpt-oss", 1, 0.2, 128, 80),
+        wide("mimo-v2", 1, 0.8, 16, 40),
+        wide("gemma-4-shared", 16, 0.8, 16, 40),
     ],
 )
 def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):

@@ -7,14 +7,15 @@ import pytest
 from family_servers import compare_with_account, prepared, started
 from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE
+from sets import wide
 
 CASES = [
-    *(("gpt-oss", page_size, selection) for page_size in (1, 16) for selection in ("per-layer-head", "shared-mean")),
-    ("gpt-oss", 64, "per-layer-head"),
-    *(("mimo-v2", 1, "shared-mean"), ("mimo-v2", 16, "per-layer-head"), ("mimo-v2", 64, "per-layer-head")),
-    *(("step-3.5", 1, "shared-mean"), ("step-3.5", 16, "per-layer-head"), ("step-3.5", 64, "per-layer-head")),
-    *(("gemma-4", 1, "shared-mean"), ("gemma-4", 16, "per-layer-head"), ("gemma-4", 64, "per-layer-head")),
-    *(("gemma-4-shared", 1, "per-layer-head"), ("gemma-4-shared", 16, "shared-mean")),
+    *(("gpt-oss", 1, "per-layer-head"), ("gpt-oss", 16, "shared-mean"), ("gpt-oss", 64, "per-layer-head")),
+    *(wide("gpt-oss", 1, "shared-mean"), wide("gpt-oss", 16, "per-layer-head")),
+    *(("mimo-v2", 1, "shared-mean"), ("mimo-v2", 16, "per-layer-head"), wide("mimo-v2", 64, "per-layer-head")),
+    *(("step-3.5", 1, "shared-mean"), wide("step-3.5", 16, "per-layer-head"), ("step-3.5", 64, "per-layer-head")),
+    *(("gemma-4", 1, "shared-mean"), ("gemma-4", 16, "per-layer-head"), wide("gemma-4", 64, "per-layer-head")),
+    *(("gemma-4-shared", 1, "per-layer-head"), wide("gemma-4-shared", 16, "shared-mean")),
 ]
 
 
@@ -26,13 +27,13 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
         assert report["freed_slots"] == report["evicted_tokens"] > 0
 
 
-@pytest.mark.parametrize(("family", "selection"), [("mimo-v2", "per-layer-head"), ("gemma-4", "shared-mean")])
+@pytest.mark.parametrize(("family", "selection"), [("mimo-v2", "per-layer-head"), wide("gemma-4", "shared-mean")])
 def test_logits_on_two_ranks(serve, tmp_path, family, selection):
     """Prevents a rank from scoring by another's heads where layers of one model have different numbers of them."""
     compare_with_account(serve, tmp_path, family, 1, selection, "--tp-size", "2", env=two_cores())
 
 
-@pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])
+@pytest.mark.parametrize("selection", ["per-layer-head", wide("shared-mean")])
 def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, selection):
     """Prevents a window that is cut short where SGLang counts all tokens of a request and its row holds fewer: in a
     later turn, between the chunks of a prefill, and wherever SGLang frees what is behind the window."""

@@ -31,6 +31,7 @@ def run(script: str, out: Path, *options: str) -> dict:
     return content
 
 
+@pytest.mark.wide
 def test_traffic_is_near_the_minimum(tmp_path):
     """Prevents a launch that reads keys, slots or columns more often than it must."""
     rows = run("score_traffic.py", tmp_path / "traffic.json")["rows"]
@@ -45,6 +46,7 @@ def test_traffic_is_near_the_minimum(tmp_path):
     assert default["ratio_to_keys"] <= 2.2
 
 
+@pytest.mark.wide
 def test_speed_is_measured_on_equal_answers(tmp_path):
     """Prevents a speed-up over a rival that computes something else; its size depends on the machine."""
     content = run("score_speed.py", tmp_path / "speed.json", "--device", "cpu")
@@ -55,6 +57,7 @@ def test_speed_is_measured_on_equal_answers(tmp_path):
         assert min(row["milliseconds"], row["keep_milliseconds"], row["share_of_copy_bandwidth"]) > 0
 
 
+@pytest.mark.wide
 def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
     """Prevents copies beyond those that a strategy needs, and counting evicted tokens as memory."""
     rows = run("compact.py", tmp_path / "compact.json")["rows"]
@@ -71,6 +74,7 @@ def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
     assert freed[128, "none"] < 0.05 < 0.98 < freed[128, "fill"]
 
 
+@pytest.mark.wide
 def test_the_census_is_timed(monkeypatch, tmp_path):
     """Prevents a benchmark that no longer runs on SGLang's own tree and allocators."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -82,6 +86,7 @@ def test_the_census_is_timed(monkeypatch, tmp_path):
     assert all(row["milliseconds"] > 0 for row in rows)
 
 
+@pytest.mark.wide
 def test_the_cost_of_metrics_is_measured(tmp_path):
     """Prevents a benchmark that no longer runs on the scheduler's metrics."""
     # It tells prometheus_client where to write, which servers started from here would inherit.
@@ -105,6 +110,7 @@ def test_the_cost_of_a_step_is_measured(monkeypatch, tmp_path):
         step_cost.measure(1, 1, 1)
 
 
+@pytest.mark.wide
 def test_the_spread_of_latents_is_measured(monkeypatch, tmp_path):
     """Prevents a choice by something else than the attention that is then measured, and a term that is never added."""
     monkeypatch.syspath_prepend(str(FOLDER))

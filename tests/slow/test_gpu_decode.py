@@ -17,6 +17,7 @@ def part(monkeypatch) -> Parts:
     return Parts(monkeypatch)
 
 
+@pytest.mark.wide
 def test_whole_run(part, tmp_path, capsys, monkeypatch):
     """Prevents a table that cannot be produced end to end, and cells that are silently left out."""
     out = tmp_path / "gpu_decode-toy.json"

@@ -14,6 +14,7 @@ from quality_cases import FOLDER, random_stats
 from sglang_triattn.stats.file import save_stats
 
 
+@pytest.mark.wide
 def test_a_quick_run_of_quality(folder, model, tmp_path):
     """Prevents a benchmark that does not run as users run it, leaves a policy out, or cannot be drawn."""
     save_stats(random_stats(model), tmp_path / "stats.safetensors")
@@ -40,6 +41,7 @@ def test_a_quick_run_of_quality(folder, model, tmp_path):
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("script", ["foretell.py", "calibration_texts.py"])
 def test_a_quick_run_of_foretelling(folder, model, tmp_path, script):
     """Prevents a benchmark that does not run as users run it."""

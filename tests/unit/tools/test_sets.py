@@ -10,7 +10,7 @@ import pytest
 
 import costs
 from checkout import ROOT
-from quarters import QUARTERS, quarter_of
+from sets import QUARTERS, quarter_of
 
 
 def has_tests(path) -> bool:

@@ -1,0 +1,42 @@
+"""The sets of tests: what `make test` leaves to `make test-all`, and the quarters of that, of which CI runs one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+QUARTERS = 4
+
+
+def quarter_of(tests: list, quarter: int) -> list:
+    """Every fourth test, from number `quarter` on."""
+    return tests[quarter::QUARTERS]
+
+
+def wide(*values: Any, id: str | None = None):
+    """A case of `pytest.mark.parametrize` that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.wide, id=id)
+
+
+def matrix(*axes: list, strength: int = 2) -> list:
+    """All combinations of the axes' values as cases, wide but for a few.
+
+    Those few hold every combination of values of any `strength` axes: with 1 each value, with 2 each pair of values.
+    They are chosen greedily, the first of the best in the order of the product, so that they are always the same.
+    """
+    cases = list(itertools.product(*map(range, map(len, axes))))
+    groups = list(itertools.combinations(range(len(axes)), strength))
+
+    def held(case: tuple[int, ...]) -> set:
+        return {(group, tuple(case[axis] for axis in group)) for group in groups}
+
+    missing = set().union(*map(held, cases))
+    chosen = set()
+    while missing:
+        best = max(cases, key=lambda case: len(held(case) & missing))
+        chosen.add(best)
+        missing -= held(best)
+    values = [tuple(axis[place] for axis, place in zip(axes, case, strict=True)) for case in cases]
+    return [pytest.param(*each) if case in chosen else wide(*each) for case, each in zip(cases, values, strict=True)]
