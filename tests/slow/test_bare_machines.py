@@ -16,7 +16,7 @@ from plan_cases import QWEN3_32B
 BARE_MACHINE = """
 import sys
 import pytest
-for name in ("sglang", "transformers", "safetensors", "hypothesis", "requests", "matplotlib", "tqdm"):
+for name in ("sglang", "transformers", "safetensors", "hypothesis", "requests", "matplotlib", "tqdm", "psutil"):
     sys.modules[name] = None
 sys.exit(pytest.main(["-q", "--collect-only", "tests/gpu"]))
 """
