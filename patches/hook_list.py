@@ -83,7 +83,13 @@ WHY = {
     (SCHEDULER, "SchedulerMetricsCollector.log_stats"): "sets gauges when SGLang sets its own",
     (SCHEDULER, "Scheduler.get_output_streamer_class"): "sends each finished request's report along",
     (SCHEDULER, "SchedulerWeightUpdaterManager.record_weight_version_after_update"): (
-        "warns that the statistics are those of the old weights"
+        "gives back rows of the old weights, and warns of their statistics"
+    ),
+    (SCHEDULER, "SchedulerWeightUpdaterManager.flush_cache_after_weight_update"): (
+        "measures the new weights after the last part of an update, if asked to"
+    ),
+    (SCHEDULER, "SchedulerWeightUpdaterManager.resume_memory_occupation"): (
+        "measures them once the KV pool is there again"
     ),
     (CENSUS, "Scheduler.on_idle"): "takes the census of an idle server",
     (CALIBRATION, "_wait_for_scheduler_ready"): "collects the ranks' answers, any refusal first",

@@ -21,6 +21,7 @@ BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
+AFTER_UPDATES = ("keep", "measure")
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
@@ -60,6 +61,7 @@ class Config:
     prompt: str = "frozen"
     pressure_budget: int | None = None
     conversation_ttl: int = 600
+    stats_after_update: str = "keep"
     value_share: float = cast("float", None)  # likewise
     profile: str | None = None
     window: int = 0
@@ -99,6 +101,7 @@ class Config:
         _check_choice("aggregation", self.aggregation, AGGREGATIONS)
         _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
         _check_choice("prompt", self.prompt, PROMPTS)
+        _check_choice("stats_after_update", self.stats_after_update, AFTER_UPDATES)
         share = self.value_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
             raise TriAttentionError(f"{flag('value_share')} is {share!r}, but it must be a number from 0 to 1.")
@@ -229,6 +232,13 @@ OPTIONS = (
         int,
         "SECONDS",
         "how long the compressed row of a conversation waits for its next turn before it may be dropped",
+    ),
+    Option(
+        "stats_after_update",
+        str,
+        "keep|measure",
+        "what happens to the query statistics when the weights of a running server are updated: keep (they stay) or "
+        "measure (they are measured again once an update has flushed the cache)",
     ),
 )
 

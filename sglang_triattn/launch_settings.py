@@ -198,6 +198,15 @@ def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionEr
     )
 
 
+def refused_decode_server(model: str) -> TriAttentionError:
+    """The refusal of --disaggregation-mode decode for one model."""
+    return TriAttentionError(
+        f"--disaggregation-mode decode does not work with --enable-triattention for {model}, because models that take "
+        "images, whose window layers have a KV pool of their own, or whose layers keep a state instead of KV are not "
+        "tested on a decode server: leave --disaggregation-mode out."
+    )
+
+
 STATES_UNTRIED = "its layers that keep a state instead of KV are not tested with drafted tokens"
 WINDOWS_UNTRIED = "its layers with a sliding window are not tested with drafted tokens"
 IMAGES_UNTRIED = "positions behind images are not tested with drafted tokens"
@@ -217,6 +226,14 @@ BESIDE_STAGES = (
         "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
     ),
 )
+
+MEASURE = "--triattention-stats-after-update measure"
+_NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
+BESIDE_MEASURING = (
+    Refusal("pp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+    Refusal("enable_dp_attention", _set, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+)
+"""Only with --triattention-stats-after-update measure."""
 
 _UNTRIED_ALONE = "it is not tested on a decode server"
 
@@ -249,6 +266,7 @@ _BESIDE = (
     *BESIDE_LATENTS,
     *BESIDE_IMAGES,
     *BESIDE_STAGES,
+    *BESIDE_MEASURING,
     *BESIDE_STATES,
     *BESIDE_SPECULATION,
     *BESIDE_DRAFT_MODEL,

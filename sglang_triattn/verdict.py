@@ -15,16 +15,19 @@ from sglang_triattn.latents import for_latents
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
+    BESIDE_MEASURING,
     BESIDE_PREFILL_ELSEWHERE,
     BESIDE_STAGES,
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
     IMAGES_UNTRIED,
+    MEASURE,
     SETTINGS,
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
     beside_drafts,
+    refused_decode_server,
     refused_drafts,
 )
 from sglang_triattn.model.fields import Fields, architecture, text_fields
@@ -145,6 +148,10 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
             if is_covered(content.get("architectures")):
                 _check_server(server, BESIDE_IMAGES)
             config = _check_layout(layout, label, server)
+            if server.given.get("disaggregation_mode") == "decode" and _is_untried_decoding(layout, content):
+                raise refused_decode_server(label)
+            if config.stats_after_update == "measure":
+                _check_server(server, BESIDE_MEASURING, MEASURE)
             if "speculative_algorithm" in server.given:
                 _check_speculation(server, label, layout, bool(content.get("vision_config")))
         except TriAttentionError as error:
@@ -152,11 +159,16 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
     return Verdict(label, layout, config, server.page_size, server.ranks, dtype, refusal, reason)
 
 
-def _check_server(server: Server, refusals: Sequence[Refusal]) -> None:
-    """Raises TriAttentionError for the first setting that compression cannot work with."""
+def _is_untried_decoding(layout: AttentionLayout | None, content: Fields) -> bool:
+    """Whether a model is not tested on a decode server."""
+    return layout is not None and bool(layout.window_pool or layout.states or content.get("vision_config"))
+
+
+def _check_server(server: Server, refusals: Sequence[Refusal], beside: str = "") -> None:
+    """Raises TriAttentionError for the first setting that compression cannot work with, if `beside` is given."""
     for refusal in refusals:
         if refusal.field in server.given and refusal.applies(server.given[refusal.field]):
-            raise TriAttentionError(refusal.message(server.given[refusal.field]))
+            raise TriAttentionError(refusal.message(server.given[refusal.field], beside))
 
 
 def _check_layout(layout: AttentionLayout | None, label: str, server: Server) -> Config:

@@ -14,6 +14,7 @@ import torch
 from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
 from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_layers, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
+from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.capture import absorb_in, capture
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
@@ -262,4 +263,5 @@ def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> Qu
         rotates=shape.rotates,
         unrotated_mean=unrotated,
         rotary_start=shape.rotary_start,
+        model=shown_name(model_config.model_path),
     )

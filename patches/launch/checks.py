@@ -14,6 +14,7 @@ from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import (
     check_decode_server,
     check_latents,
+    check_measuring,
     check_model,
     check_settings,
     check_speculation,
@@ -82,6 +83,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         if has_latents(model):
             config = for_latents(config)
         check_decode_server(settings, model)
+        check_measuring(settings, config)
         window = window_of(model)
         if window:
             config = config.for_windows(window, settings.page_size)

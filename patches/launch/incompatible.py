@@ -10,21 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import (
     BESIDE_IMAGES,
     BESIDE_LATENTS,
+    BESIDE_MEASURING,
     BESIDE_PREFILL_ELSEWHERE,
     BESIDE_STAGES,
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
     ENVIRONMENT,
     IMAGES_UNTRIED,
+    MEASURE,
     SETTINGS,
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
     Refusal,
     beside_drafts,
+    refused_decode_server,
     refused_drafts,
 )
 from sglang_triattn.model.kinds import served_window
@@ -105,6 +109,15 @@ def check_stages(settings: Any, model: ModelConfig) -> None:
         _check_beside(settings, BESIDE_IMAGES)
 
 
+def check_measuring(settings: Any, config: Config) -> None:
+    """Raises TriAttentionError for a setting with which a running server cannot measure."""
+    if config.stats_after_update == "measure":
+        for refusal in BESIDE_MEASURING:
+            value = getattr(settings, refusal.field)
+            if refusal.applies(value):
+                raise TriAttentionError(refusal.message(value, MEASURE))
+
+
 def check_decode_server(settings: Any, model: ModelConfig) -> None:
     """Raises TriAttentionError for a setting or a model that does not go with a prefill on another server."""
     mode = settings.disaggregation_mode
@@ -116,11 +129,7 @@ def check_decode_server(settings: Any, model: ModelConfig) -> None:
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, beside))
     if model.is_hybrid_swa or model.is_multimodal or has_states(model):
-        raise TriAttentionError(
-            f"{beside} does not work with --enable-triattention for {named(model)}, because models that take images, "
-            "whose window layers have a KV pool of their own, or whose layers keep a state instead of KV are not "
-            "tested on a decode server: leave --disaggregation-mode out."
-        )
+        raise refused_decode_server(named(model))
 
 
 def _check_beside(settings: Any, refusals: Sequence[Refusal]) -> None:

@@ -1,19 +1,17 @@
 """What a user should know about a working server: one log line each, at launch or when it happens.
 
-SGLang parts: `ModelRunner.decode_cuda_graph_capture_bs` (sglang/srt/model_executor/model_runner.py),
-`SchedulerWeightUpdaterManager` (sglang/srt/managers/scheduler_components/weight_updater.py).
+SGLang part: `ModelRunner.decode_cuda_graph_capture_bs` (sglang/srt/model_executor/model_runner.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.window_pool import row_allocator
-from sglang_triattn.rounds.plan import Totals, ceil_align
+from sglang_triattn.rounds.plan import ceil_align
 from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
 from sglang_triattn.stats.file import QueryStats
 
@@ -49,33 +47,3 @@ def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
         )
     if concentration(stats).mean() < SPREAD:
         yield f"TriAttention: {outlook(stats)}"
-
-
-class WeightUpdates:
-    """Warns, after an update of the weights, that the statistics in use are those of the old weights.
-
-    Args:
-        read: returns the settings and totals of the compressor, or None if there is none.
-    """
-
-    def __init__(self, read: Callable[[], tuple[Config, Totals] | None]) -> None:
-        self._read = read
-        self._said_after: int | None = None
-
-    def hooks(self) -> list[Hook]:
-        target = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        # Every way to update weights ends here once it has succeeded.
-        return [Hook(f"{target}.record_weight_version_after_update", "after", self._on_update, "self weight_version")]
-
-    def _on_update(self, *_: object, **__: object) -> None:
-        found = self._read()
-        # An update may come in hundreds of parts, with no compaction round between them.
-        if found is None or found[1].rounds == self._said_after:
-            return
-        config, totals = found
-        self._said_after = totals.rounds
-        logger.warning(
-            "The weights were updated, but TriAttention goes on scoring with statistics of the weights before, from "
-            "%s: start the server with new ones if the queries have changed much",
-            config.stats,
-        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.kernels.pools import KINDS
-from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
 from sglang_triattn.model.rope import Rope, ropes_of_buffers, same_rope
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.stats.file import ModelShape
@@ -71,7 +71,8 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         num_kv_heads=1 if latent else config.get_total_num_kv_heads(),
         head_dim=first.attention.head_dim,
         rope=rotation.rope,
-        fingerprint=model_fingerprint(model_runner.model_config.model_path),
+        fingerprint=model_fingerprint(config.model_path, config.revision),
+        variant=model_variant(config.model_path, config.revision, config.model_override_args),
         layers=numbers_of(scored),
         rotates=rotation.rotates,
         first_position=rotation.first_position,

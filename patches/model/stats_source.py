@@ -20,8 +20,9 @@ from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.texts import read_windows
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
-from sglang_triattn.patches.scheduler.pipeline import from_first, is_first
+from sglang_triattn.patches.scheduler.pipeline import from_first, is_first, is_staged
 from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
 
@@ -66,18 +67,60 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
                 wanted,
             )
         return check_stats(stats, shape)
-    first = is_first(scheduler)
+    first, random = is_first(scheduler), has_random_weights(scheduler)
     # Only the first rank looks at files, so that all ranks do the same.
-    with measuring_alone(shape.fingerprint) if first else nullcontext():
+    with measuring_alone(shape.fingerprint, shape.variant) if first and not random else nullcontext():
         found = from_first(scheduler, load_cached(shape) if first else None)
         if found is not None:
-            logger.info("TriAttention found the statistics of this model in %s", found.source)
+            _tell_found(found, shown_name(scheduler.model_config.model_path))
             return found
         measured = _measure(scheduler, shown=first)
-        path = keep_stats(measured) if first else None
+        path = keep_stats(measured, shape.variant) if first and not random else None
+    if random and first:
+        logger.warning(
+            "TriAttention keeps nothing of what it measured, because --load-format dummy means random weights: %s",
+            "it measures again after the first update of the weights that flushes the cache"
+            if measures_together(scheduler)
+            else "start once with the weights, and name the statistics kept then with --triattention-stats",
+        )
     if path is not None:
         logger.info("TriAttention measured the statistics of this model and keeps them in %s", path)
     return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
+
+
+def measured_stats(scheduler: Scheduler, shape: ModelShape, source: str) -> QueryStats:
+    """Statistics of the model as it is now, measured and kept nowhere; every rank of every stage calls this.
+
+    Args:
+        source: what messages call them.
+
+    Raises:
+        TriAttentionError: the model cannot be measured.
+    """
+    measured = _measure(scheduler, shown=is_first(scheduler))
+    return check_stats(dataclasses.replace(measured, source=source), shape)
+
+
+def _tell_found(stats: QueryStats, model: str) -> None:
+    if stats.model in (None, model):
+        logger.info("TriAttention found the statistics of this model in %s", stats.source)
+    else:
+        logger.info(
+            "TriAttention found the statistics of this model in %s, measured where it was called %s: if that is "
+            "another model, remove the file, and the next launch measures",
+            stats.source,
+            stats.model,
+        )
+
+
+def has_random_weights(scheduler: Scheduler) -> bool:
+    """Whether the server was started without weights, which come later, or never."""
+    return scheduler.server_args.load_format == "dummy"
+
+
+def measures_together(scheduler: Scheduler) -> bool:
+    """Whether all ranks take an update of the weights in the same step, and can measure then."""
+    return not is_staged(scheduler) and not scheduler.server_args.enable_dp_attention
 
 
 def launch_job(scheduler: Scheduler) -> CalibrationJob:
@@ -104,7 +147,7 @@ def _measure(scheduler: Scheduler, shown: bool) -> QueryStats:
     job = launch_job(scheduler)
     if shown:
         logger.info(
-            "TriAttention has no statistics of this model yet and measures them now, once, on %d tokens", job.tokens
+            "TriAttention has no statistics of these weights yet and measures them now, once, on %d tokens", job.tokens
         )
     try:
         seconds = _rehearse(scheduler, job)

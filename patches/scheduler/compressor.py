@@ -19,6 +19,7 @@ Without overlap there is one stream, in program order. Only token counts steer r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -114,6 +115,16 @@ class Compressor:
     def workspace_plan(self) -> WorkspacePlan:
         """What one launch of the kernels can hold; only if there are kernels."""
         return self._scorer.plan
+
+    def take_statistics(self, scorer: Scorer, source: str) -> None:
+        """Scores by other statistics from the next round on.
+
+        Args:
+            scorer: reads the same KV pool.
+            source: where the statistics come from, for messages.
+        """
+        self._scorer = scorer
+        self.config = dataclasses.replace(self.config, stats=source)
 
     def run_due_rounds(
         self,

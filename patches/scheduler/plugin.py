@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_triattn.config import Config
+from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.patches.calibration.weight_updates import AFTER_UPDATE, WeightUpdates
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
 from sglang_triattn.patches.model import warm_up
@@ -19,7 +21,7 @@ from sglang_triattn.patches.model.draft import check_draft_model, make_follower
 from sglang_triattn.patches.model.inspect import check_pool
 from sglang_triattn.patches.model.layers import attention_layers, check_windows, scored_layers
 from sglang_triattn.patches.model.rotation import served_shape
-from sglang_triattn.patches.model.stats_source import find_stats
+from sglang_triattn.patches.model.stats_source import find_stats, has_random_weights, measured_stats, measures_together
 from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
@@ -59,6 +61,9 @@ class Compression:
         self._conversations = Conversations(config.conversation_ttl)
         self._breaker = Breaker(self._on_stop)
         self._gauge: StoppedGauge | None = None
+        self._merge: RankMerge | None = None
+        # Nothing has been measured of the weights that the server is for.
+        self._has_random_weights = False
         self._admission = Admission(config, self._conversations, self._breaker)
         self._census = Census(self._conversations) if is_wanted() else None
         self._hooks = self._all_hooks()
@@ -89,7 +94,9 @@ class Compression:
             *Rows(self._conversations).hooks(),
             *reporting.scheduler_hooks(self._read, self._describe, lambda: self._breaker.reason),
             *metrics.scheduler_hooks(lambda: self.metrics),
-            *notices.WeightUpdates(self._read).hooks(),
+            *WeightUpdates(
+                self._read, self._measures_after_update, self._measure_again, self._conversations.drop_all
+            ).hooks(),
             *(self._census.hooks() if self._census is not None else ()),
         ]
 
@@ -115,7 +122,9 @@ class Compression:
     def _start(self, scheduler: Scheduler) -> Compressor:
         """Builds a compressor and rehearses its rounds. Raises TriAttentionError with the message for the user."""
         check_in_place(self._hooks)
-        merge = merge_over_ranks(scheduler, self.config.selection)
+        self._merge = merge = merge_over_ranks(scheduler, self.config.selection)
+        unknown = self.config.stats == AUTO and has_random_weights(scheduler)
+        self._has_random_weights = unknown and measures_together(scheduler)
         # Ranks measure together: one that fails alone cannot wait for the others, but must end.
         alone = scheduler.tp_group.world_size == 1 and not is_staged(scheduler)
         with warm_up.in_one_sentence() if alone else nullcontext():
@@ -130,6 +139,21 @@ class Compression:
             with warm_up.in_one_sentence():
                 warm_up.rehearse(scheduler, compressor)
         return compressor
+
+    def _measures_after_update(self) -> bool:
+        return self._has_random_weights or self.config.stats_after_update == "measure"
+
+    def _measure_again(self) -> None:
+        """Scores by statistics of the weights as they are now. Raises TriAttentionError if they cannot be measured."""
+        scheduler, compressor = cast("Scheduler", self._scheduler), cast(Compressor, self.compressor)
+        with warm_up.in_one_sentence():
+            shape = served_shape(scheduler)
+            stats = counted_from(measured_stats(scheduler, shape, AFTER_UPDATE), shape.first_position)
+            compressor.take_statistics(
+                make_scorer(scheduler, self.config, stats, self._workspace.memory, self._merge), stats.source
+            )
+        self._has_random_weights = False
+        logger.info("TriAttention measured the statistics of the updated weights")
 
     def _on_next_batch(
         self, scheduler: Scheduler, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
@@ -190,6 +214,37 @@ def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
     return counted_from(stats, shape.first_position)
 
 
+def of_own_layers(scheduler: Scheduler, stats: QueryStats) -> QueryStats:
+    """The statistics of the layers that this stage runs."""
+    if not is_staged(scheduler):
+        return stats
+    layers = scored_layers(attention_layers(scheduler.tp_worker.model_runner.model))
+    return stats.of_layers([layer.number for layer in layers])
+
+
+def make_scorer(
+    scheduler: Scheduler, config: Config, stats: QueryStats, memory: torch.Tensor | None, merge: RankMerge | None
+) -> Scorer:
+    """Builds the scorer of this rank's KV pool; `stats` are those of its layers, see `build_compressor` for the rest.
+
+    Raises:
+        ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
+    """
+    runner = scheduler.tp_worker.model_runner
+    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool, stats.layers)
+    return build_scorer(
+        config,
+        stats,
+        k_buffers,
+        v_buffers,
+        context=runner.model_config.context_len,
+        heads=own_heads(scheduler, stats.mean.shape[1]),
+        reduce_ranks=merge,
+        memory=memory,
+        kernels=warm_up.runs_kernels(runner.device),
+    )
+
+
 def build_compressor(
     scheduler: Scheduler,
     config: Config,
@@ -211,21 +266,9 @@ def build_compressor(
         ValueError: the kernels cannot read the KV pool, or the statistics do not fit it.
     """
     runner = scheduler.tp_worker.model_runner
-    if is_staged(scheduler):
-        stats = stats.of_layers([layer.number for layer in scored_layers(attention_layers(runner.model))])
-    k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool, stats.layers)
+    stats = of_own_layers(scheduler, stats)
+    scorer = make_scorer(scheduler, config, stats, memory, merge)
     kernels = warm_up.runs_kernels(runner.device)
-    scorer = build_scorer(
-        config,
-        stats,
-        k_buffers,
-        v_buffers,
-        context=runner.model_config.context_len,
-        heads=own_heads(scheduler, stats.mean.shape[1]),
-        reduce_ranks=merge,
-        memory=memory,
-        kernels=kernels,
-    )
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
     follower = None if mover is None else make_follower(scheduler, kernels=kernels)

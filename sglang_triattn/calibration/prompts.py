@@ -3,9 +3,14 @@
 They call for long answers with step-by-step reasoning, because that is what compression serves.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_triattn.calibration.texts import template_ids
+from sglang_triattn.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 PROMPTS = (
     "A train leaves at 9:40 and arrives at 13:05 after three stops of four minutes each. The track is 246 km long. "
@@ -33,17 +38,26 @@ PROMPTS = (
 
 
 def trace_prompts(tokenizer: Any, count: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids of `count` prompts, in the model's chat template if it has one; PROMPTS repeat once used up.
+    """Token ids of `count` prompts, in the model's chat template if it has one that works; PROMPTS repeat once used up.
 
     Args:
         tokenizer: a tokenizer of transformers.
     """
-    chat = bool(getattr(tokenizer, "chat_template", None))
-
-    def ids(text: str) -> tuple[int, ...]:
-        if chat:
-            return tuple(template_ids(tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True))
-        return tuple(tokenizer(text, verbose=False)["input_ids"])
-
-    distinct = [ids(text) for text in PROMPTS[:count]]
+    texts = PROMPTS[:count]
+    try:
+        distinct = _chats(tokenizer, texts) if getattr(tokenizer, "chat_template", None) else _plain(tokenizer, texts)
+    except Exception as error:  # a template is code by the model's author
+        logger.warning(
+            "TriAttention measures on prompts without the model's chat template, which says %r", first_line(error)
+        )
+        distinct = _plain(tokenizer, texts)
     return tuple(distinct[index % len(distinct)] for index in range(count))
+
+
+def _chats(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    chats = ([{"role": "user", "content": text}] for text in texts)
+    return [tuple(template_ids(tokenizer, chat, add_generation_prompt=True)) for chat in chats]
+
+
+def _plain(tokenizer: Any, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    return [tuple(tokenizer(text, verbose=False)["input_ids"]) for text in texts]

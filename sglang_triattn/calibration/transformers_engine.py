@@ -23,7 +23,7 @@ from sglang_triattn.calibration.job import (
 from sglang_triattn.calibration.latent_queries import absorbed, key_weights
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
-from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.model.fingerprint import model_fingerprint, shown_name
 from sglang_triattn.model.layers import head_width, kv_heads, never_rotates, readers, scored_layers
 from sglang_triattn.model.rope import RopeError, no_rotation, rope_of_transformers
 from sglang_triattn.model.support import has_covered_latents
@@ -136,6 +136,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         head_dim=total.head_dim,
         rope=rope,
         fingerprint=model_fingerprint(model_path),
+        model=shown_name(model_path),
         token_count=total.count,
         source=f"of {model_path}",
         layers=layers,

@@ -18,6 +18,9 @@ def cache_rows() -> Iterator[Row]:
     from sglang_triattn.stats.cache import cache_folder
 
     folder = cache_folder()
+    if folder is None:
+        yield Row("folder", WRONG, "this user has no home folder and XDG_CACHE_HOME is not set", _AGAIN)
+        return
     if not folder.exists():
         above = next(parent for parent in folder.parents if parent.exists())
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
@@ -46,9 +49,9 @@ def model_rows(model: str) -> Iterator[Row]:
         TriAttentionError: it has no readable config.json.
     """
     from sglang_triattn.config import Config
-    from sglang_triattn.model.fingerprint import local_folder, model_fingerprint
+    from sglang_triattn.model.fingerprint import local_folder, model_fingerprint, model_variant
     from sglang_triattn.model.sizes import load_config
-    from sglang_triattn.stats.cache import cached_path
+    from sglang_triattn.stats.cache import kept_path
     from sglang_triattn.verdict import Server, attention_words, judge
 
     folder = Path(model) if Path(model).exists() else local_folder(model)
@@ -57,19 +60,20 @@ def model_rows(model: str) -> Iterator[Row]:
         yield Row("check", WRONG, str(verdict.refusal), "this model is not compressed with the default flags")
     else:
         yield Row("check", OK, f"{verdict.name} is compressed: {attention_words(verdict.layout)}")
-    fingerprint = model_fingerprint(str(folder.parent if folder and folder.is_file() else folder or model))
+    place = str(folder.parent if folder and folder.is_file() else folder or model)
+    fingerprint = model_fingerprint(place)
     if fingerprint is None:
         yield Row("statistics", NOTE, "no fingerprint can be computed, so none are kept")
     else:
-        yield _statistics_row(cached_path(fingerprint))
+        yield _statistics_row(kept_path(fingerprint, model_variant(place)))
 
 
-def _statistics_row(path: Path) -> Row:
+def _statistics_row(path: Path | None) -> Row:
     from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
     from sglang_triattn.stats.file import StatsError, load_stats
 
-    if not path.is_file():
-        return Row("statistics", NOTE, f"no {path.name} is kept yet; the first launch measures and keeps it")
+    if path is None or not path.is_file():
+        return Row("statistics", NOTE, "none of this model are kept yet; the first launch measures and keeps them")
     try:
         stats = load_stats(path)
     except StatsError as error:

@@ -3,12 +3,22 @@
 It is made from what determines the queries, survives quantisation and can be read in milliseconds: the architecture
 fields of config.json, and the small vectors that weight-only quantisers leave unchanged. Norms in front of linear
 layers are left out on purpose, because AWQ and SmoothQuant fold their scales into them.
+
+A fine-tune merged from LoRA has the norms and biases of its base, so its fingerprint is the base's. What a launch
+measures and keeps is therefore also named by a model's variant: a part of its query weights, and overridden settings.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURE_FIELDS = (
     "architectures",
@@ -22,12 +32,22 @@ ARCHITECTURE_FIELDS = (
     "vocab_size",
 )
 DIGITS = 32
+VARIANT_DIGITS = 8
 _FINAL_NORM = re.compile(r"(?:[a-z_]+\.)*(?:norm|final_norm|final_layernorm|ln_f)\.weight")
 _ENCODER = re.compile(r"(?:model\.)?(?:visual|vision_[a-z]+|multi_modal_[a-z]+)\.")
 _QUERY_VECTOR = re.compile(
     r"(?:[a-z_]+\.)*(?:layers|h|blocks)\.0\.(?:self_attn|attn|attention|self_attention)\."
     r"(?:[qk]_norm\.weight|[qk]_layernorm\.weight|[qk]_proj\.bias)"
 )
+
+_QUERY_MATRIX = re.compile(
+    r"(?:[a-z_]+\.)*(?:layers|h|blocks)\.\d+\.(?:self_attn|attn|attention|self_attention|mixer)\."
+    r"(?:q_proj|q_a_proj|q_b_proj|qkv_proj|query_key_value|c_attn|Wqkv)\.weight"
+)
+_PLAIN = ("BF16", "F16", "F32")
+"""Dtypes of weights that no quantiser has changed, in safetensors' words."""
+ROWS, COLUMNS = 8, 64
+"""How much of each query matrix counts: LoRA changes every element of the matrices that it changes."""
 
 
 def model_fingerprint(model_path: str, revision: str | None = None) -> str | None:
@@ -52,6 +72,38 @@ def model_fingerprint(model_path: str, revision: str | None = None) -> str | Non
     for name, content in sorted(_vectors(folder).items()):
         digest.update(name.encode() + b"\0" + content)
     return digest.hexdigest()[:DIGITS]
+
+
+def model_variant(model_path: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> str:
+    """What tells models of one fingerprint from each other: "", or "o" and "w", each with 8 hexadecimal digits.
+
+    "o" is for overridden settings, and "w" for the query weights, which a quantised copy does not show.
+
+    Args:
+        overrides: settings that replace those of config.json (SGLang's --json-model-override-args).
+    """
+    parts = []
+    if overrides:
+        parts.append("o" + _short(json.dumps(overrides, sort_keys=True).encode()))
+    folder = local_folder(model_path, revision)
+    matrices = {} if folder is None else _matrices(folder)
+    if matrices:
+        parts.append("w" + _short(b"".join(name.encode() + b"\0" + matrices[name] for name in sorted(matrices))))
+    return "-".join(parts)
+
+
+def shown_name(model_path: str) -> str:
+    """What a file says of a model: its hub name or the name of its folder, not where that folder is."""
+    return Path(model_path).resolve().name if Path(model_path).exists() else model_path
+
+
+def without_weights(variant: str) -> str:
+    """The variant of a quantised copy of this model."""
+    return "-".join(part for part in variant.split("-") if not part.startswith("w"))
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:VARIANT_DIGITS]
 
 
 def canonical_config(config: dict) -> str:
@@ -110,24 +162,48 @@ def _vectors(folder: Path) -> dict[str, bytes]:
     Rounding to bfloat16 makes copies stored in float32, float16 and bfloat16 agree. All-zero vectors are skipped,
     because some quantisers add zero biases.
     """
+    vectors = {}
+    for name, plain, file in _tensors(folder):
+        if _FINAL_NORM.fullmatch(plain) or _QUERY_VECTOR.fullmatch(plain):
+            tensor = file.get_tensor(name)
+            if tensor.ndim == 1 and tensor.is_floating_point() and tensor.any():
+                vectors[plain] = _bfloat16_bytes(tensor)
+    return vectors
+
+
+def _matrices(folder: Path) -> dict[str, bytes]:
+    """Name and bfloat16 bytes of a corner of each query matrix that is not quantised."""
+    matrices = {}
+    for name, plain, file in _tensors(folder):
+        if _QUERY_MATRIX.fullmatch(plain):
+            matrix = file.get_slice(name)
+            if matrix.get_dtype() in _PLAIN and len(matrix.get_shape()) == 2:
+                matrices[plain] = _bfloat16_bytes(matrix[:ROWS, :COLUMNS])
+    return matrices
+
+
+def _bfloat16_bytes(tensor: torch.Tensor) -> bytes:
     import torch
+
+    return tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """Each tensor of the language model: its name, the same as a plain language model calls it, and its open file.
+
+    What cannot be read is left out.
+    """
     from safetensors import SafetensorError, safe_open
 
-    vectors = {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
-                    # Vision-language models hold their language model under several names.
-                    plain = name.replace("language_model.", "")
-                    if _ENCODER.match(name) or not (_FINAL_NORM.fullmatch(plain) or _QUERY_VECTOR.fullmatch(plain)):
-                        continue
-                    tensor = file.get_tensor(name)
-                    if tensor.ndim == 1 and tensor.is_floating_point() and tensor.any():
-                        vectors[plain] = tensor.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+                    if not _ENCODER.match(name):
+                        # Vision-language models hold their language model under several names.
+                        yield name, name.replace("language_model.", ""), file
         except (OSError, SafetensorError):
             continue
-    return vectors
 
 
 def _weight_files(folder: Path) -> list[Path]:

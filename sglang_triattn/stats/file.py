@@ -51,6 +51,7 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
         "num_kv_heads": stats.num_kv_heads,
         "fingerprint": stats.fingerprint,
         "token_count": stats.token_count,
+        "model": stats.model,
         "layers": json.dumps(stats.layers),
         "rotates": json.dumps(stats.rotates),
     }
@@ -186,6 +187,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             rotates=tuple(map(bool, _numbers(fields, "rotates"))),
             unrotated_mean=tensors.get("unrotated_mean"),
             rotary_start=int(fields.get("rotary_start", 0)),
+            model=fields.get("model"),
         )
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {RECALIBRATE}") from error

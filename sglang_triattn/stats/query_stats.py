@@ -23,6 +23,7 @@ class ModelShape:
     Attributes:
         layers: the model's numbers of the layers that are scored, ascending.
         fingerprint: `model_fingerprint` of the model; None if it could not be computed, and then it is not compared.
+        variant: `model_variant` of the model, by which a launch names what it keeps; a file is not compared by it.
         rotates: for each scored layer, whether RoPE turns its queries and keys; empty stands for all.
         first_position: what a text's first token is turned by; not 0 where SGLang counts positions from 1 (Gemma-4).
         rotary_start: the first dim of a cached key that RoPE turns: 0, or with latent KV the width of the latent, which
@@ -38,6 +39,7 @@ class ModelShape:
     rotates: tuple[bool, ...] = ()
     first_position: int = 0
     rotary_start: int = 0
+    variant: str = ""
 
     def __post_init__(self) -> None:
         _fill(self, "rotates", (True,) * len(self.layers))
@@ -60,6 +62,7 @@ class QueryStats:
             layers without RoPE.
         token_count: tokens that the means were taken over.
         source: where the statistics come from, for messages; not stored.
+        model: what the model was called where it was measured, a folder or a name; None where that is unknown.
         layers, rotates, rotary_start: as in `ModelShape`; empty `layers` stand for 0 to L - 1.
         unrotated_mean: [L, H_q, head_dim - 2F] float32: mean query in the dims that RoPE does not turn, which may be
             none; with latent KV, as the query meets the latent (W_uk^T q). None in files of version 1 and published
@@ -78,6 +81,7 @@ class QueryStats:
     rotates: tuple[bool, ...] = ()
     unrotated_mean: torch.Tensor | None = None
     rotary_start: int = 0
+    model: str | None = None
 
     def __post_init__(self) -> None:
         _fill(self, "layers", tuple(range(len(self.mean))))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from harness import Client, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt
 
 
 def update(client: Client, folder) -> None:
-    response = client.post("/update_weights_from_disk", model_path=str(folder))
+    # A server without weights would not look for any by itself.
+    response = client.post("/update_weights_from_disk", model_path=str(folder), load_format="auto")
     assert response.status_code == 200, response.text
 
 
@@ -27,3 +28,35 @@ def test_updates_are_said_in_one_line(serve, tiny):
     update(client, tiny.path)
     assert said() == before + 2
     assert_pool_is_whole(client)
+
+
+def test_a_server_without_weights_measures_those_that_come(serve, chat_model, tmp_path):
+    """Prevents statistics of random weights from being kept for later launches or from being used for good, and a
+    conversation that resumes a row of other weights."""
+    folder = tmp_path / "sglang-triattn" / "statistics"
+    auto = ("--triattention-stats", "auto")
+    options = {"env": {"XDG_CACHE_HOME": str(tmp_path)}, "model": chat_model, "tokenizer": True}
+    client = serve(*auto, "--load-format", "dummy", **options)
+    assert not list(folder.glob("*.safetensors"))
+    assert "keeps nothing of what it measured" in client.server.log_path.read_text()
+    named = {"custom_params": {"triattention": {"conversation": "old weights"}}}
+    ids = prompt(72, 20)
+    turn = client.generate(ids, BUDGET + INTERVAL + 9, **named)
+    assert compression(turn)["conversation_kept"]
+
+    update(client, chat_model.path)
+    assert client.totals()["stats"] == "measured after an update of the weights"
+    assert not list(folder.glob("*.safetensors"))
+    again = client.generate(ids + turn["output_ids"], 2, **named)
+    assert compression(again)["conversation"] == "lost"
+    client.generate(ids, 1, custom_params={"triattention": {"conversation": "old weights", "release": True}})
+    # It now keeps what a server keeps that had the weights, and the statistics, from the start.
+    ours = client.generate(prompt(73, 20), 300, logprobs=True)
+    assert_pool_is_whole(client)
+    serve.stop(client)
+    other = serve(*auto, **options)
+    assert len(list(folder.glob("*.safetensors"))) == 1
+    theirs = other.generate(prompt(73, 20), 300, logprobs=True)
+    assert compression(ours)["rounds"] == compression(theirs)["rounds"] >= 5
+    assert ours["output_ids"] == theirs["output_ids"]
+    serve.stop(other)

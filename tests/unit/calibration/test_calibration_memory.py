@@ -57,6 +57,7 @@ def scheduler_on(device: Device, overlap: bool = True) -> SimpleNamespace:
     runner.decode_cuda_graph_runner = runner.prefill_cuda_graph_runner = None
     pool = SimpleNamespace(available_size=lambda: 100)
     return SimpleNamespace(
+        server_args=SimpleNamespace(load_format="auto", enable_dp_attention=False),
         device_module=device,
         enable_overlap=overlap,
         forward_stream=Stream("forward", device.events),

@@ -6,7 +6,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sglang_triattn.model.fingerprint import canonical_config, model_fingerprint
+from sglang_triattn.model.fingerprint import (
+    canonical_config,
+    model_fingerprint,
+    model_variant,
+    shown_name,
+    without_weights,
+)
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -196,3 +202,45 @@ def test_models_without_configuration_have_none(tmp_path, monkeypatch, name):
     assert model_fingerprint(path) is None
     (tmp_path / "none" / "config.json").write_text("{")
     assert model_fingerprint(path) is None
+
+
+def test_the_variant_of_a_fine_tune_is_its_own(model):
+    """Prevents a merge of LoRA, which leaves all norms and biases alone, from passing for its base."""
+    base = model("base")
+    tuned = weights()
+    tuned["model.layers.0.self_attn.q_proj.weight"] += 0.01
+    other = model("tuned", tensors=tuned)
+    assert model_fingerprint(base) == model_fingerprint(other)
+    assert model_variant(base) != model_variant(other)
+    copies = [
+        model("wide", tensors={name: tensor.float() for name, tensor in weights().items()}),
+        model("sharded", shards=3),
+        model("named", tensors={f"language_model.{name}": tensor for name, tensor in weights().items()}),
+    ]
+    assert {model_variant(copy) for copy in copies} == {model_variant(base)}
+    assert len(model_variant(base)) == 9
+
+
+def test_a_quantised_copy_has_no_weights_to_show(model):
+    """Prevents packed or scaled weights from passing for another model's."""
+    for name, dtype in (("packed", torch.int32), ("scaled", torch.float8_e4m3fn)):
+        tensors = weights()
+        key = "model.layers.0.self_attn.q_proj.weight"
+        tensors[key] = tensors[key].to(dtype)
+        assert model_variant(model(name, tensors=tensors)) == ""
+
+
+def test_overridden_settings_are_part_of_the_variant(model):
+    """Prevents statistics measured under --json-model-override-args from serving launches without."""
+    folder = model("base")
+    plain, changed = model_variant(folder), model_variant(folder, overrides={"rms_norm_eps": 1e-3})
+    assert changed.endswith(f"-{plain}")
+    assert changed != model_variant(folder, overrides={"rms_norm_eps": 1e-4})
+    assert model_variant(folder, overrides={}) == plain
+    assert (without_weights(changed), without_weights(plain)) == (changed.split("-")[0], "")
+
+
+def test_a_folder_is_shown_by_its_name(model, tmp_path):
+    """Prevents paths of somebody's machine in files that are passed on."""
+    assert shown_name(model("base")) == "base"
+    assert shown_name("org/model") == "org/model"

@@ -1,14 +1,12 @@
 """What a user should know is said once, where it applies."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.launch.notices import WeightUpdates, at_launch, of_stats
-from sglang_triattn.rounds.plan import Totals
+from sglang_triattn.patches.launch.notices import at_launch, of_stats
 from sglang_triattn.stats.file import QueryStats
 
 
@@ -71,21 +69,3 @@ def test_spread_queries_are_said(mean, value_share, said):
     for line in lines:
         assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line
         assert "\n" not in line
-
-
-def test_weight_updates_are_said_once_for_each_update(caplog):
-    """Prevents silence about statistics of other weights, and one line for each of an update's many parts."""
-    totals = Totals()
-    (hook,) = WeightUpdates(lambda: (CONFIG, totals)).hooks()
-    with caplog.at_level(logging.WARNING):
-        for rounds in (0, 0, 0, 3, 3):
-            totals.rounds = rounds
-            hook.function(None, object(), "v2")
-    assert [record.message.count("weights before, from s") for record in caplog.records] == [1, 1]
-
-
-def test_nothing_is_said_before_there_is_a_compressor(caplog):
-    """Prevents an update from crashing while nothing is compressed yet."""
-    (hook,) = WeightUpdates(lambda: None).hooks()
-    hook.function(None, object(), None)
-    assert caplog.records == []

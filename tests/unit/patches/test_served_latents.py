@@ -43,6 +43,8 @@ def served(**fields) -> SimpleNamespace:
         token_to_kv_pool=SimpleNamespace(layer_num=3, start_layer=0),
         model_config=SimpleNamespace(
             model_path="nowhere",
+            revision=None,
+            model_override_args={},
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(),
             get_total_num_attention_heads=lambda: HEADS,

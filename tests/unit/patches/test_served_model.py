@@ -42,6 +42,8 @@ def served(rotaries, **attention):
         token_to_kv_pool=SimpleNamespace(layer_num=len(layers), start_layer=0),
         model_config=SimpleNamespace(
             model_path="nowhere",
+            revision=None,
+            model_override_args={},
             hf_config=SimpleNamespace(),
             hf_text_config=SimpleNamespace(),
             get_total_num_attention_heads=lambda: settings["num_heads"],

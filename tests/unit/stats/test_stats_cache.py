@@ -59,6 +59,51 @@ def test_files_that_leave_dims_unscored_are_passed_over(caplog):
     assert load_cached(partial_shape(**usual)) is not None
 
 
+def test_fine_tunes_and_their_base_have_statistics_of_their_own():
+    """Prevents a model merged from LoRA, whose fingerprint is its base's, from being scored by the base's queries."""
+    base, tuned, quantised = "w" + "a" * 8, "w" + "b" * 8, ""
+    path = keep_stats(stats(token_count=1), base)
+    assert path.name == f"{'f' * 32}-{base}.safetensors"
+    assert load_cached(shape(variant=tuned)) is None
+    keep_stats(stats(token_count=2, model="tuned"), tuned)
+    os.utime(path, (1, 1))
+    assert load_cached(shape(variant=base)).token_count == 1
+    assert load_cached(shape(variant=tuned)).token_count == 2
+    # Its query weights do not tell; the log tells the name.
+    found = load_cached(shape(variant=quantised))
+    assert (found.token_count, found.model) == (2, "tuned")
+    assert load_cached(shape(variant="o" + "a" * 8)) is None
+    keep_stats(stats(token_count=3), quantised)
+    assert load_cached(shape(variant=quantised)).token_count == 3
+    assert load_cached(shape(variant="w" + "c" * 8)) is None
+
+
+def test_a_user_without_a_home_keeps_nothing(monkeypatch, caplog):
+    """Prevents a launch that ends in a container whose user has neither HOME nor an entry in the password file."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert load_cached(shape()) is None
+    with measuring_alone("f" * 32):
+        assert keep_stats(stats()) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "XDG_CACHE_HOME" in caplog.text
+
+
+def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_its_bound(monkeypatch, caplog):
+    """Prevents a paused server from keeping every other launch of its model waiting for ever."""
+    monkeypatch.setattr("sglang_triattn.stats.cache.LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("sglang_triattn.stats.cache._LOCK_POLL_S", 0.01)
+    with measuring_alone("f" * 32), measuring_alone("f" * 32):
+        assert "now measures by itself" in caplog.text
+    caplog.clear()
+    with measuring_alone("f" * 32):
+        assert not caplog.records
+
+
 def test_models_without_a_fingerprint_are_not_kept(caplog):
     """Prevents an unnamed model's statistics from serving another model."""
     assert keep_stats(stats(fingerprint=None)) is None
