@@ -231,7 +231,7 @@ MEASURE = "--triattention-stats-after-update measure"
 _NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
 BESIDE_MEASURING = (
     Refusal("pp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
-    Refusal("enable_dp_attention", _set, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+    Refusal("attn_dp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
 )
 """Only with --triattention-stats-after-update measure."""
 

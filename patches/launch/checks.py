@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.latents import for_latents
+from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import (
@@ -24,10 +25,11 @@ from sglang_triattn.patches.launch.incompatible import (
     has_latents,
     window_of,
 )
-from sglang_triattn.patches.launch.model_config import check_model_file
+from sglang_triattn.patches.launch.model_config import check_model_file, read_config
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.rounds.plan import in_whole_pages
+from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats
 
 if TYPE_CHECKING:
@@ -45,9 +47,11 @@ def check_files(server_args: ServerArgs) -> None:
     This is the first check: SGLang has neither read the model's configuration nor imported its server yet.
     """
     config = args_patch.config_of(server_args)
-    if config is not None and config.stats != AUTO:
-        load_stats(config.stats)
+    stats = load_stats(config.stats) if config is not None and config.stats != AUTO else None
     check_model_file(server_args)
+    content = read_config(server_args)
+    if stats is not None and content is not None:
+        check_against_config(stats, content, local_folder(server_args.model_path, server_args.revision))
 
 
 def check_at_resolution() -> None:

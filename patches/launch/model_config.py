@@ -30,7 +30,7 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     Args:
         settings: as for `check_model_file`.
     """
-    config = _read_config(settings)
+    config = read_config(settings)
     if config is None:
         return None
     reason = unsupported(config)
@@ -38,7 +38,7 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
 
 
-def _read_config(settings: Any) -> dict[str, Any] | None:
+def read_config(settings: Any) -> dict[str, Any] | None:
     """The file's content with the user's overrides; None if there is no readable file.
 
     SGLang itself says what is wrong with a model that it cannot read.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import GIVEN
+from sglang_triattn.model.fields import Fields
 from sglang_triattn.model.sizes import load_config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
@@ -63,16 +66,30 @@ def run(arguments: argparse.Namespace) -> int:
     given, others = _read_flags(arguments.others)
     config = read_settings({**vars(arguments), ENABLE: True})
     assert isinstance(config, Config)
-    if config.stats != AUTO:
-        others.append(flag("stats"))
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
     server = Server(config, arguments.page_size, _ranks(arguments.tp_size, given.get("attn_dp_size", 1)), given)
     verdict = judge(content, arguments.model, server)
+    if config.stats != AUTO and verdict.refusal is None:
+        verdict = _with_stats(verdict, config.stats, content, Path(arguments.model))
     if arguments.json:
         print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))
     else:
         print("\n".join(_lines(verdict, others)))
     return REFUSED if verdict.refusal is not None else 0
+
+
+def _with_stats(verdict: Verdict, stats: str, content: Fields, model: Path) -> Verdict:
+    """The verdict, which is a refusal if a launch refuses the statistics file."""
+    # Importing torch takes longer than everything else here.
+    from sglang_triattn.stats.early import check_against_config
+    from sglang_triattn.stats.file import load_stats
+
+    folder = model if model.is_dir() else model.parent
+    try:
+        check_against_config(load_stats(stats), content, folder)
+    except TriAttentionError as error:
+        return dataclasses.replace(verdict, refusal=str(error))
+    return verdict
 
 
 def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:

@@ -105,34 +105,34 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
         StatsError: naming the first field that differs and both values.
     """
     layers, q_heads, frequencies = stats.mean.shape
-    _same(stats, "layers", layers, shape.num_layers)
-    _same(stats, "the list of scored layers", stats.layers, shape.layers)
+    require_same(stats, "layers", layers, shape.num_layers)
+    require_same(stats, "the list of scored layers", stats.layers, shape.layers)
     plain = _without_rope(shape)
     if plain and stats.unrotated_mean is None:
         raise StatsError(
             f"Statistics {stats.source} do not say which layers have RoPE, but layers {plain} of the served model have "
             "none: measure the served model with `sglang-triattn calibrate`."
         )
-    _same(stats, "the list of layers without RoPE", _without_rope(stats), plain)
-    _same(stats, "query heads", q_heads, shape.num_q_heads)
-    _same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
-    _same(stats, "head_dim", stats.head_dim, shape.head_dim)
+    require_same(stats, "the list of layers without RoPE", _without_rope(stats), plain)
+    require_same(stats, "query heads", q_heads, shape.num_q_heads)
+    require_same(stats, "KV heads", stats.num_kv_heads, shape.num_kv_heads)
+    require_same(stats, "head_dim", stats.head_dim, shape.head_dim)
     # A file without RoPE is a published one: all dims are rotated, in half style.
     rope, served = stats.rope, shape.rope
-    _same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
-    _same(stats, "the first dim that RoPE turns", stats.rotary_start, shape.rotary_start)
-    _same(stats, "RoPE style", rope.style if rope else "half", served.style)
+    require_same(stats, "rotary_dim", rope.rotary_dim if rope else 2 * frequencies, served.rotary_dim)
+    require_same(stats, "the first dim that RoPE turns", stats.rotary_start, shape.rotary_start)
+    require_same(stats, "RoPE style", rope.style if rope else "half", served.style)
     if rope is not None:
         scaling = (rope.attention_scaling, served.attention_scaling)
         if not math.isclose(*scaling, rel_tol=INV_FREQ_RTOL):
-            _same(stats, "RoPE attention scaling", *scaling)
+            require_same(stats, "RoPE attention scaling", *scaling)
         ours, theirs = rope.inv_freq, served.inv_freq.to("cpu", torch.float64)
         far = ((ours - theirs).abs() > INV_FREQ_RTOL * theirs.abs()).nonzero().flatten().tolist()
         if far:
             name = f"RoPE frequency {far[0]} of {frequencies} (rope_theta or rope scaling)"
-            _same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
+            require_same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
     if shape.fingerprint is not None:
-        _same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
+        require_same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
     return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)
 
 
@@ -141,7 +141,8 @@ def _without_rope(model: ModelShape | QueryStats) -> list[int]:
     return [layer for layer, turns in zip(model.layers, model.rotates, strict=True) if not turns]
 
 
-def _same(stats: QueryStats, name: str, stored, served) -> None:
+def require_same(stats: QueryStats, name: str, stored, served) -> None:
+    """Raises StatsError if the file stores a value and the served model has another one."""
     if stored is not None and stored != served:
         there, here = (
             value if isinstance(value, int | float) else quoted(value).strip("'") for value in (stored, served)

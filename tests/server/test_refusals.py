@@ -177,6 +177,18 @@ def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path)
     assert "Traceback (most recent call last)" not in ended.output.split("TriAttention")[-1]
 
 
+def test_stats_of_another_model_are_refused_before_its_weights_load(forkserver, tiny, tmp_path):
+    """Prevents minutes of loading before a wrong file is noticed."""
+    path = tmp_path / "other.safetensors"
+    with safe_open(tiny.stats, "pt") as file:
+        save_file(load_file(tiny.stats), path, {**file.metadata(), "fingerprint": "e" * 32})
+    words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", path)]
+    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], {}, tmp_path / "log")
+    assert ended.code == 2
+    assert "model fingerprint" in ended.error
+    assert "Load weight begin" not in ended.output
+
+
 ENGINE = """
 import json, os, sys
 import psutil, sglang

@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sglang.srt.server_args import ServerArgs
 
 from documents import DOCS, fenced_blocks, section
@@ -22,6 +24,8 @@ from sglang_triattn.launch_settings import (
     STATES_UNTRIED,
     WINDOWS_UNTRIED,
 )
+from sglang_triattn.model.rope import Rope
+from sglang_triattn.stats.file import QueryStats, save_stats
 
 # Values to try for a setting; None stands for a switch.
 VALUES = (None, "2", "buffer_only", "prefill", "minicpm_flashattn", "something")
@@ -98,7 +102,6 @@ def test_flags_reach_the_answer(run_check):
     assert run_check("qwen3-32b", "--json-model-override-args", '{"attention_chunk_size": 8192}')[0] == 1
     _, output, _ = run_check("qwen3-32b", "--enable-triattention", "--trust-remote-code", "--lora-paths", "a", "b")
     assert fact(output, "not judged") == "--lora-paths"
-    assert fact(run_check("qwen3-32b", "--triattention-stats", "s.pt")[1], "not judged") == "--triattention-stats"
     assert "not judged" not in run_check("qwen3-32b")[1]
     assert run_check(str(CONFIGS / "qwen3-32b.json"))[0] == 0
     assert cli.main(["check", "--model-path", str(QWEN3_32B), "--tensor-parallel-size", "8"]) == 0
@@ -273,3 +276,57 @@ def test_dims_that_rope_does_not_turn(run_check):
     assert fact(run_check("smollm3-3b")[1], "scored") == (
         "27 layers, all 128 dims of a head; 9 layers, all 128 dims of a head, of which RoPE turns none"
     )
+
+
+def stats_of(heads: int, **changes) -> QueryStats:
+    """Statistics as Qwen3-32B's, but for their numbers."""
+    mean = torch.zeros(64, heads, 64, dtype=torch.complex64)
+    frequencies = 1e6 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    values = {"num_kv_heads": 8, "fingerprint": "f" * 32, "token_count": 9, "source": "a test"}
+    rope = Rope(frequencies, 1.0, 128, "half")
+    return QueryStats(mean, mean.abs(), head_dim=128, rope=rope, **{**values, **changes})
+
+
+def test_a_statistics_file_is_judged(run_check, tmp_path):
+    """Prevents a file of another model from passing here and ending the launch once the weights are loaded."""
+    for name, stats, differs in (
+        ("right", stats_of(64), None),
+        ("heads", stats_of(32), "query heads is 32 there and 64"),
+        ("kv", stats_of(64, num_kv_heads=4), "KV heads is 4 there and 8"),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        save_stats(stats, path)
+        status, output, _ = run_check("qwen3-32b", "--triattention-stats", str(path))
+        assert (status == 0) == (differs is None), output
+        assert differs is None or differs in output
+    status, output, _ = run_check("qwen3-32b", "--triattention-stats", "missing.safetensors")
+    assert (status, "does not exist" in output) == (1, True)
+
+
+def test_the_weights_beside_a_config_are_compared_too(run_check, tmp_path):
+    """Prevents statistics of another model of the same sizes from passing."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text((CONFIGS / "qwen3-32b.json").read_text())
+    save_stats(stats_of(64), tmp_path / "s.safetensors")
+    asked = (str(folder), "--triattention-stats", str(tmp_path / "s.safetensors"))
+    assert run_check(*asked)[0] == 0
+    save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors")
+    status, output, _ = run_check(*asked)
+    assert (status, "model fingerprint" in output) == (1, True)
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "qwen3-next-80b-a3b", "qwen2.5-vl-7b"])
+def test_models_that_a_decode_server_refuses(run_check, model):
+    """Prevents `check` from accepting what the launch refuses."""
+    status, output, _ = run_check(model, "--disaggregation-mode", "decode")
+    assert (status, "not tested on a decode server" in output) == (1, True)
+    assert run_check(model)[0] == 0
+
+
+def test_ranks_that_cannot_measure_together(run_check):
+    """Prevents a server that waits for ever once its weights are updated."""
+    for flags in (("--pp-size", "2"), ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")):
+        status, output, _ = run_check("qwen3-32b", "--triattention-stats-after-update", "measure", *flags)
+        assert (status, "cannot measure together" in output) == (1, True)
+        assert run_check("qwen3-32b", *flags)[0] == 0
