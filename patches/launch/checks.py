@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.config import AUTO
+from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.latents import for_latents
 from sglang_triattn.model.fingerprint import local_folder
@@ -33,6 +33,7 @@ from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 # A late step, so the settings that it sees are final.
@@ -77,23 +78,30 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
         check_settings(settings)
         hook_workers(settings.tokenizer_worker_num)
         check_model_file(settings)
-        model = model_config_of(server_args)
-        check_model(model)
-        check_window_pool(settings, model)
-        check_latents(settings, model)
-        check_states(settings, model)
-        check_speculation(settings, model)
-        check_stages(settings, model)
-        if has_latents(model):
-            config = for_latents(config)
-        check_decode_server(settings, model)
-        check_measuring(settings, config)
-        window = window_of(model)
-        if window:
-            config = config.for_windows(window, settings.page_size)
-        if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
-            config = in_whole_pages(config, settings.page_size)
-        config = dataclasses.replace(config, images=covers_images(model.hf_config.architectures))
-        args_patch.replace_config(server_args, config)
+        args_patch.replace_config(server_args, rules_for(settings, model_config_of(server_args), config))
     except TriAttentionError as error:
         args_patch.refuse(server_args, error)
+
+
+def rules_for(settings: Any, model: ModelConfig, config: Config) -> Config:
+    """The settings of rounds for a model, completed by what follows from it and from the server's settings.
+
+    Raises:
+        TriAttentionError: the model, or a setting beside such a model, does not work with compression.
+    """
+    check_model(model)
+    check_window_pool(settings, model)
+    check_latents(settings, model)
+    check_states(settings, model)
+    check_speculation(settings, model)
+    check_stages(settings, model)
+    check_decode_server(settings, model)
+    check_measuring(settings, config)
+    if has_latents(model):
+        config = for_latents(config)
+    window = window_of(model)
+    if window:
+        config = config.for_windows(window, settings.page_size)
+    if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
+        config = in_whole_pages(config, settings.page_size)
+    return dataclasses.replace(config, images=covers_images(model.hf_config.architectures))

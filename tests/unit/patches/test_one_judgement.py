@@ -1,0 +1,71 @@
+"""`sglang-triattn check` and the launch judge alike: the one by config.json, the other by what SGLang makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+from plan_cases import CONFIGS
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.support import unsupported
+from sglang_triattn.patches.launch.checks import rules_for
+from sglang_triattn.verdict import Server, judge
+
+DRAFTS = {"speculative_eagle_topk": 1, "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+SETTINGS = {
+    "plain": {},
+    "decode server": {"disaggregation_mode": "decode"},
+    "n-grams": {"speculative_algorithm": "NGRAM"},
+    "draft layers": {"speculative_algorithm": "EAGLE", **DRAFTS},
+    "stages": {"pp_size": 2},
+    "host tier": {"enable_hierarchical_cache": True},
+    "mixed chunks": {"enable_mixed_chunk": True},
+    "stages and mixed chunks": {"pp_size": 2, "enable_mixed_chunk": True},
+    "decode server and LoRA": {"disaggregation_mode": "decode", "enable_lora": True},
+    "drafts and LoRA": {"speculative_algorithm": "EAGLE", **DRAFTS, "enable_lora": True},
+    "measuring in stages": {"pp_size": 2},
+}
+CONFIG = {"measuring in stages": Config(stats_after_update="measure")}
+# Their code comes with the model.
+UNREADABLE = {"kimi-k2", "kimi-linear-48b-a3b", "longcat-flash", "nemotron-super-49b", "step-3.5-flash"}
+
+
+def refused(judgement, *given) -> bool:
+    try:
+        found = judgement(*given)
+    except TriAttentionError:
+        return True
+    return getattr(found, "refusal", None) is not None
+
+
+class Settings:
+    """SGLang's settings with some given; `attn_dp_size` follows from others in a launch."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._record, self._given = ServerArgs(model_path="dummy"), {"attn_dp_size": 1, **given}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._given[name] if name in self._given else getattr(self._record, name)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
+def test_check_and_launch_judge_alike(name, tmp_path):
+    """Prevents `check` from saying "compresses" of a model and settings that the launch refuses, or the reverse."""
+    content = json.loads((CONFIGS / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    try:
+        model = ModelConfig(str(tmp_path))
+    except Exception:
+        assert name in UNREADABLE
+        return
+    for case, given in SETTINGS.items():
+        config = CONFIG.get(case, Config())
+        # A launch reads the file first.
+        launch = unsupported(content) is not None or refused(rules_for, Settings(given), model, config)
+        check = refused(judge, content, name, Server(config, given=given))
+        assert check == launch, case
