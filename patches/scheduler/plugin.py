@@ -24,7 +24,7 @@ from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
 from sglang_triattn.patches.observability.stopped import StoppedGauge
-from sglang_triattn.patches.scheduler import chunked_prefill, positions, queued_drafts, states, window_pool
+from sglang_triattn.patches.scheduler import chunked_prefill, draft_steps, positions, queued_drafts, states, window_pool
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor
@@ -81,6 +81,7 @@ class Compression:
             *self._admission.hooks(),
             *positions.hooks(),
             *queued_drafts.hooks(),
+            *draft_steps.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),
             *states.hooks(),
