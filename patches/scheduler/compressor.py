@@ -34,12 +34,13 @@ from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
-from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, shortened, snapshot
+from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, shortened, snapshot
 from sglang_triattn.patches.scheduler.bounds import reserved_of
 from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
+from sglang_triattn.patches.scheduler.pinned import read_later
 from sglang_triattn.patches.scheduler.pipeline import is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.scheduler.queued_drafts import queues_drafts
 from sglang_triattn.patches.scheduler.request import (

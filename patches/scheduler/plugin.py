@@ -24,7 +24,15 @@ from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
 from sglang_triattn.patches.observability.stopped import StoppedGauge
-from sglang_triattn.patches.scheduler import chunked_prefill, draft_steps, positions, queued_drafts, states, window_pool
+from sglang_triattn.patches.scheduler import (
+    chunked_prefill,
+    draft_steps,
+    pinned,
+    positions,
+    queued_drafts,
+    states,
+    window_pool,
+)
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor
@@ -216,6 +224,8 @@ def build_compressor(
         stats = stats.of_layers([layer.number for layer in scored_layers(attention_layers(runner.model))])
     k_buffers, v_buffers = kv_buffers(runner.token_to_kv_pool, stats.layers)
     kernels = warm_up.runs_kernels(runner.device)
+    # Those that decode, and one that is prefilled in chunks.
+    pinned.prepare(runner.device, scheduler.max_running_requests + 1)
     scorer = build_scorer(
         config,
         stats,
