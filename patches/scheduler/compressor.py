@@ -118,6 +118,11 @@ class Compressor:
         return self._rows.device
 
     @property
+    def windows(self) -> WindowPool | None:
+        """The window layers' pool, if they have one of their own."""
+        return self._windows
+
+    @property
     def workspace_plan(self) -> WorkspacePlan:
         """What one launch of the kernels can hold; only if there are kernels."""
         return self._scorer.plan
