@@ -17,6 +17,6 @@ def test_kernels_in_rounds():
     assert_pass_interpreted("tests/support/property/rounds_by_kernels.py", "tests/support/property/backend_metadata.py")
 
 
-def test_drafts_of_a_second_model():
-    """Prevents a draft model's attention that reads other slots than its requests' on a GPU."""
-    assert_pass_interpreted("tests/support/property/draft_metadata.py")
+def test_plans_of_attention():
+    """Prevents attention on a GPU, a draft model's too, that reads other slots than its requests'."""
+    assert_pass_interpreted("tests/support/property/draft_metadata.py", "tests/support/property/target_metadata.py")

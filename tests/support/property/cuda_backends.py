@@ -65,7 +65,7 @@ def without_gpu() -> Iterator[None]:
         for module, names in ON_GPUS.items():
             place = importlib.import_module(f"{FOLDER}.{module}")
             for name in names:
-                stack.enter_context(mock.patch.object(place, name, mock.MagicMock(), create=True))
+                stack.enter_context(mock.patch.object(place, name, _standin(), create=True))
         for name in ALLOCATING:
             # What nobody writes has to be equal in two plans.
             allocate = torch.zeros if name == "empty" else getattr(torch, name)
@@ -77,12 +77,18 @@ def without_gpu() -> Iterator[None]:
         yield
 
 
+def _standin() -> mock.MagicMock:
+    """A class or function of a compiled library, whose objects keep what they are called with."""
+    return mock.MagicMock(side_effect=lambda *_, **__: mock.MagicMock(is_cuda_graph_enabled=False))
+
+
 def _on_cpu(allocate: Callable) -> Callable:
-    """`allocate` with the CPU in the place of "cuda", which some backends name themselves."""
+    """`allocate` with the CPU in the place of "cuda", which some backends name themselves, and nothing pinned."""
 
     def allocated(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return allocate(*args, **kwargs)
 
     return allocated
@@ -155,9 +161,14 @@ def runner_of(sim: Simulation, *, latent: bool) -> SimpleNamespace:
 
 
 def planned(backend: Any) -> dict[str, torch.Tensor]:
-    """All that a backend plans with, by where it keeps it."""
-    kept = {name: value for name, value in vars(backend).items() if name.startswith("forward_") and "metadata" in name}
-    return tensors_in(kept)
+    """All that a backend plans with, by where it keeps it, and what compiled planners were called with."""
+    # A planner that is a function keeps the calls of all backends.
+    names = [
+        name
+        for name, value in vars(backend).items()
+        if ("metadata" in name or "wrapper" in name) and not isinstance(value, mock.NonCallableMock)
+    ]
+    return tensors_in({name: getattr(backend, name) for name in names})
 
 
 def tensors_in(value: Any, place: str = "") -> dict[str, torch.Tensor]:
@@ -170,7 +181,11 @@ def tensors_in(value: Any, place: str = "") -> dict[str, torch.Tensor]:
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, mock.NonCallableMock):
+    elif isinstance(value, mock.NonCallableMock):
+        given = [[*call.args, *call.kwargs.values()] for call in value.mock_calls]
+        plain = (torch.Tensor, int)
+        items = ((number, [each for each in values if isinstance(each, plain)]) for number, values in enumerate(given))
+    elif hasattr(value, "__dict__"):
         items = vars(value).items()
     else:
         return {}

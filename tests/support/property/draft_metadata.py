@@ -99,10 +99,14 @@ class Scene:
             positions=self.lengths + shift,
             spec_info=EagleDraftInput(torch.zeros(count, 1), torch.zeros(count, 1, dtype=torch.int64)),
         )
-        forward.kv_loc_plan = runner_of(self.sim, latent=False).kv_index_translator.plan(
-            req_pool_indices=self.rows, seq_lens=self.lengths, seq_lens_cpu=self.lengths, write_virtual=None
-        )
+        forward.kv_loc_plan = self.plan(self.lengths)
         return forward
+
+    def plan(self, lengths: torch.Tensor) -> Any:
+        """SGLang's plan of where rows of these lengths are read."""
+        return runner_of(self.sim, latent=False).kv_index_translator.plan(
+            req_pool_indices=self.rows, seq_lens=lengths, seq_lens_cpu=lengths, write_virtual=None
+        )
 
     def backend(self, name: str, names: dict[str, str]) -> Any:
         module, owner = names[name].rsplit(".", 1)
