@@ -67,6 +67,11 @@ WHY = {
     (SCHEDULER, "ModelRunner.sample"): "draws a seeded first token at its logical position",
     (SCHEDULER, "Req.init_next_round_input"): "lets a prefill continue on a row that rounds have shortened",
     (SCHEDULER, "FutureMap.resolve_seq_lens_cpu"): "takes evicted tokens off the lengths that a queued step published",
+    (SCHEDULER, "FlashInferMultiStepDraftBackend.common_template"): (
+        "lists the KV that each step of a draft reads by physical lengths"
+    ),
+    (SCHEDULER, "FlashInferMLAMultiStepDraftBackend.common_template"): "does the same for latent KV",
+    (SCHEDULER, "TritonMultiStepDraftBackend.common_template"): "does the same with Triton's attention",
     (SCHEDULER, "_compute_chunked_req_next_prompt_token"): "gives a draft model the token behind a chunk",
     (SCHEDULER, "ScheduleBatch.prepare_for_extend"): "keeps `orig_seq_lens` the logical lengths",
     (SCHEDULER, "ScheduleBatch._swa_eviction_trigger"): "compares a window with the shortened row",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,13 +156,18 @@ BESIDE_SPECULATION = (
     ),
 )
 
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+"""A draft that does not branch, by SGLang's settings."""
+
+_USE_CHAIN = "use " + " ".join(f"--{field.replace('_', '-')} {number}" for field, number in CHAIN.items())
+
 # Only with a draft model.
 BESIDE_DRAFT_MODEL = (
     Refusal(
         "speculative_eagle_topk",
         _many,
         "drafts of a model that branch are not tested with rounds",
-        "use --speculative-eagle-topk 1",
+        _USE_CHAIN,
     ),
     Refusal("enable_hierarchical_cache", _set, "the copies that it makes of a draft model's KV are not tested"),
     Refusal("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
@@ -188,6 +193,33 @@ def beside_drafts(algorithm: object) -> tuple[Refusal, ...]:
     if name in DRAFT_MODELS:
         found += BESIDE_DRAFT_MODEL
     return found + BESIDE_HIDDEN_STATES if name in DRAFT_MODELS and name != "STANDALONE" else found
+
+
+# Models for which SGLang itself chooses drafts that branch, unless it is given numbers.
+_BRANCHING = ("LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM")
+_BRANCHES = 4
+
+
+def branches_by_itself(algorithm: object, architecture: str) -> int:
+    """SGLang's `speculative_eagle_topk` for a draft model, if it is given no numbers."""
+    return _BRANCHES if architecture in _BRANCHING and str(algorithm).upper() != "STANDALONE" else 1
+
+
+def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
+    """Raises TriAttentionError for numbers of a draft model's drafts that lack one which SGLang then demands.
+
+    Args:
+        given: settings that the user gave, by field; others are absent or None.
+    """
+    numbers = {field: given[field] for field in CHAIN if given.get(field) is not None}
+    missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
+    if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
+        return
+    name, lacking = (f"--{field.replace('_', '-')}" for field in (next(iter(numbers)), missing[0]))
+    raise TriAttentionError(
+        f"{name} {next(iter(numbers.values()))} does not work without {lacking}, because SGLang takes the numbers of a "
+        f"draft together: {_USE_CHAIN}."
+    )
 
 
 def refused_drafts(algorithm: object, model: str, reason: str) -> TriAttentionError:
@@ -272,8 +304,8 @@ _BESIDE = (
     *BESIDE_DRAFT_MODEL,
     *BESIDE_HIDDEN_STATES,
 )
-GIVEN = frozenset(refusal.field for refusal in (*SETTINGS, *_BESIDE))
-"""All settings that may be refused."""
+GIVEN = frozenset((*(refusal.field for refusal in (*SETTINGS, *_BESIDE)), *CHAIN))
+"""All settings by which a launch may be refused."""
 
 # Environment variables that select another KV layout, server or engine.
 ENVIRONMENT = {

@@ -20,6 +20,7 @@ from sglang_triattn.launch_settings import (
     BESIDE_STAGES,
     BESIDE_STATES,
     BESIDE_WINDOW_POOL,
+    CHAIN,
     IMAGES_UNTRIED,
     MEASURE,
     SETTINGS,
@@ -27,6 +28,8 @@ from sglang_triattn.launch_settings import (
     WINDOWS_UNTRIED,
     Refusal,
     beside_drafts,
+    branches_by_itself,
+    check_draft_numbers,
     refused_decode_server,
     refused_drafts,
 )
@@ -153,7 +156,7 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
             if config.stats_after_update == "measure":
                 _check_server(server, BESIDE_MEASURING, MEASURE)
             if "speculative_algorithm" in server.given:
-                _check_speculation(server, label, layout, bool(content.get("vision_config")))
+                _check_speculation(server, content, label, layout)
         except TriAttentionError as error:
             refusal = str(error)
     return Verdict(label, layout, config, server.page_size, server.ranks, dtype, refusal, reason)
@@ -198,17 +201,21 @@ def _queues_drafts(server: Server) -> bool:
     return bool(server.given.get("speculative_algorithm")) and not server.given.get("disable_overlap_schedule")
 
 
-def _check_speculation(server: Server, label: str, layout: AttentionLayout | None, sees: bool) -> None:
+def _check_speculation(server: Server, content: Fields, label: str, layout: AttentionLayout | None) -> None:
     """Raises TriAttentionError for a setting, or a model, that does not go with speculative decoding."""
-    algorithm = server.given["speculative_algorithm"]
+    algorithm, named = server.given["speculative_algorithm"], content["architectures"][0]
+    given = server.given
+    if not any(field in given for field in CHAIN):
+        given = {**given, "speculative_eagle_topk": branches_by_itself(algorithm, named)}
     for refusal in beside_drafts(algorithm):
-        value = server.given.get(refusal.field, False)
+        value = given.get(refusal.field, False)
         if refusal.applies(value):
             raise TriAttentionError(refusal.message(value, f"--speculative-algorithm {algorithm}"))
+    check_draft_numbers(algorithm, server.given)
     for untried, reason in (
         (layout and layout.window, WINDOWS_UNTRIED),
         (layout and layout.states, STATES_UNTRIED),
-        (sees, IMAGES_UNTRIED),
+        (content.get("vision_config"), IMAGES_UNTRIED),
     ):
         if untried:
             raise refused_drafts(algorithm, label, reason)

@@ -97,6 +97,7 @@ class EagerBatch:
             stage that is not the last.
         """
         from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         scheduler = self._scheduler
         for request in self._requests:
@@ -110,7 +111,8 @@ class EagerBatch:
             scheduler.tree_cache,
             scheduler.model_config,
             False,
-            scheduler.spec_algorithm,
+            # These requests draft nothing, even if the server's do, whose batches get no slot for one token at a time.
+            SpeculativeAlgorithm.NONE,
         )
         self._batch.prepare_for_extend()
         self._batch.input_ids = cast(torch.Tensor, self._batch.prefill_input_ids_cpu).to(self._batch.device)

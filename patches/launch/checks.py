@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.latents import for_latents
+from sglang_triattn.launch_settings import CHAIN, check_draft_numbers
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
-# A late step, so the settings that it sees are final.
-_STEP = "handle_other_validations"
+# A late step, so the settings that it sees are final; and the one that completes the numbers of drafts.
+_STEP, _DRAFTS = "handle_other_validations", "handle_speculative_decoding"
 
 _registered = False
 
@@ -62,7 +63,21 @@ def check_at_resolution() -> None:
     global _registered
     if not _registered:
         register_resolution_hook(_STEP)(_check)
+        register_resolution_hook(_DRAFTS)(_check_drafts)
         _registered = True
+
+
+def _check_drafts(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    """Refuses in one sentence numbers for which SGLang only has an assertion."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    if args_patch.config_of(server_args) is not None:
+        settings = resolving_view(server_args)
+        try:
+            check_draft_numbers(settings.speculative_algorithm, {field: getattr(settings, field) for field in CHAIN})
+        except TriAttentionError as error:
+            args_patch.refuse(server_args, error)
+    previous(server_args)
 
 
 def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:

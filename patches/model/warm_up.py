@@ -42,6 +42,8 @@ def runs_kernels(device: torch.device | str) -> bool:
 def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
     """Rehearses every kind of launch on the stream that rounds run on, and waits for the device.
 
+    With window layers that have a KV pool of their own, also SGLang's kernel that frees slots of it.
+
     Does nothing for a server without kernels, which has nothing to compile.
 
     Args:
@@ -57,6 +59,8 @@ def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
     with device.stream(stream):
         for launch in rehearsals(compressor):
             compressor.score_and_move(launch)
+        if compressor.windows is not None:
+            compressor.windows.rehearse()
     device.synchronize()
 
 

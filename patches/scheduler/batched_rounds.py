@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
+from sglang_triattn.patches.scheduler.pinned import to_device
 from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.patches.scheduler.reserve import Reserves, read_reserves
 from sglang_triattn.rounds.plan import Plan, ceil_align
@@ -177,26 +177,3 @@ def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[Req, Plan]]) -> tuple
     evicted += [0] * (len(batch.seq_lens) - len(evicted))
     on_host = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu - batch.seq_lens_cpu.new_tensor(evicted)
     return on_host, batch.seq_lens - to_device(evicted, batch.seq_lens.device)
-
-
-def to_device(values: list, device: torch.device) -> torch.Tensor:
-    """`values` as int64 on the device; the host does not wait."""
-    host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
-
-
-def read_later(values: torch.Tensor) -> Callable[[], list[int]]:
-    """Starts a copy of a small device tensor to the host; calling the result waits for the copy, done by then."""
-    if not values.is_cuda:
-        return cache(values.tolist)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    @cache
-    def read() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return read

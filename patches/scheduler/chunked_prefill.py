@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.scheduler.pinned import to_device
 from sglang_triattn.patches.scheduler.request import evicted_of, show_all_ids, show_ids_behind
 
 if TYPE_CHECKING:
@@ -62,10 +63,7 @@ def evicted_on_host(batch: ScheduleBatch) -> list[int] | None:
 def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:
     """`evicted_on_host` as [batch] int64 on the batch's device."""
     evicted = evicted_on_host(batch)
-    if evicted is None:
-        return None
-    host = torch.tensor(evicted, dtype=torch.int64, pin_memory=batch.seq_lens.is_cuda)
-    return host.to(batch.seq_lens.device, non_blocking=True)
+    return None if evicted is None else to_device(evicted, batch.seq_lens.device)
 
 
 def _keep_logical_lengths(_: None, batch: ScheduleBatch) -> None:

@@ -12,7 +12,10 @@ The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. T
 - the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
   (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
 - freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
-  prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`).
+  prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`);
+- a decode server's slots are also written by a prefill server, over the network, and a retracted request's are copied
+  to the host, on a stream that waits for the schedule stream alone (`UnifiedRadixCache.backup_kv_cache`). Both read
+  rows that the schedule stream has written, so there it waits for the rounds before it rewrites any.
 
 Without overlap there is one stream, in program order. Only token counts steer rounds: nothing waits for the device.
 """
@@ -32,12 +35,13 @@ from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
-from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, read_later, shortened, snapshot
+from sglang_triattn.patches.scheduler.batched_rounds import Kind, Launch, kind_for, shortened, snapshot
 from sglang_triattn.patches.scheduler.bounds import reserved_of
 from sglang_triattn.patches.scheduler.breaker import Breaker, all_or_nothing, unbroken
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.failed_rounds import Attempt, Recovery
 from sglang_triattn.patches.scheduler.memory_pressure import early_rounds
+from sglang_triattn.patches.scheduler.pinned import read_later
 from sglang_triattn.patches.scheduler.pipeline import is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.scheduler.queued_drafts import queues_drafts
 from sglang_triattn.patches.scheduler.request import (
@@ -52,6 +56,7 @@ from sglang_triattn.patches.scheduler.request import (
     wait_until_due,
     write_tree_rule,
 )
+from sglang_triattn.patches.scheduler.separation import decodes_alone
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.request.lifecycle import FirstEvicted
 from sglang_triattn.rounds.plan import Plan, Totals, plan_round
@@ -100,6 +105,8 @@ class Compressor:
         self._conversations = conversations
         self._alike_on_ranks = keeps_alike(scheduler, config.selection)
         self._queues_drafts = queues_drafts(scheduler)
+        # A stage's chunk may still be reading its row; for a decode server see above.
+        self._rewrites_late = is_staged(scheduler) or decodes_alone(scheduler)
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -110,6 +117,11 @@ class Compressor:
     def device(self) -> torch.device:
         """Device of the rows and K/V."""
         return self._rows.device
+
+    @property
+    def windows(self) -> WindowPool | None:
+        """The window layers' pool, if they have one of their own."""
+        return self._windows
 
     @property
     def workspace_plan(self) -> WorkspacePlan:
@@ -224,9 +236,9 @@ class Compressor:
     def _give_back(self, attempt: Attempt, ordered: Sequence[torch.Tensor]) -> None:
         """Removes the emptied slots from the rows, and frees them."""
         pairs = list(zip(attempt.launches, ordered, strict=True))
-        # For the other strategies, the host knows which slots are emptied; but a chunk may still be reading its row.
+        # For the other strategies, the host knows which slots are emptied.
         remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
-        if remapped or is_staged(self._scheduler):
+        if remapped or self._rewrites_late:
             self._await_forward_stream(*remapped)
         attempt.rewriting = True
         for launch, slots in pairs:

@@ -26,7 +26,15 @@ from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, reporting, running
 from sglang_triattn.patches.observability.census import Census, is_wanted
 from sglang_triattn.patches.observability.stopped import StoppedGauge
-from sglang_triattn.patches.scheduler import chunked_prefill, positions, queued_drafts, states, window_pool
+from sglang_triattn.patches.scheduler import (
+    chunked_prefill,
+    draft_steps,
+    pinned,
+    positions,
+    queued_drafts,
+    states,
+    window_pool,
+)
 from sglang_triattn.patches.scheduler.admission import Admission
 from sglang_triattn.patches.scheduler.breaker import Breaker
 from sglang_triattn.patches.scheduler.compressor import Compressor
@@ -86,6 +94,7 @@ class Compression:
             *self._admission.hooks(),
             *positions.hooks(),
             *queued_drafts.hooks(),
+            *draft_steps.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),
             *states.hooks(),
@@ -269,6 +278,8 @@ def build_compressor(
     stats = of_own_layers(scheduler, stats)
     scorer = make_scorer(scheduler, config, stats, memory, merge)
     kernels = warm_up.runs_kernels(runner.device)
+    # Those that decode, and one that is prefilled in chunks.
+    pinned.prepare(runner.device, scheduler.max_running_requests + 1)
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
     follower = None if mover is None else make_follower(scheduler, kernels=kernels)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.batched_rounds import to_device
+from sglang_triattn.patches.scheduler.pinned import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap

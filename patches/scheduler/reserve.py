@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_triattn.patches.scheduler.pinned import to_device
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ def read_reserves(
             found.append((request.kv.req_pool_idx, first, request.kv.kv_allocated_len - first, plan.freed_slots))
     if not found:
         return None
-    host = torch.tensor(found, dtype=torch.int64, pin_memory=rows.is_cuda)
-    row, first, length, shift = host.to(rows.device, non_blocking=True).T.unsqueeze(-1)
+    row, first, length, shift = to_device(found, rows.device).T.unsqueeze(-1)
     column = torch.arange(max(each[2] for each in found), device=rows.device)
     place = first + column.minimum(length - 1)
     return Reserves(row, place, rows[row, place], shift)

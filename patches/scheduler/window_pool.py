@@ -35,6 +35,7 @@ from sglang_triattn.rounds.plan import ceil_align
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
@@ -155,6 +156,16 @@ class WindowPool:
         for kv, cursor, _ in cursors:
             set_cursor(kv, cursor)
         return [(kv, cursor - evicted) for kv, cursor, evicted in cursors]
+
+    def rehearse(self) -> None:
+        """Compiles the kernel by which SGLang frees peers on a GPU; it writes to a mapping of its own."""
+        from sglang.kernels.ops.memory.allocator import get_and_clear_swa_pages
+
+        allocator, page_size = self._allocator, self.page_size
+        page = torch.zeros(page_size, dtype=self._rows.dtype, device=self._rows.device)
+        mapping = torch.zeros(page_size, dtype=allocator.full_to_swa_index_mapping.dtype, device=page.device)
+        checked = page_size > 1 and cast("PagedTokenToKVPoolAllocator", allocator.swa_attn_allocator).debug_mode
+        get_and_clear_swa_pages(page[::page_size], mapping, page_size, check_page_mappings=checked)
 
     def make_room(self, requests: Sequence[Req], needed: int, drop_one: Callable[[], bool]) -> None:
         """Sees to it that the next step finds `needed` slots, as far as that costs no running request its row.

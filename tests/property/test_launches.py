@@ -12,6 +12,7 @@ from memory import BUDGET, INTERVAL
 from running import Running
 from sglang_triattn.patches.scheduler import request as requests_patch
 from sglang_triattn.patches.scheduler.batched_rounds import width_for
+from sglang_triattn.patches.scheduler.separation import _back_up
 from sglang_triattn.request.options import CompressionOptions
 from simulation import Simulation
 
@@ -106,6 +107,20 @@ def test_each_stream_waits_once_and_slots_are_freed_once(page_size, selection):
     assert len(frozen) > 1
     scoring = ["forward waits for schedule", "enter forward", *["score"] * len(frozen), "leave forward"]
     assert log == [*scoring, *([] if moved else ["schedule waits for forward"]), "free"]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_decode_server_copies_rows_after_their_rounds(page_size):
+    """Prevents a backup of a request that is retracted in the step of its round from holding evicted tokens' K/V: it is
+    copied on a stream that waits for the schedule stream, while a round moves K/V on the forward stream."""
+    sim = Simulation(page_size, selection="per-head", decodes_alone=True)
+    (running,) = at_trigger(sim, [3])
+    log = watch(sim)
+    sim.compress()
+    assert running.evicted
+    assert _back_up(lambda *_: log.append("back up") is None, running.req, "host_pool")
+    moved = log.index("leave forward")
+    assert log[moved:] == ["leave forward", "schedule waits for forward", "free", "back up"]
 
 
 def test_rounds_that_keep_as_many_tokens_share_a_launch():

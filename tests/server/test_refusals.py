@@ -100,6 +100,27 @@ def test_flags_need_the_switch_and_nothing_else(outcomes):
     assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
 
 
+DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny):
+    """How resolution ends for drafts of a model: without numbers, with one of the three, and with all."""
+    command = ["--model-path", tiny.path, *compressed_args(tiny), "--speculative-draft-model-path", tiny.path]
+    command += ["--speculative-algorithm", "EAGLE3"]
+    return resolve([([*command, *words.split()], {}) for words in ("", "--speculative-eagle-topk 1", DRAFTS)])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_a_refused_draft_is_advised_is_accepted(drafting, index):
+    """Prevents advice that ends in a bare assertion of SGLang, which takes the numbers of a draft together."""
+    refused, good = drafting[index], drafting[2]
+    assert refused.code == 2
+    assert "Traceback" not in refused.output
+    assert refused.error.strip().endswith(f": use {DRAFTS}.")
+    assert good.code == 0, good.output
+
+
 # These folders hold only config.json: looking for a weight would be an error of its own.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [

@@ -15,3 +15,8 @@ def test_kernels():
 def test_kernels_in_rounds():
     """Prevents kernels from drifting from the rounds that use them, and SGLang's own from what rounds leave behind."""
     assert_pass_interpreted("tests/support/property/rounds_by_kernels.py", "tests/support/property/backend_metadata.py")
+
+
+def test_plans_of_attention():
+    """Prevents attention on a GPU, a draft model's too, that reads other slots than its requests'."""
+    assert_pass_interpreted("tests/support/property/draft_metadata.py", "tests/support/property/target_metadata.py")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -47,6 +48,7 @@ class Memory:
             none.
         reserve: slots behind a row's computed entries while it decodes, as for drafted tokens.
         queued: how many slots of the reserve a queued step writes while rounds run, at most.
+        decodes_alone: whether this is a decode server, whose prompts another one prefills.
         settings: fields of the server's Config.
     """
 
@@ -62,6 +64,7 @@ class Memory:
         window: int = 0,
         reserve: int = 0,
         queued: int = 0,
+        decodes_alone: bool = False,
         **settings,
     ) -> None:
         self.page_size, self.pool_size = page_size, pool
@@ -103,6 +106,7 @@ class Memory:
             tp_group=SimpleNamespace(world_size=1),
             dp_tp_group=SimpleNamespace(world_size=1),
             pp_group=SimpleNamespace(world_size=1),
+            disaggregation_mode=DisaggregationMode.DECODE if decodes_alone else DisaggregationMode.NULL,
             token_to_kv_pool_allocator=self.allocator,
             req_to_token_pool=self.rows,
             tree_cache=self.tree,

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.kernels.ops.memory import allocator as kernels_of_sglang
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 from checks import check_books, check_row, decode_together
 from sglang_triattn.kernels.compact import move_kernel
@@ -124,3 +126,48 @@ def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_siz
     assert served
     assert served <= rehearsed
     assert {name for name, _ in served} == {name for name, _ in rehearsed}
+
+
+class RecordedWithDtypes(Recorded):
+    """Also tells launches by what Triton compiles a kernel anew for: dtypes of tensors, and constants."""
+
+    def __getitem__(self, grid):
+        def launch(*args, **settings):
+            shown = (str(getattr(each, "dtype", each)) for each in args)
+            self._seen.add((self._name, *(each for place, each in enumerate(shown) if place != NUM_PAGES)))
+            return self._kernel[grid](*args, **settings)
+
+        return launch
+
+
+NUM_PAGES = 5
+"""Place of the argument that SGLang's kernel is not specialized for."""
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_warm_up_compiles_what_frees_window_slots(page_size, monkeypatch):
+    """Prevents the first round of a model with window pools from compiling SGLang's kernel while requests wait, and a
+    warm-up that frees a slot."""
+    rehearsed, served = set(), set()
+    name = "get_and_clear_swa_pages_kernel"
+    kernel = getattr(kernels_of_sglang, name)
+    monkeypatch.setattr(SWATokenToKVPoolAllocator, "_free_swa_pages_none_cuda", _as_on_cuda)
+    sim = Simulation(page_size, window=3, selection="per-head", kernels=True)
+    mapping, free = sim.allocator.full_to_swa_index_mapping.clone(), sim.allocator.swa_available_size()
+    monkeypatch.setattr(kernels_of_sglang, name, RecordedWithDtypes(kernel, name, rehearsed))
+    rehearse(sim)
+    assert torch.equal(sim.allocator.full_to_swa_index_mapping, mapping)
+    assert sim.allocator.swa_available_size() == free
+    monkeypatch.setattr(kernels_of_sglang, name, RecordedWithDtypes(kernel, name, served))
+    request = sim.request([5] * 4)
+    assert sim.admit(request, 1000)
+    for _ in range(26):
+        sim.compress()
+        assert sim.decode(request)
+    assert sim.rounds
+    assert served
+    assert served <= rehearsed
+
+
+def _as_on_cuda(allocator: SWATokenToKVPoolAllocator, representatives: torch.Tensor) -> torch.Tensor:
+    return allocator._free_swa_pages_cuda(representatives)

@@ -29,6 +29,7 @@ from sglang_triattn.stats.file import QueryStats, save_stats
 
 # Values to try for a setting; None stands for a switch.
 VALUES = (None, "2", "buffer_only", "prefill", "minicpm_flashattn", "something")
+DRAFTS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
 
 def fact(output: str, name: str) -> str:
@@ -141,7 +142,7 @@ def test_speculative_decoding(run_check):
 def test_settings_refused_beside_a_draft_model(run_check, refusal):
     """Prevents a setting that a launch refuses beside a draft model, but this command does not."""
     ranks = ("--tp-size", "2")
-    drafts = (*ranks, "--speculative-eagle-topk", "1", "--speculative-algorithm")
+    drafts = (*ranks, *DRAFTS, "--speculative-algorithm")
     value = "2" if refusal.applies(2) and not refusal.applies(1) else None
     flag = ("--" + refusal.field.replace("_", "-"), *([value] if value else []))
     for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
@@ -154,7 +155,7 @@ def test_settings_refused_beside_a_draft_model(run_check, refusal):
 
 def test_mixed_chunks_beside_drafts(run_check):
     """Prevents mixed chunks where SGLang has them, and a refusal where it turns them off by itself."""
-    flags = ("--enable-mixed-chunk", "--speculative-eagle-topk", "1", "--speculative-algorithm")
+    flags = ("--enable-mixed-chunk", *DRAFTS, "--speculative-algorithm")
     for algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
         status, output, _ = run_check("qwen3-32b", *flags, algorithm)
         assert (status, output.split(" does not")[0]) == (1, "--enable-mixed-chunk True")

@@ -82,6 +82,7 @@ def compressor(
         device=torch.device("cpu"),
         config=Config("s", **{"budget": 64, "interval": 32, "recent": 16, "selection": "shared-mean", **settings}),
         strategies=("slide", "fill") if moves else ("remap",),
+        windows=None,
         workspace_plan=WorkspacePlan(4, 8, 2, 16, num_tokens, longest, limit),
         score_and_move=score_and_move,
         launches=launches,

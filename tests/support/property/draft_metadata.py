@@ -1,0 +1,267 @@
+"""Checks what the attention of a draft model plans with after a round: the same as for rows that never were longer.
+
+SGLang's own backends for CUDA plan the steps of a draft here, eagerly and for a graph. Not collected by itself, because
+of their Triton kernels: tests/slow/test_interpreted.py runs it in a process with Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+
+from checks import decode_together
+from cuda_backends import FOLDER, STEPS, planned, publish_settings, runner_of, without_gpu
+from sglang_triattn.patches.hooks import resolve
+from sglang_triattn.patches.scheduler import draft_steps
+from simulation import Simulation
+
+# Requests of a captured graph, more than there are.
+GRAPH_SIZE = 4
+# Those that list slots one by one, and those that plan with a table of pages.
+LISTING = {
+    "flashinfer": "flashinfer_backend.FlashInferMultiStepDraftBackend",
+    "flashinfer latent": "flashinfer_mla_backend.FlashInferMLAMultiStepDraftBackend",
+    "triton": "triton_backend.TritonMultiStepDraftBackend",
+    "triton latent": "triton_backend.TritonMultiStepDraftBackend",
+}
+PAGED = {
+    "fa3": "flashattention_backend.FlashAttentionMultiStepBackend",
+    "fa3 latent": "flashattention_backend.FlashAttentionMultiStepBackend",
+    "flashmla latent": "flashmla_backend.FlashMLAMultiStepDraftBackend",
+    "trtllm_mha": "trtllm_mha_backend.TRTLLMHAAttnMultiStepDraftBackend",
+    "trtllm_mla latent": "trtllm_mla_backend.TRTLLMMLAMultiStepDraftBackend",
+    "cutedsl_mla latent": "cutedsl_mla_backend.CuteDslMLAMultiStepDraftBackend",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu():
+    publish_settings()
+    with without_gpu():
+        yield
+
+
+@contextmanager
+def hooked() -> Iterator[None]:
+    """While open, the hooks of `draft_steps` are in place."""
+    with ExitStack() as stack:
+        for hook in draft_steps.hooks():
+            module, owner, name = hook.target.rsplit(".", 2)
+            around = _around(hook.function, resolve(hook.target))
+            stack.enter_context(mock.patch.object(getattr(importlib.import_module(module), owner), name, around))
+        yield
+
+
+def _around(function: Any, original: Any) -> Any:
+    return lambda *args, **kwargs: function(original, *args, **kwargs)
+
+
+class Scene:
+    """Three requests, all of which have had rounds, with slots for drafts behind their rows.
+
+    Attributes:
+        lengths, evicted: [3] int64.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.sim = sim = Simulation(page_size, reserve=STEPS + 1)
+        running = [sim.request([5] * 8 + [tail] * (1 + 3 * tail)) for tail in range(3)]
+        for request in running:
+            assert sim.admit(request, 1000)
+        decode_together(sim, running, 40)
+        self.lengths = sim.compress().seq_lens
+        self.evicted = torch.tensor([request.evicted for request in running])
+        self.rows = torch.tensor([request.req.kv.req_pool_idx for request in running])
+        assert self.evicted.all()
+
+    def batch(self, shift: torch.Tensor) -> ForwardBatch:
+        """The step that drafts, with positions `shift` above the rows' lengths."""
+        count = len(self.lengths)
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=count,
+            input_ids=None,
+            req_pool_indices=self.rows,
+            seq_lens=self.lengths,
+            out_cache_loc=torch.zeros(count * STEPS, dtype=torch.int64),
+            seq_lens_sum=int(self.lengths.sum()),
+            seq_lens_cpu=self.lengths,
+            positions=self.lengths + shift,
+            spec_info=EagleDraftInput(torch.zeros(count, 1), torch.zeros(count, 1, dtype=torch.int64)),
+        )
+        forward.kv_loc_plan = self.plan(self.lengths)
+        return forward
+
+    def plan(self, lengths: torch.Tensor) -> Any:
+        """SGLang's plan of where rows of these lengths are read."""
+        return runner_of(self.sim, latent=False).kv_index_translator.plan(
+            req_pool_indices=self.rows, seq_lens=lengths, seq_lens_cpu=lengths, write_virtual=None
+        )
+
+    def backend(self, name: str, names: dict[str, str]) -> Any:
+        module, owner = names[name].rsplit(".", 1)
+        runner = runner_of(self.sim, latent="latent" in name)
+        return getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(runner, 1, STEPS)
+
+    def expected(self, step: int) -> tuple[list[int], list[int]]:
+        """indptr and indices of a step: each row's entries, and the slots of the tokens drafted so far."""
+        lengths = (self.lengths + step + 1).tolist()
+        table = self.sim.rows.req_to_token
+        slots = [table[row, :length] for row, length in zip(self.rows, lengths, strict=True)]
+        return [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.cat(slots).tolist()
+
+
+def plan_now(backend: Any, forward: ForwardBatch) -> None:
+    """Plans for a draft without a graph; each step's lists are kept as `listed` of its backend."""
+    for inner in backend.attn_backends:
+        plan = inner.init_forward_metadata
+
+        def keep(batch, inner=inner, plan=plan):
+            info = batch.spec_info
+            if info.kv_indices is not None:
+                inner.listed = [info.kv_indptr.clone(), info.kv_indices.clone()]
+            plan(batch)
+
+        inner.init_forward_metadata = keep
+    backend.init_forward_metadata(forward)
+
+
+def plan_graph(backend: Any, forward: ForwardBatch) -> torch.Tensor:
+    """Plans for a draft by a captured graph for GRAPH_SIZE requests, by SGLang's runner of such graphs.
+
+    Returns:
+        The positions that the graph rotates by.
+    """
+    runner = draft_runner(backend)
+    backend.init_cuda_graph_state(GRAPH_SIZE, GRAPH_SIZE)
+    fill = backend.attn_backends[0].get_cuda_graph_seq_len_fill_value()
+    runner.seq_len_fill_value = fill
+    lengths = torch.full((GRAPH_SIZE,), fill)
+    captured = ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=GRAPH_SIZE,
+        input_ids=None,
+        req_pool_indices=runner.buffers.req_pool_indices,
+        seq_lens=runner.buffers.seq_lens.copy_(lengths),
+        out_cache_loc=runner.buffers.out_cache_loc,
+        seq_lens_sum=int(lengths.sum()),
+        seq_lens_cpu=lengths,
+        positions=runner.buffers.positions,
+        spec_info=EagleDraftInput(runner.buffers.topk_p, runner.buffers.topk_index),
+    )
+    backend.attn_backends[0].kv_index_translator.bind_runner_slots(captured)
+    backend.init_forward_metadata_out_graph(captured, in_capture=True)
+    backend.init_forward_metadata_in_graph(captured)
+    runner.execute(forward)
+    backend.init_forward_metadata_in_graph(captured)
+    for step, inner in enumerate(backend.attn_backends):
+        if hasattr(backend, "cuda_graph_kv_indices"):
+            inner.listed = [backend.kv_indptr[step].clone(), backend.cuda_graph_kv_indices[step].clone()]
+    return runner.buffers.positions.clone()
+
+
+def draft_runner(backend: Any) -> EAGLEDraftCudaGraphRunner:
+    """SGLang's runner with its buffers, as captured, but for the graphs themselves."""
+    runner = EAGLEDraftCudaGraphRunner.__new__(EAGLEDraftCudaGraphRunner)
+    whole = {"dtype": torch.int64}
+    absent = ("rids_int", "bootstrap_room_ids_int", "draft_probs", "sampling_seed", "hidden_states", "dsa_seed_topk")
+    runner.buffers = SimpleNamespace(
+        seq_lens=torch.ones(GRAPH_SIZE, **whole),
+        seq_lens_cpu=torch.ones(GRAPH_SIZE, **whole),
+        out_cache_loc=torch.zeros(GRAPH_SIZE * STEPS, **whole),
+        positions=torch.zeros(GRAPH_SIZE, **whole),
+        topk_p=torch.zeros(GRAPH_SIZE, 1),
+        topk_index=torch.zeros(GRAPH_SIZE, 1, **whole),
+        req_pool_indices=torch.zeros(GRAPH_SIZE, **whole),
+        **dict.fromkeys(absent),
+    )
+    runner.deepep_adapter = mock.MagicMock()
+    runner.captured_req_width, runner.capture_bs = 1, [GRAPH_SIZE]
+    runner.speculative_num_steps = STEPS
+    runner.require_mlp_tp_gather = runner.require_gathered_buffer = False
+    model = SimpleNamespace(model_is_mrope=False, vocab_size=100)
+    runner.model_runner = SimpleNamespace(model_config=model, device_timer=None)
+    runner.draft_attn_backend = backend
+    runner._replay_graph = lambda *_: [None] * 4
+    return runner
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", LISTING)
+def test_steps_read_the_shortened_rows(name, graph, page_size):
+    """Prevents a draft model from reading slots of the requests beside it, or past the end of the list: SGLang's kernel
+    takes positions for the lengths of rows."""
+    scene = Scene(page_size)
+    for shift, hooks in ((scene.evicted, hooked()), (torch.zeros_like(scene.evicted), nullcontext())):
+        backend = scene.backend(name, LISTING)
+        with hooks:
+            (plan_graph if graph else plan_now)(backend, forward := scene.batch(shift))
+        assert torch.equal(forward.positions, scene.lengths + shift), "the model's own positions are logical"
+        for step, inner in enumerate(backend.attn_backends):
+            indptr, indices = scene.expected(step)
+            found = [each.tolist() for each in inner.listed]
+            assert found[0][: len(indptr)] == indptr
+            assert found[1][: indptr[-1]] == indices
+            if graph:
+                # The row that pads the batch: no positions, and the tokens that would be drafted.
+                assert found[0][len(indptr)] == indptr[-1] + step + 1
+
+
+@pytest.mark.parametrize("name", LISTING)
+def test_they_would_not_without_the_hooks(name):
+    """Prevents the test before this one from passing whatever the hooks do."""
+    scene = Scene(1)
+    backend = scene.backend(name, LISTING)
+    plan_now(backend, scene.batch(scene.evicted))
+    assert backend.attn_backends[0].listed[0].tolist() != scene.expected(0)[0]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", PAGED)
+def test_tables_do_not_follow_positions(name, graph, page_size):
+    """Prevents the other backends from planning with logical lengths, which they too find in the batch."""
+    scene = Scene(page_size)
+    plans = []
+    for shift in (scene.evicted, torch.zeros_like(scene.evicted)):
+        backend = scene.backend(name, PAGED)
+        with hooked():
+            (plan_graph if graph else plan_now)(backend, scene.batch(shift))
+        plans.append([planned(inner) for inner in backend.attn_backends])
+    for found, expected in zip(*plans, strict=True):
+        assert found.keys() == expected.keys()
+        assert found
+        for place, tensor in expected.items():
+            assert torch.equal(found[place], tensor), place
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_tables_follow_lengths(name):
+    """Prevents the test before this one from passing because it looks at nothing."""
+    scene = Scene(1)
+    backend, other = scene.backend(name, PAGED), scene.backend(name, PAGED)
+    plan_now(backend, scene.batch(scene.evicted))
+    scene.lengths = scene.lengths + scene.evicted
+    plan_now(other, scene.batch(torch.zeros_like(scene.evicted)))
+    found, logical = planned(backend.attn_backends[0]), planned(other.attn_backends[0])
+    assert any(not torch.equal(found[place], logical[place]) for place in found)
+
+
+def test_a_graph_still_rotates_by_logical_positions():
+    """Prevents a hook that leaves physical positions in a graph's buffer, by which the draft model rotates."""
+    scene = Scene(1)
+    backend = scene.backend("triton", LISTING)
+    with hooked():
+        positions = plan_graph(backend, scene.batch(scene.evicted))
+    assert positions.tolist() == [*(scene.lengths + scene.evicted).tolist(), 0]

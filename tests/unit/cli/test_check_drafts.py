@@ -1,0 +1,43 @@
+"""`sglang-triattn check` on the numbers of a draft model's drafts."""
+
+import json
+import re
+
+import pytest
+from sglang.srt.arg_groups.speculative_hook import _auto_choose_speculative_params
+from sglang.srt.server_args import ServerArgs
+
+from plan_cases import CONFIGS
+
+DRAFTS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "nextn", "STANDALONE"])
+@pytest.mark.parametrize("lacking", ["--speculative-num-steps", "--speculative-eagle-topk"])
+def test_numbers_of_drafts_that_sglang_takes_together(run_check, algorithm, lacking):
+    """Prevents advice that SGLang answers with a bare assertion: the sentence names all numbers, which are accepted."""
+    place = DRAFTS.index(lacking)
+    left = (*DRAFTS[:place], *DRAFTS[place + 2 :])
+    status, output, _ = run_check("qwen3-32b", *left, "--speculative-algorithm", algorithm)
+    assert status == 1
+    assert re.fullmatch(
+        rf"{left[0]} {left[1]} does not work without {lacking}, because .*: use {' '.join(DRAFTS)}\.\n", output
+    )
+    assert run_check("qwen3-32b", *left, "--speculative-algorithm", "NGRAM")[0] == 0
+    advised = output.rstrip(".\n").split(": use ")[1].split()
+    assert run_check("qwen3-32b", *advised, "--speculative-algorithm", algorithm)[0] == 0
+
+
+@pytest.mark.parametrize("model", ["llama-3.3-70b", "qwen3-32b", "glm-4.6", "deepseek-v3"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_drafts_that_sglang_chooses_itself(run_check, model, algorithm):
+    """Prevents a model for which SGLang's own choice branches from being accepted here and refused by a launch."""
+    content = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
+    settings = ServerArgs(model_path=str(CONFIGS), speculative_algorithm=algorithm)
+    _, topk, _ = _auto_choose_speculative_params(settings, content["architectures"][0])
+    status, output, _ = run_check(model, "--speculative-algorithm", algorithm)
+    assert status == (topk > 1)
+    if topk > 1:
+        assert output.startswith(f"--speculative-eagle-topk {topk} does not work")
+        assert output.endswith(f": use {' '.join(DRAFTS)}.\n")
+        assert run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)[0] == 0
