@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted, suggestion
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.profiles import HELP, METAVAR, complete
 
@@ -69,7 +69,7 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
             raise TriAttentionError(
-                f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
+                f"{flag('stats')} is {quoted(self.stats)}, but it must be {AUTO} or the path of a file made by "
                 "`sglang-triattn calibrate`."
             )
         for name, least in _LEAST.items():
@@ -78,7 +78,7 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(
-                    f"{flag(name)} is {value!r}, but it must be a whole number of "
+                    f"{flag(name)} is {quoted(value)}, but it must be a whole number of "
                     f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
         if self.recent is None:
@@ -101,7 +101,7 @@ class Config:
         _check_choice("prompt", self.prompt, PROMPTS)
         share = self.value_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise TriAttentionError(f"{flag('value_share')} is {share!r}, but it must be a number from 0 to 1.")
+            raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
         if share and self.selection != "per-layer-head":
             raise TriAttentionError(
                 f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
@@ -280,8 +280,10 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     }
     unknown = sorted(given.keys() - _DEFAULTS.keys())
     if unknown:
+        settings = [PREFIX + name for name in _DEFAULTS]
+        hint = suggestion(PREFIX + unknown[0], settings)
         raise TriAttentionError(
-            f"{PREFIX}{unknown[0]} is not a setting; the settings are {', '.join(PREFIX + name for name in _DEFAULTS)}."
+            f"{PREFIX}{unknown[0]} is not a setting; the settings are {', '.join(settings)}: {hint}"
         )
     if not enabled:
         if given:
@@ -292,8 +294,17 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     return Config(**complete(given))
 
 
+def check_unknown(words: Iterable[str]) -> None:
+    """Raises TriAttentionError for the first word that looks like a flag of this package and is none."""
+    flags = [SWITCH, *map(flag, _DEFAULTS)]
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and "triat" in name and name not in flags:
+            raise TriAttentionError(f"{name} is not a flag of sglang-triattn: {suggestion(name, flags)}")
+
+
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise TriAttentionError(
-            f"{flag(name)} is {value!r}, but this version supports only {', '.join(choices)}: use one of these."
+            f"{flag(name)} is {quoted(value)}, but this version supports only {', '.join(choices)}: use one of these."
         )

@@ -48,7 +48,7 @@ def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
             "`sglang-triattn calibrate`, and all dims are scored"
         )
     if concentration(stats).mean() < SPREAD:
-        yield f"TriAttention: {outlook(stats)}"
+        yield f"What TriAttention's scores predict is {outlook(stats)}"
 
 
 class WeightUpdates:

@@ -22,7 +22,7 @@ from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
 from sglang_triattn.patches.scheduler.pipeline import from_first, is_first
-from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
+from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone, why_not_kept
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
 
 if TYPE_CHECKING:
@@ -73,11 +73,25 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
         if found is not None:
             logger.info("TriAttention found the statistics of this model in %s", found.source)
             return found
+        if first:
+            _warn_if_not_kept(shape.fingerprint)
         measured = _measure(scheduler, shown=first)
         path = keep_stats(measured) if first else None
     if path is not None:
         logger.info("TriAttention measured the statistics of this model and keeps them in %s", path)
     return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
+
+
+def _warn_if_not_kept(fingerprint: str | None) -> None:
+    """Says before the long part, not after it, that the next launch will measure again."""
+    why = why_not_kept(fingerprint)
+    if why is not None:
+        logger.warning(
+            "TriAttention will not keep the statistics that it measures now, because %s, so each launch measures "
+            "again: make that folder writable, or set XDG_CACHE_HOME to another, or name a file with "
+            "--triattention-stats",
+            why,
+        )
 
 
 def launch_job(scheduler: Scheduler) -> CalibrationJob:

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, check_unknown, flag, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.launch_settings import GIVEN
-from sglang_triattn.model.sizes import load_config
+from sglang_triattn.model.sizes import MODEL_HELP, load_config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
 REFUSED = 1
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         required=True,
         metavar="CONFIG",
-        help="config.json of a Hugging Face model, or its folder",
+        help=MODEL_HELP,
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     server = parser.add_argument_group("flags of the server")
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise TriAttentionError(
                 f"--{name.replace('_', '-')} is {getattr(arguments, name)}, but it must be at least 1."
             )
+    check_unknown(arguments.others)
     given, others = _read_flags(arguments.others)
     config = read_settings({**vars(arguments), ENABLE: True})
     assert isinstance(config, Config)

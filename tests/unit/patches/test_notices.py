@@ -69,7 +69,7 @@ def test_spread_queries_are_said(mean, value_share, said):
     lines = list(of_stats(Config("s", value_share=value_share), spread_stats(mean)))
     assert len(lines) == said
     for line in lines:
-        assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line
+        assert f"poor (mean concentration {mean:.2f}, below 0.6)" in line
         assert "\n" not in line
 
 
