@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ PREFIX = "triattention_"
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
+_CHOICES = {"selection": SELECTIONS, "aggregation": AGGREGATIONS, "budget_scope": BUDGET_SCOPES, "prompt": PROMPTS}
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
 AUTO = "auto"
@@ -85,20 +86,27 @@ class Config:
             object.__setattr__(self, "recent", self._default_recent)
         if self.value_share is None:
             object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
-        if self.recent > self.budget:
-            raise TriAttentionError(
-                f"{flag('recent')} ({self.recent}) is greater than {flag('budget')} ({self.budget}), but the newest "
-                "tokens are kept within the budget: lower the one or raise the other."
-            )
+        for name, most, why in (  # the default number of sinks is few enough for any budget
+            ("recent", self.budget, "the newest tokens are kept within the budget"),
+            ("sinks", max(self.budget, cast("int", _DEFAULTS["sinks"])), "they stay besides what rounds keep"),
+        ):
+            value = getattr(self, name)
+            if value > most:
+                raise TriAttentionError(
+                    f"{flag(name)} ({value}) is greater than {flag('budget')} ({self.budget}), but {why}: lower the "
+                    "one or raise the other."
+                )
         if self.pressure_budget is not None and not self.recent <= self.pressure_budget <= self.budget:
             raise TriAttentionError(
                 f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({self.recent}) "
                 f"and {flag('budget')} ({self.budget}), because it is what a round keeps when memory runs short."
             )
-        _check_choice("selection", self.selection, SELECTIONS)
-        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
-        _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
-        _check_choice("prompt", self.prompt, PROMPTS)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise TriAttentionError(
+                    f"{flag(name)} is {quoted(getattr(self, name))}, but this version supports only "
+                    f"{', '.join(choices)}: use one of these."
+                )
         share = self.value_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
             raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
@@ -280,11 +288,9 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     }
     unknown = sorted(given.keys() - _DEFAULTS.keys())
     if unknown:
-        settings = [PREFIX + name for name in _DEFAULTS]
-        hint = suggestion(PREFIX + unknown[0], settings)
-        raise TriAttentionError(
-            f"{PREFIX}{unknown[0]} is not a setting; the settings are {', '.join(settings)}: {hint}"
-        )
+        wrong, known = PREFIX + unknown[0], [PREFIX + name for name in _DEFAULTS]
+        named = f"{wrong} is not a setting; the settings are {', '.join(known)}"
+        raise TriAttentionError(f"{named}: {suggestion(wrong, known)}")
     if not enabled:
         if given:
             raise TriAttentionError(
@@ -292,19 +298,3 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
             )
         return None
     return Config(**complete(given))
-
-
-def check_unknown(words: Iterable[str]) -> None:
-    """Raises TriAttentionError for the first word that looks like a flag of this package and is none."""
-    flags = [SWITCH, *map(flag, _DEFAULTS)]
-    for word in words:
-        name = word.partition("=")[0]
-        if name.startswith("--") and "triat" in name and name not in flags:
-            raise TriAttentionError(f"{name} is not a flag of sglang-triattn: {suggestion(name, flags)}")
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise TriAttentionError(
-            f"{flag(name)} is {quoted(value)}, but this version supports only {', '.join(choices)}: use one of these."
-        )

@@ -26,7 +26,7 @@ from sglang_triattn.patches.launch.incompatible import (
 from sglang_triattn.patches.launch.model_config import check_model_file
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
-from sglang_triattn.rounds.plan import in_whole_pages
+from sglang_triattn.rounds.plan import check_reach, in_whole_pages
 from sglang_triattn.stats.file import load_stats
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> N
             config = config.for_windows(window, settings.page_size)
         if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
             config = in_whole_pages(config, settings.page_size)
+        check_reach(config, model.context_len, "the context limit is")
         config = dataclasses.replace(config, images=covers_images(model.hf_config.architectures))
         args_patch.replace_config(server_args, config)
     except TriAttentionError as error:

@@ -137,7 +137,7 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     matrices, others = _parameters(merged, **sizes)
     return ModelSizes(
         model_type=name,
-        context=_context(merged),
+        context=context_limit(merged),
         kv_dtype=kv_dtype_of(merged),
         matrices=matrices,
         others=others,
@@ -169,7 +169,7 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
     return int(sizes.matrices * bits / 8) + sizes.others * 2, words
 
 
-def _context(config: Mapping[str, Any]) -> int:
+def context_limit(config: Mapping[str, Any]) -> int:
     """Context limit as SGLang derives it: a RoPE factor counts unless the config already gives the stretched length."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"

@@ -42,6 +42,7 @@ SETTINGS = [
         ["SGLANG_HTTP_SERVER_APP_PATH is mine:app", "--tokenizer-worker-num 2", "use --tokenizer-worker-num 1"],
     ),
     (["--use-ray"], {}, ["--use-ray"]),
+    (["--context-length", "96"], {}, ["first round at 100 tokens or more", "the context limit is 96 tokens"]),
     (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel does not work", "decode steps"]),
     (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel does not work", "decode steps"]),
     (["--decode-attention-backend", "minicpm_flashinfer"], {}, ["--decode-attention-backend minicpm_flashinfer"]),
@@ -175,6 +176,15 @@ def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path)
     assert "inv" in ended.error.lower() or "frequenc" in ended.error.lower()
     assert "calibrate" in ended.error
     assert "Traceback (most recent call last)" not in ended.output.split("TriAttention")[-1]
+
+
+def test_a_pool_without_room_for_a_round_ends_the_launch(forkserver, tiny, tmp_path):
+    """Prevents a server that says it is active and can never have a round; only the scheduler knows its pool."""
+    words = ["--model-path", tiny.path, *compressed_args(tiny, "--max-total-tokens", "96")]
+    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], {}, tmp_path / "log")
+    assert ended.code == 2
+    assert "first round at 100 tokens or more" in ended.error
+    assert "the KV pool holds 96 tokens" in ended.error
 
 
 ENGINE = """

@@ -8,6 +8,7 @@ import pytest
 from sglang_triattn.config import Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.latents import for_latents
+from sglang_triattn.rounds.plan import check_reach, first_round, plan_eviction, plan_round
 
 GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
@@ -68,6 +69,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_budget_scope": "all"}, "'all'"),
         ({"triattention_sinks": -1}, "--triattention-sinks is -1"),
         ({"triattention_conversation_ttl": -1}, "whole number of seconds"),
+        ({"triattention_sinks": 5000}, "--triattention-sinks (5000) is greater than --triattention-budget (2048)"),
         ({"triattention_prompt": "private"}, "'private'"),
         ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
         ({"triattention_pressure_budget": 100, "triattention_recent": 128}, "between --triattention-recent (128)"),
@@ -97,6 +99,41 @@ def test_mistakes_get_one_sentence(change, words):
     assert words in message
     assert "\n" not in message
     assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({}, 4 + 2048 + 128),
+        ({"sinks": 0}, 2048 + 128),
+        ({"budget": 192, "sinks": 192, "recent": 192}, 192 + 192 + 128),
+        ({"budget": 192, "sinks": 64, "budget_scope": "total"}, 192 + 128),
+        ({"pressure_budget": 512}, 4 + 512 + 1),
+    ],
+    ids=str,
+)
+def test_where_no_request_can_have_a_round(settings, first):
+    """Prevents a server that says it is active and never compresses, and refusing one that does."""
+    config = Config(**settings)
+    assert first_round(config) == first
+    check_reach(config, first + 1, "the context limit is")
+    with pytest.raises(TriAttentionError) as caught:
+        check_reach(config, first, "the context limit is")
+    message = str(caught.value)
+    assert f"first round at {first} tokens or more (--triattention-budget {config.budget}," in message
+    assert f"but the context limit is {first} tokens" in message
+    assert message.endswith(".")
+    early = config.pressure_budget is not None
+    plan = plan_eviction if early else plan_round
+    at = {"frozen": config.sinks, "evicted_before": 0, "page_size": 1}
+    assert plan(config.under_pressure() if early else config, length=first, **at) is not None
+    assert plan(config.under_pressure() if early else config, length=first - 1, **at) is None
+
+
+def test_a_few_sinks_go_with_any_budget():
+    """Prevents the default of one setting from refusing another."""
+    assert Config(budget=1).sinks == 4
+    assert Config(budget=64, sinks=64).sinks == 64
 
 
 def test_windows_raise_what_follows_from_the_budget():
