@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ChatCompletionResponse,
         CompletionRequest,
         CompletionResponse,
+        CompletionResponseChoice,
     )
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -78,17 +79,13 @@ def _add_to_completion(
 
 
 @cache
-def _reported_completion() -> tuple[type, type]:
+def _reported_completion() -> tuple[type[CompletionResponse], type[CompletionResponseChoice]]:
     """SGLang's records of a completion and of one of its choices, with the field that it has for chats alone."""
+    from pydantic import create_model
     from sglang.srt.entrypoints.openai.protocol import CompletionResponse, CompletionResponseChoice
 
-    class ReportedChoice(CompletionResponseChoice):
-        meta_info: dict[str, Any]
-
-    class ReportedCompletion(CompletionResponse):
-        choices: list[ReportedChoice]
-
-    return ReportedCompletion, ReportedChoice
+    choice = create_model("ReportedChoice", __base__=CompletionResponseChoice, meta_info=(dict[str, Any], ...))
+    return create_model("ReportedCompletion", __base__=CompletionResponse, choices=(list, ...)), choice
 
 
 def _report_of(answer: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +124,10 @@ class _Noting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    async def generate_request(self, *args: Any, **more: Any) -> AsyncGenerator[dict[str, Any], None]:
-        async with aclosing(self._manager.generate_request(*args, **more)) as answers:
+    async def generate_request(self, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        # Of a stream, each answer is one choice's.
+        answers: AsyncGenerator[Any, None] = self._manager.generate_request(*args, **more)
+        async with aclosing(answers):
             async for answer in answers:
                 if KEY in answer["meta_info"]:
                     self.reports[answer.get("index", 0)] = answer["meta_info"][KEY]
