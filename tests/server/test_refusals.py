@@ -214,7 +214,7 @@ def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tm
         "enable_triattention": True,
         "triattention_stats": str(foreign_stats),
         "skip_tokenizer_init": True,
-        "max_total_tokens": 2048,
+        "max_total_tokens": 4096,
         "dtype": "float32",
     }
     ended = warm.run_script(forkserver, script, [json.dumps(settings)], {})
