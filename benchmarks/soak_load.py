@@ -217,7 +217,8 @@ class Visitor:
         if facts["completion_tokens"] != tokens:
             raise Fault(f"{facts['completion_tokens']} tokens instead of {tokens}: {facts['finish_reason']}")
         report = facts["triattention"]
-        if report["logical_length"] - report["evicted_tokens"] != report["physical_length"]:
+        evicted = report.get("conversation_evicted_tokens", report["evicted_tokens"])
+        if report["logical_length"] - evicted != report["physical_length"]:
             raise Fault(f"a report that does not add up: {report}")
         self._diary.tokens += tokens
         return report

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted, suggestion
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.profiles import HELP, METAVAR, complete
 
@@ -22,6 +22,13 @@ PROMPTS = ("frozen", "compact")
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
 AFTER_UPDATES = ("keep", "measure")
+_CHOICES = {
+    "selection": SELECTIONS,
+    "aggregation": AGGREGATIONS,
+    "budget_scope": BUDGET_SCOPES,
+    "prompt": PROMPTS,
+    "stats_after_update": AFTER_UPDATES,
+}
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
@@ -71,7 +78,7 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
             raise TriAttentionError(
-                f"{flag('stats')} is {self.stats!r}, but it must be {AUTO} or the path of a file made by "
+                f"{flag('stats')} is {quoted(self.stats)}, but it must be {AUTO} or the path of a file made by "
                 "`sglang-triattn calibrate`."
             )
         for name, least in _LEAST.items():
@@ -80,31 +87,37 @@ class Config:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise TriAttentionError(
-                    f"{flag(name)} is {value!r}, but it must be a whole number of "
+                    f"{flag(name)} is {quoted(value)}, but it must be a whole number of "
                     f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
         if self.recent is None:
             object.__setattr__(self, "recent", self._default_recent)
         if self.value_share is None:
             object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
-        if self.recent > self.budget:
-            raise TriAttentionError(
-                f"{flag('recent')} ({self.recent}) is greater than {flag('budget')} ({self.budget}), but the newest "
-                "tokens are kept within the budget: lower the one or raise the other."
-            )
+        for name, most, why in (  # the default number of sinks is few enough for any budget
+            ("recent", self.budget, "the newest tokens are kept within the budget"),
+            ("sinks", max(self.budget, cast("int", _DEFAULTS["sinks"])), "they stay besides what rounds keep"),
+        ):
+            value = getattr(self, name)
+            if value > most:
+                raise TriAttentionError(
+                    f"{flag(name)} ({value}) is greater than {flag('budget')} ({self.budget}), but {why}: lower the "
+                    "one or raise the other."
+                )
         if self.pressure_budget is not None and not self.recent <= self.pressure_budget <= self.budget:
             raise TriAttentionError(
                 f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({self.recent}) "
                 f"and {flag('budget')} ({self.budget}), because it is what a round keeps when memory runs short."
             )
-        _check_choice("selection", self.selection, SELECTIONS)
-        _check_choice("aggregation", self.aggregation, AGGREGATIONS)
-        _check_choice("budget_scope", self.budget_scope, BUDGET_SCOPES)
-        _check_choice("prompt", self.prompt, PROMPTS)
-        _check_choice("stats_after_update", self.stats_after_update, AFTER_UPDATES)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise TriAttentionError(
+                    f"{flag(name)} is {quoted(getattr(self, name))}, but this version supports only "
+                    f"{', '.join(choices)}: use one of these."
+                )
         share = self.value_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise TriAttentionError(f"{flag('value_share')} is {share!r}, but it must be a number from 0 to 1.")
+            raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
         if share and self.selection != "per-layer-head":
             raise TriAttentionError(
                 f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
@@ -290,9 +303,9 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
     }
     unknown = sorted(given.keys() - _DEFAULTS.keys())
     if unknown:
-        raise TriAttentionError(
-            f"{PREFIX}{unknown[0]} is not a setting; the settings are {', '.join(PREFIX + name for name in _DEFAULTS)}."
-        )
+        wrong, known = PREFIX + unknown[0], [PREFIX + name for name in _DEFAULTS]
+        named = f"{wrong} is not a setting; the settings are {', '.join(known)}"
+        raise TriAttentionError(f"{named}: {suggestion(wrong, known)}")
     if not enabled:
         if given:
             raise TriAttentionError(
@@ -300,10 +313,3 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
             )
         return None
     return Config(**complete(given))
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise TriAttentionError(
-            f"{flag(name)} is {value!r}, but this version supports only {', '.join(choices)}: use one of these."
-        )

@@ -1,6 +1,8 @@
 """The exception for user errors, and short forms of what its messages quote."""
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 
 
 class TriAttentionError(ValueError):
@@ -11,14 +13,24 @@ class TriAttentionError(ValueError):
     """
 
 
-_QUOTES = reprlib.Repr()
+class _Quotes(reprlib.Repr):
+    """Values as users write them, in JSON and YAML: Python's own words for these mean nothing there."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+_QUOTES = _Quotes()
 _QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 2, 64, 64, 64
 _QUOTES.maxlist = _QUOTES.maxtuple = _QUOTES.maxdict = 8
 LONGEST_QUOTE = 200
 
 
 def quoted(value: object) -> str:
-    """A value for a message: its repr in ASCII, at most LONGEST_QUOTE characters, whatever a client or file gave."""
+    """A value for a message: in ASCII, at most LONGEST_QUOTE characters, whatever a client or file gave."""
     try:
         text = _QUOTES.repr(value)
     except (ValueError, RecursionError):
@@ -26,6 +38,12 @@ def quoted(value: object) -> str:
         text = f"of type {type(value).__name__}"
     text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= LONGEST_QUOTE else f"{text[: LONGEST_QUOTE - 3]}..."
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that does not exist: the nearest of the known ones, for the end of a sentence."""
+    nearest = difflib.get_close_matches(name, list(known), n=1)
+    return f"use {nearest[0]}, or leave it out." if nearest else "leave it out."
 
 
 def first_line(error: BaseException) -> str:

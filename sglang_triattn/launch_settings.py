@@ -23,7 +23,9 @@ class Refusal:
         name = "--" + self.field.replace("_", "-")
         remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
         others = f"--enable-triattention and {beside}" if beside else "--enable-triattention"
-        return f"{name} {value} does not work with {others}, because {self.reason}: {remedy}."
+        # A switch has no value of its own.
+        shown = name if value is True else f"{name} {value}"
+        return f"{shown} does not work with {others}, because {self.reason}: {remedy}."
 
 
 def _set(value: object) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted
 
 LONG_ANSWER = 8192
 """Tokens of the answer of which the profiles keep the shares that were measured."""
@@ -38,7 +38,7 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(given)
     if not isinstance(name, str) or name not in PROFILES:
         raise TriAttentionError(
-            f"--triattention-profile is {name!r}, but the profiles are {', '.join(PROFILES)}: use one of these, or "
-            "leave it out."
+            f"--triattention-profile is {quoted(name)}, but the profiles are {', '.join(PROFILES)}: use one of these, "
+            "or leave it out."
         )
     return {**PROFILES[name], **given}

@@ -36,10 +36,10 @@ from sglang_triattn.launch_settings import (
 from sglang_triattn.model.fields import Fields, architecture, text_fields
 from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
-from sglang_triattn.model.sizes import element_bytes, kv_dtype_of
+from sglang_triattn.model.sizes import context_limit, element_bytes, kv_dtype_of
 from sglang_triattn.model.support import refused_model, unsupported
 from sglang_triattn.model.vision import covers_images, is_covered
-from sglang_triattn.rounds.plan import in_whole_pages
+from sglang_triattn.rounds.plan import check_reach, in_whole_pages
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ def judge(content: Fields, name: str, server: Server) -> Verdict:
             if is_covered(content.get("architectures")):
                 _check_server(server, BESIDE_IMAGES)
             config = _check_layout(layout, label, server)
+            _check_reach(config, fields, server)
             if server.given.get("disaggregation_mode") == "decode" and _is_untried_decoding(layout, content):
                 raise refused_decode_server(label)
             if config.stats_after_update == "measure":
@@ -194,6 +195,16 @@ def _check_layout(layout: AttentionLayout | None, label: str, server: Server) ->
     if window:
         config = config.for_windows(window, server.page_size)
     return in_whole_pages(config, server.page_size) if _queues_drafts(server) else config
+
+
+def _check_reach(config: Config, fields: Fields, server: Server) -> None:
+    """Raises TriAttentionError if no request can get as long as its first round needs, as far as is known."""
+    context = server.given.get("context_length")
+    if context is None and fields.get("max_position_embeddings") is not None:
+        context = context_limit(fields)
+    for most, what in ((context, "the context limit is"), (server.given.get("max_total_tokens"), "the KV pool holds")):
+        if most is not None:
+            check_reach(config, most, what)
 
 
 def _queues_drafts(server: Server) -> bool:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -29,6 +30,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from transformers import AutoTokenizer
 
 import prepare_model
 from prometheus import Prometheus, filled, panels, running_prometheus
@@ -36,6 +38,8 @@ from server import exit_on_signals, running_server, triattention_args
 
 COLUMNS, INTERVAL, WINDOW, STEP_S = 24, "5s", "20s", 2
 CLIENTS = 6
+THINKING_S = 3
+"""Before a conversation's second turn, whose row waits meanwhile."""
 
 
 def shown(value: float, unit: str) -> str:
@@ -98,29 +102,33 @@ def draw_lines(axes: Any, panel: dict, prometheus: Prometheus, start: float, end
     axes.legend(fontsize=7, loc="best", framealpha=0.6)
 
 
-def post(url: str, text: str, tokens: int, asked: dict) -> str:
-    """The answer to a text; empty if the request was refused."""
+def post(url: str, ids: list[int], tokens: int, asked: dict) -> list[int]:
+    """The answer to a prompt, both as token ids; empty if the request was refused."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0.7}
-    body = {"text": text, "sampling_params": {**sampling, "custom_params": {"triattention": asked}}}
+    body = {"input_ids": ids, "sampling_params": {**sampling, "custom_params": {"triattention": asked}}}
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=600) as response:
-            return json.load(response)["text"]
+            return json.load(response)["output_ids"]
     except HTTPError:
-        return ""
+        return []
 
 
-def work(url: str, number: int, end: float) -> None:
-    """What one client does until `end`: a wrong field, then a conversation of two turns, and again."""
+def work(url: str, number: int, end: float, ids_of: Callable[[str], list[int]]) -> None:
+    """What one client does until `end`: a wrong field, then a conversation of two turns, and again.
+
+    It sends ids, because an answer's text may have other ids than those that were generated.
+    """
     for turn in itertools.count():
         if time.time() > end:
             return
         name = f"client {number} turn {turn}"
-        text = f"{name}. Explain in detail how a bicycle stays upright."
-        post(url, text, 1, {"budget": 0} if number % 2 else {"colour": "red"})
+        ids = ids_of(f"{name}. Explain in detail how a bicycle stays upright.")
+        post(url, ids, 1, {"budget": 0} if number % 2 else {"colour": "red"})
         # Clients differ, so that their rounds do not fall into the same steps.
-        answer = post(url, text, 150 + 40 * number, {"conversation": name})
-        post(url, f"{text}{answer} And a motorcycle?", 40 + 20 * number, {"conversation": name})
+        answer = post(url, ids, 150 + 40 * number, {"conversation": name})
+        time.sleep(THINKING_S)
+        post(url, ids + answer + ids_of(" And a motorcycle?"), 40 + 20 * number, {"conversation": name})
 
 
 def main() -> None:
@@ -130,8 +138,9 @@ def main() -> None:
     options = parser.parse_args()
     exit_on_signals()
     model, stats = prepare_model.prepare()
+    tokenizer = AutoTokenizer.from_pretrained(model)
     # Small enough that a CPU outgrows budget and pool within the time.
-    flags = [*triattention_args(stats), "--max-total-tokens", "900", "--triattention-pressure-budget", "64"]
+    flags = [*triattention_args(stats), "--max-total-tokens", "1100", "--triattention-pressure-budget", "64"]
     flags += ["--triattention-budget", "96", "--triattention-interval", "32", "--triattention-recent", "24"]
     flags += ["--enable-metrics", "--decode-log-interval", "10", "--schedule-conservativeness", "0.1"]
     with (
@@ -143,7 +152,10 @@ def main() -> None:
     ):
         start = time.time()
         end = start + options.seconds
-        clients = [threading.Thread(target=work, args=(server.url, n, end), daemon=True) for n in range(CLIENTS)]
+        clients = [
+            threading.Thread(target=work, args=(server.url, number, end, tokenizer.encode), daemon=True)
+            for number in range(CLIENTS)
+        ]
         for client in clients:
             client.start()
         time.sleep(max(0, end - time.time()))

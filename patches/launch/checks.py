@@ -29,7 +29,7 @@ from sglang_triattn.patches.launch.incompatible import (
 from sglang_triattn.patches.launch.model_config import check_model_file, read_config
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
-from sglang_triattn.rounds.plan import in_whole_pages
+from sglang_triattn.rounds.plan import check_reach, in_whole_pages
 from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats
 
@@ -119,4 +119,5 @@ def rules_for(settings: Any, model: ModelConfig, config: Config) -> Config:
         config = config.for_windows(window, settings.page_size)
     if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
         config = in_whole_pages(config, settings.page_size)
+    check_reach(config, model.context_len, "the context limit is")
     return dataclasses.replace(config, images=covers_images(model.hf_config.architectures))

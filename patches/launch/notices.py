@@ -21,11 +21,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
-    """Yields the lines for a built scheduler that compresses."""
+def active(scheduler: Scheduler, config: Config) -> str:
+    """One sentence on a built scheduler that compresses: what a request keeps, and what that means for the pool."""
+    profile = "" if config.profile is None else f" (profile {config.profile})"
+    at_most = f"at most {config.trigger(0):,} tokens"
+    if config.prompt == "frozen" and config.budget_scope == "private":
+        keeps = f"its prompt and {at_most} of its answer"
+    else:
+        keeps = f"{at_most} besides the prefix that it shares"
+    return (
+        f"TriAttention is active{profile}: a request keeps {keeps} (budget {config.budget:,}, interval "
+        f"{config.interval:,}, newest {config.recent:,}, {config.selection}), so that a pool of "
+        f"{row_allocator(scheduler.token_to_kv_pool_allocator).size:,} slots lets about "
+        f"{_at_once(scheduler, config):,} requests run at once, their prompts not counted"
+    )
+
+
+def _at_once(scheduler: Scheduler, config: Config) -> int:
+    """Requests without a prompt that run at once, each at its bound."""
     allocator = scheduler.token_to_kv_pool_allocator
     fitting = row_allocator(allocator).size // ceil_align(config.trigger(0), allocator.page_size)
-    requests = min(fitting, scheduler.max_running_requests)
+    return min(fitting, scheduler.max_running_requests)
+
+
+def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
+    """Yields the lines for a built scheduler that compresses."""
+    requests = _at_once(scheduler, config)
     graphs = scheduler.tp_worker.model_runner.decode_cuda_graph_capture_bs
     if graphs and requests > max(graphs):
         yield (
@@ -46,4 +67,4 @@ def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
             "`sglang-triattn calibrate`, and all dims are scored"
         )
     if concentration(stats).mean() < SPREAD:
-        yield f"TriAttention: {outlook(stats)}"
+        yield f"What TriAttention's scores predict is {outlook(stats)}"

@@ -23,7 +23,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
 from sglang_triattn.patches.scheduler.pipeline import from_first, is_first, is_staged
-from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone
+from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone, why_not_kept
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
         if found is not None:
             _tell_found(found, shown_name(scheduler.model_config.model_path))
             return found
+        if first and not random:
+            _warn_if_not_kept(shape.fingerprint)
         measured = _measure(scheduler, shown=first)
         path = keep_stats(measured, shape.variant) if first and not random else None
     if random and first:
@@ -121,6 +123,18 @@ def has_random_weights(scheduler: Scheduler) -> bool:
 def measures_together(scheduler: Scheduler) -> bool:
     """Whether all ranks take an update of the weights in the same step, and can measure then."""
     return not is_staged(scheduler) and not scheduler.server_args.enable_dp_attention
+
+
+def _warn_if_not_kept(fingerprint: str | None) -> None:
+    """Says before the long part, not after it, that the next launch will measure again."""
+    why = why_not_kept(fingerprint)
+    if why is not None:
+        logger.warning(
+            "TriAttention will not keep the statistics that it measures now, because %s, so each launch measures "
+            "again: make that folder writable, or set XDG_CACHE_HOME to another, or name a file with "
+            "--triattention-stats",
+            why,
+        )
 
 
 def launch_job(scheduler: Scheduler) -> CalibrationJob:

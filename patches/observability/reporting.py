@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.observability import openai_reports
 from sglang_triattn.patches.observability.stopped import hear
 from sglang_triattn.patches.scheduler.request import owner_of
 from sglang_triattn.rounds.plan import Report, Totals
@@ -92,7 +93,8 @@ def main_hooks() -> list[Hook]:
             "around",
             _add_to_meta_info,
             "self meta_info state customized_info index finish_reason",
-        )
+        ),
+        *openai_reports.main_hooks(),
     ]
 
 

@@ -167,6 +167,9 @@ class Conversations:
     def park(self, request: Req, report: Report) -> bool:
         """Takes over the row of a request that has ended; False if the row must be released.
 
+        Of requests that ran at the same time under one name, the first to end leaves its row. Admission takes or drops
+        the row of the turn before, so one that is here belongs to such a request, which has been answered already.
+
         Args:
             report: on the request; `physical_length` entries of its row stay.
         """
@@ -193,7 +196,7 @@ class Conversations:
                 return False
             report = replace(report, physical_length=physical, logical_length=logical)
         ids = ids[: report.logical_length]
-        if not self._drop(name):
+        if name in self._idle:
             return False
         with all_or_nothing(lambda: free_slots(self._scheduler)):
             free_tail(request.kv, physical, tree)

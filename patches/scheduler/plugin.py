@@ -44,7 +44,7 @@ from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.request import give_up_waiting
 from sglang_triattn.patches.scheduler.separation import DecodeServer
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
-from sglang_triattn.rounds.plan import Totals
+from sglang_triattn.rounds.plan import Totals, check_reach
 from sglang_triattn.rounds.scoring import build_scorer, counted_from
 from sglang_triattn.stats.file import QueryStats
 
@@ -126,11 +126,12 @@ class Compression:
         if collector is not None and published:
             self.metrics = metrics.RoundMetrics(collector, scheduler, self.compressor, self._conversations)
             self._gauge = StoppedGauge(collector.labels)
-        logger.info("TriAttention is active: %s", self.compressor.config)
+        logger.info(notices.active(scheduler, self.compressor.config))
 
     def _start(self, scheduler: Scheduler) -> Compressor:
         """Builds a compressor and rehearses its rounds. Raises TriAttentionError with the message for the user."""
         check_in_place(self._hooks)
+        check_reach(self.config, scheduler.max_total_num_tokens, "the KV pool holds")
         self._merge = merge = merge_over_ranks(scheduler, self.config.selection)
         unknown = self.config.stats == AUTO and has_random_weights(scheduler)
         self._has_random_weights = unknown and measures_together(scheduler)

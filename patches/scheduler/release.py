@@ -145,9 +145,10 @@ def report_on(req: Req, page_size: int) -> Report:
     physical = logical - owner.evicted_tokens
     return Report(
         rounds=owner.rounds,
-        evicted_tokens=owner.evicted_tokens,
+        evicted_tokens=owner.own_evicted_tokens,
         freed_slots=owner.freed_slots,
         frozen_length=min(frozen, physical),
         physical_length=physical,
         logical_length=logical,
+        conversation_evicted_tokens=None if owner.conversation is None else owner.evicted_tokens,
     )

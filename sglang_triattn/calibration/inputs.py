@@ -11,11 +11,11 @@ from sglang_triattn.calibration.job import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_TRACE_TOKENS,
     DEFAULT_WINDOW,
-    MIN_WINDOW,
     CalibrationError,
     CalibrationJob,
     check_count,
     check_lengths,
+    check_texts,
 )
 from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.resume import load_progress
@@ -55,7 +55,7 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
         CalibrationError: the model or a text cannot be used.
     """
     check_lengths(texts.max_tokens, texts.window)
-    _check_traces(texts)
+    check_texts(texts.data, texts.traces, texts.trace_tokens)
     limit = _position_limit(model_path)
     tokenizer = loaded(transformers.AutoTokenizer, model_path)
     windows = read_windows(
@@ -90,15 +90,3 @@ def loaded(kind, model_path: str, **options):
 def _position_limit(model_path: str) -> int | None:
     config = loaded(transformers.AutoConfig, model_path).get_text_config()
     return getattr(config, "max_position_embeddings", None)
-
-
-def _check_traces(texts: Texts) -> None:
-    if texts.traces < 0 or (texts.traces and texts.trace_tokens < MIN_WINDOW):
-        raise CalibrationError(
-            f"{texts.traces} traces of {texts.trace_tokens} tokens mean nothing: use at least one trace of at least "
-            f"{MIN_WINDOW} tokens."
-        )
-    if not texts.data and not texts.traces:
-        raise CalibrationError(
-            "There is nothing to calibrate on: give --data FILE, or --self N with --engine sglang, or both."
-        )

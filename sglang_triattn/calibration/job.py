@@ -5,7 +5,10 @@ Nothing here knows the command line or an engine, so a server can calibrate with
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
 
 from sglang_triattn.errors import TriAttentionError
 
@@ -72,6 +75,38 @@ def check_lengths(max_tokens: int, window: int) -> None:
             f"A calibration on {max_tokens} tokens in windows of {window} means nothing: use at least "
             f"{MIN_TOKENS} tokens in windows of at least {MIN_WINDOW}."
         )
+
+
+def check_texts(data: Sequence[str], traces: int, trace_tokens: int) -> None:
+    """Raises CalibrationError if there is nothing to calibrate on, or a file cannot be read.
+
+    Args:
+        data: files.
+        traces, trace_tokens: how many texts the model generates, and the most tokens of each.
+    """
+    if traces < 0 or (traces and trace_tokens < MIN_WINDOW):
+        raise CalibrationError(
+            f"{traces} traces of {trace_tokens} tokens mean nothing: use at least one trace of at least {MIN_WINDOW} "
+            "tokens."
+        )
+    if not data and not traces:
+        raise CalibrationError(
+            "There is nothing to calibrate on: give --data FILE, or --self N with --engine sglang, or both."
+        )
+    for path in data:
+        opened(path).close()
+
+
+def opened(path: str) -> TextIO:
+    """A calibration text, opened. Raises CalibrationError if it cannot be read."""
+    try:
+        return Path(path).open(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: str, error: OSError) -> CalibrationError:
+    return CalibrationError(f"Calibration text {path} cannot be read ({error.strerror}): give a plain text file.")
 
 
 def check_count(count: int) -> None:

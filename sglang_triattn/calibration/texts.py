@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.calibration.job import CalibrationError, opened, unreadable
 from sglang_triattn.errors import first_line
 
 # No common tokenizer averages more characters per token; reading on would only load a corpus into memory.
@@ -49,7 +49,7 @@ def _documents(path: str, tokenizer: Any, max_tokens: int) -> Iterator[list[int]
     if Path(path).suffix == ".jsonl":
         yield from _chats(path, tokenizer)
         return
-    with _opened(path) as file:
+    with opened(path) as file:
         text = _read(path, lambda: file.read(max_tokens * _CHARACTERS_PER_TOKEN))
     yield tokenizer(text, verbose=False)["input_ids"]
 
@@ -59,7 +59,7 @@ def _chats(path: str, tokenizer: Any) -> Iterator[list[int]]:
         raise CalibrationError(
             f"The model has no chat template, which the chats of {path} need: give a plain text file instead."
         )
-    with _opened(path) as file:
+    with opened(path) as file:
         number = 0
         while line := _read(path, file.readline):
             number += 1
@@ -113,16 +113,10 @@ def _split(ids: list[int], bos: int | None, window: int) -> list[tuple[int, ...]
     return [tuple(start + rest[first : first + step]) for first in range(0, len(rest), step)]
 
 
-def _opened(path: str):
-    return _read(path, lambda: Path(path).open(encoding="utf-8"))
-
-
 def _read(path: str, how):
     try:
         return how()
     except UnicodeDecodeError as error:
         raise CalibrationError(f"Calibration text {path} is not UTF-8 text: give a plain text file.") from error
     except OSError as error:
-        raise CalibrationError(
-            f"Calibration text {path} cannot be read ({error.strerror}): give a plain text file."
-        ) from error
+        raise unreadable(path, error) from error

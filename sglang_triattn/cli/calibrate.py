@@ -3,7 +3,13 @@
 import argparse
 from pathlib import Path
 
-from sglang_triattn.calibration.job import DEFAULT_MAX_TOKENS, DEFAULT_TRACE_TOKENS, DEFAULT_WINDOW
+from sglang_triattn.calibration.job import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TRACE_TOKENS,
+    DEFAULT_WINDOW,
+    check_lengths,
+    check_texts,
+)
 from sglang_triattn.errors import TriAttentionError
 
 
@@ -55,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Runs the calibration and writes --out. Raises TriAttentionError for a user error."""
     out = Path(arguments.out)
-    # Fail before the long part, not after it.
+    # Before the long part: importing torch and transformers takes seconds already.
     if out.suffix != ".safetensors":
         raise TriAttentionError(f"--out is {out}, but its name must end in .safetensors.")
     if not out.parent.is_dir():
@@ -66,6 +72,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError(
             f"Arguments after -- ({' '.join(arguments.server_args)}) are for --engine sglang: add it or leave them out."
         )
+    check_lengths(arguments.max_tokens, arguments.window)
+    check_texts(arguments.data, arguments.traces, arguments.self_tokens)
 
     import torch
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_triattn.config import AUTO, ENABLE, SWITCH, Config, add_flags, read_settings
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.config import AUTO, ENABLE, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.errors import TriAttentionError, suggestion
 from sglang_triattn.launch_settings import GIVEN
 from sglang_triattn.model.fields import Fields
-from sglang_triattn.model.sizes import load_config
+from sglang_triattn.model.sizes import MODEL_HELP, load_config
 from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
 REFUSED = 1
@@ -30,7 +30,9 @@ ALIASES = {
     "pipeline_parallel_size": "pp_size",
     "tensor_parallel_size": "tp_size",
 }
-_KNOWN = set(GIVEN)
+# How long a request can get.
+_LENGTHS = {"context_length", "max_total_tokens"}
+_KNOWN = {*GIVEN, *_LENGTHS}
 # Over how many ranks --tp-size splits a head, follows from these.
 _TOGETHER = {"attn_dp_size", "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
@@ -42,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         required=True,
         metavar="CONFIG",
-        help="config.json of a Hugging Face model, or its folder",
+        help=MODEL_HELP,
     )
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     server = parser.add_argument_group("flags of the server")
@@ -63,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise TriAttentionError(
                 f"--{name.replace('_', '-')} is {getattr(arguments, name)}, but it must be at least 1."
             )
+    _check_names(arguments.others)
     given, others = _read_flags(arguments.others)
     config = read_settings({**vars(arguments), ENABLE: True})
     assert isinstance(config, Config)
@@ -140,6 +143,15 @@ def _read_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return given, others
 
 
+def _check_names(words: Sequence[str]) -> None:
+    """Raises TriAttentionError for the first word that looks like a flag of this package and is none."""
+    flags = [SWITCH, *(flag(option.name) for option in OPTIONS)]
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith("--") and "triat" in name:
+            raise TriAttentionError(f"{name} is not a flag of sglang-triattn: {suggestion(name, flags)}")
+
+
 def _ranks(tp_size: int, attn_dp_size: int) -> int:
     """Ranks that share the heads of one batch. Raises TriAttentionError if attention data parallelism does not fit."""
     if attn_dp_size < 1 or tp_size % attn_dp_size:
@@ -167,7 +179,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _value(name: str, value: str, field: str) -> int | str:
-    if not field.endswith(("_size", "_num", "_topk")):
+    if field not in _LENGTHS and not field.endswith(("_size", "_num", "_topk")):
         return value
     if not value.isdecimal() or int(value) < 1:
         raise TriAttentionError(f"{name} is {value}, but it must be a whole number, at least 1.")

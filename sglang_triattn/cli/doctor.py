@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
+from sglang_triattn.model.sizes import MODEL_HELP
+
 if TYPE_CHECKING:
     from sglang_triattn.doctor.rows import Row
 
@@ -24,16 +26,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         "--model-path",
         metavar="MODEL",
-        help="also look at what is there for this model: its folder, its config.json, or a name in the local cache of "
-        "Hugging Face",
+        help=f"also look at what is there for this model: {MODEL_HELP}",
     )
+    parser.add_argument("--all", action="store_true", help="also print what is right; --json always does")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the answer and returns the exit status. Raises TriAttentionError for a user error."""
-    from sglang_triattn.doctor.rows import collect
+    from sglang_triattn.doctor.rows import NOTE, collect
 
     found: dict[str, list[Row]] = {}
     with _quiet():
@@ -44,10 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": not faults, "rows": list(_plain(found))}, indent=1))
     else:
-        _print_tables(found)
-        said = f"{faults} fault{'s' * (faults != 1)}" if faults else "all is well"
-        print(f"{len(rows)} rows, {said}")
+        _print_tables(found, everything=arguments.all)
+        notes = sum(row.status == NOTE for row in rows)
+        more = "" if arguments.all else "; --all prints every row"
+        print(f"{_counted(len(rows), 'row')}: {_counted(faults, 'fault')}, {_counted(notes, 'note')}{more}")
     return FAULTY if faults else 0
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'s' * (number != 1)}"
 
 
 def _parts(model: str | None) -> Iterator[tuple[str, Callable[[], Iterable[Row]]]]:
@@ -98,17 +105,23 @@ def _plain(found: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
             yield told | ({"consequence": row.consequence} if row.is_fault else {})
 
 
-def _print_tables(found: dict[str, list[Row]]) -> None:
+def _print_tables(found: dict[str, list[Row]], *, everything: bool) -> None:
+    """Prints a table of each part; without `everything`, only of its faults and notes, if it has any."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from sglang_triattn.doctor.rows import NOTE, OK
+
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for part, rows in found.items():
+    for part, looked_at in found.items():
+        rows = [row for row in looked_at if everything or row.status != OK]
+        if not rows:
+            continue
         table = Table(box=SIMPLE, show_header=False, title=Text(part), title_justify="left", title_style="bold")
         for row in rows:
-            style = "bold red" if row.is_fault else "yellow" if row.status == "note" else "green"
+            style = "bold red" if row.is_fault else "yellow" if row.status == NOTE else "green"
             told = row.found + (f"\n→ {row.consequence}" if row.is_fault else "")
             table.add_row(Text(row.name, overflow="fold"), Text(row.status, style=style), Text(told, overflow="fold"))
         console.print(table)

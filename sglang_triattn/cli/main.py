@@ -4,11 +4,13 @@ Torch and transformers are imported only when a subcommand runs, so that `--help
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_triattn import __version__
 from sglang_triattn.cli import calibrate as calibrate_command
 from sglang_triattn.cli import check as check_command
 from sglang_triattn.cli import doctor as doctor_command
@@ -16,7 +18,7 @@ from sglang_triattn.cli import plan as plan_command
 from sglang_triattn.cli import stats as stats_command
 from sglang_triattn.cli import top as top_command
 from sglang_triattn.cli import verify as verify_command
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, suggestion
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -28,11 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     It is 0, 1 for "no", 2 for a user error, 130 when interrupted, 141 when nobody reads the output any more.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows ASCII alone shows what it does not know as an escape.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     words, server_args = _split(sys.argv[1:] if argv is None else list(argv))
     parser = _parser()
     arguments, others = parser.parse_known_args(words)
     if others and arguments.run is not check_command.run:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        flags = [word for word in others if word.startswith("-")] or others
+        hint = suggestion(flags[0].partition("=")[0], _flags_of(parser, words))
+        parser.error(f"unrecognized arguments: {' '.join(others)}: {hint}")
     arguments.others = others
     if server_args and arguments.run is not calibrate_command.run:
         parser.error(f"unrecognized arguments: -- {' '.join(server_args)}")
@@ -59,10 +67,18 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return argv[:end], argv[end + 1 :]
 
 
+def _flags_of(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """The flags of the subcommand that these words name."""
+    choices = next(action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    name = next(word for word in words if word in choices)
+    return list(choices[name]._option_string_actions)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sglang-triattn", description="Tools for TriAttention KV-cache compression in SGLang."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="SUBCOMMAND")
     _add_calibrate(subcommands)
     _add_stats(subcommands)

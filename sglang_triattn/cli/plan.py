@@ -10,7 +10,15 @@ from sglang_triattn.capacity import WINDOW_SHARE, Capacity, Gpus, Workload, plan
 from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.kinds import WINDOW
-from sglang_triattn.model.sizes import FP8_KV, WEIGHT_DTYPES, ModelSizes, load_config, read_sizes, weight_bytes
+from sglang_triattn.model.sizes import (
+    FP8_KV,
+    MODEL_HELP,
+    WEIGHT_DTYPES,
+    ModelSizes,
+    load_config,
+    read_sizes,
+    weight_bytes,
+)
 from sglang_triattn.profiles import METAVAR
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
@@ -18,9 +26,7 @@ _COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trac
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="CONFIG", help="config.json of a Hugging Face model, or its folder"
-    )
+    parser.add_argument("--model", "--model-path", required=True, metavar="CONFIG", help=MODEL_HELP)
     parser.add_argument(
         "--memory", required=True, metavar="SIZE", help="memory of one GPU, such as 24G or 24GiB (both 2^30 bytes)"
     )
@@ -63,9 +69,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("tp", 1, "GPUs that share the model"),
     ):
         shown = f"{text} (%(default)s)" if default is not None else text
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
+        names = [f"--{name}", f"--triattention-{name}"] if name in ("budget", "interval") else [f"--{name}"]
+        parser.add_argument(*names, type=int, default=default, metavar="N", help=shown)
     parser.add_argument(
         "--budget-scope",
+        "--triattention-budget-scope",
         choices=BUDGET_SCOPES,
         default=Config.budget_scope,
         help="as --triattention-budget-scope (%(default)s)",

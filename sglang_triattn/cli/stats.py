@@ -2,9 +2,13 @@
 
 import argparse
 import math
+import textwrap
 from pathlib import Path
 
 from sglang_triattn.errors import TriAttentionError
+
+# Of one wide character of a title, which has 12 points.
+TITLE_INCHES = 0.17
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -99,16 +103,23 @@ def _summary(layers, per_head) -> list[str]:
 
 def _draw(per_head, title: str, picture: Path) -> None:
     """Writes a heat map of `per_head`, [L, H_q] float64: layers by heads."""
+    try:
+        _figure(per_head, title).savefig(picture, dpi=120)
+    except OSError as error:
+        raise TriAttentionError(f"Cannot write {picture} ({error.strerror}): choose another --plot.") from error
+
+
+def _figure(per_head, title: str):
+    """The heat map; a title that is wider than the picture takes several lines."""
     from matplotlib.figure import Figure
 
     layers, heads = per_head.shape
     # A separate Figure draws without a display and leaves pyplot's state alone.
-    figure = Figure(figsize=(min(4 + 0.2 * heads, 16), min(2.5 + 0.2 * layers, 16)), layout="constrained")
+    width = min(4 + 0.2 * heads, 16)
+    figure = Figure(figsize=(width, min(2.5 + 0.2 * layers, 16)), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(per_head.numpy(), aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
-    axes.set(xlabel="query head", ylabel="layer", title=title)
+    axes.set(xlabel="query head", ylabel="layer")
+    figure.suptitle(textwrap.fill(title, int(width / TITLE_INCHES)))
     figure.colorbar(image, label="|mean q| / mean |q|, over frequencies")
-    try:
-        figure.savefig(picture, dpi=120)
-    except OSError as error:
-        raise TriAttentionError(f"Cannot write {picture} ({error.strerror}): choose another --plot.") from error
+    return figure

@@ -9,9 +9,13 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.errors import TriAttentionError, first_line
+from sglang_triattn.verify.client import server_url
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 TIMEOUT_S = 10
 TOTALS = ("rounds", "pressure_rounds", "evicted_tokens", "freed_slots", "moved_bytes")
@@ -44,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError("--json prints one frame: give --once too.")
     if not (arguments.once or sys.stdout.isatty()):
         raise TriAttentionError("The output is not a terminal: give --once to print one frame.")
-    url = arguments.url.rstrip("/")
+    url = server_url(arguments.url)
     first = look(url, arguments.api_key)
     if not arguments.once:
         _watch(url, arguments, first)
@@ -59,7 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
     from sglang_triattn.cli.top_view import render
 
     console = Console()
-    console.print(render(url, frame, console.width))
+    console.print(render(url, frame, console.width, plain=_is_ascii(console)))
+
+
+def _is_ascii(console: Console) -> bool:
+    """Whether the output takes no other characters, as with LANG=C or PYTHONIOENCODING=ascii."""
+    return console.options.ascii_only
 
 
 def _watch(url: str, arguments: argparse.Namespace, before: Look) -> None:
@@ -69,12 +78,13 @@ def _watch(url: str, arguments: argparse.Namespace, before: Look) -> None:
     from sglang_triattn.cli.top_view import render
 
     console = Console()
-    frame, fault = frame_of(before, before), None
+    frame, fault, plain = frame_of(before, before), None, _is_ascii(console)
     try:
         # On a screen of its own, which leaves the terminal as it was, whatever ends the loop.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                live.update(render(url, frame, console.width, console.height, fault), refresh=True)
+                view = render(url, frame, console.width, console.height, fault, plain=plain)
+                live.update(view, refresh=True)
                 time.sleep(arguments.interval)
                 try:
                     now = look(url, arguments.api_key)
@@ -95,8 +105,12 @@ def look(url: str, key: str | None) -> Look:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             info = json.load(response)
     except urllib.error.HTTPError as error:
-        remedy = "give --api-key" if error.code == 401 else "is this an SGLang server?"
-        raise TriAttentionError(f"{url}/server_info answers with status {error.code}: {remedy}") from error
+        if error.code in (401, 403):
+            wrong = f"{'refuses this' if key else 'asks for an'} API key (status {error.code})"
+            remedy = "give the server's with --api-key"
+        else:
+            wrong, remedy = f"answers with status {error.code}", "give the --url of an SGLang server"
+        raise TriAttentionError(f"{url}/server_info {wrong}: {remedy}.") from error
     except ValueError as error:
         raise TriAttentionError(f"{url} is not the address of an SGLang server: give its --url.") from error
     # A connection may break in many ways.
@@ -125,7 +139,8 @@ def _replica(number: int, state: dict[str, Any], before: dict[str, Any], seconds
         "replica": number,
         "running_requests": told["running_requests"],
         "waiting_requests": told["waiting_requests"],
-        "tokens_per_second": state.get("last_gen_throughput"),
+        # SGLang keeps the last figure while nothing runs.
+        "tokens_per_second": state.get("last_gen_throughput") if told["running_requests"] else 0.0,
         "physical_tokens": told["physical_tokens"],
         "logical_tokens": told["logical_tokens"],
         "pool": {name: told[f"pool_{name}"] for name in ("slots", "free_slots", "evictable_slots")},

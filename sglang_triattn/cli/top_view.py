@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group, OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,18 +25,26 @@ LONGEST_ID, SHORTEST_ID = 12, 8
 
 
 def render(
-    url: str, frame: Sequence[dict[str, Any]], width: int, height: int | None = None, fault: str | None = None
+    url: str,
+    frame: Sequence[dict[str, Any]],
+    width: int,
+    height: int | None = None,
+    fault: str | None = None,
+    *,
+    plain: bool = False,
 ) -> RenderableType:
     """One frame.
 
     Args:
         width, height: of the terminal in characters; without a height, all requests are shown.
         fault: why the frame is an old one.
+        plain: whether to draw with ASCII alone.
     """
-    parts: list[RenderableType] = [Text(f"sglang-triattn top  {url}", style="bold", no_wrap=True, overflow="ellipsis")]
+    title = f"sglang-triattn top  {url}"
+    parts: list[RenderableType] = [Text(title, style="bold", no_wrap=True, overflow=_overflow(plain))]
     if fault is not None:
-        parts.append(Text(fault, style="bold red"))
-    heads = [_head(replica, width, len(frame) > 1) for replica in frame]
+        parts.append(Text(_ascii(fault) if plain else fault, style="bold red"))
+    heads = [_head(replica, width, len(frame) > 1, plain) for replica in frame]
     # The title, a fault of at most three lines, the table's heading and rule, and the line of those left out.
     free = None if height is None else max(height - 5 - 3 * (fault is not None) - sum(map(len, heads)), 1)
     for head in heads:
@@ -46,13 +54,22 @@ def render(
     total = sum(one["running_requests"] for one in frame)
     chosen = requests[:free]
     if chosen:
-        parts.append(_table(chosen, width, len(frame) > 1))
+        parts.append(_table(chosen, width, len(frame) > 1, plain))
     if total > len(chosen):
         parts.append(Text(f"and {total - len(chosen):,} more", style="dim"))
     return Group(*parts)
 
 
-def _head(replica: dict[str, Any], width: int, several: bool) -> list[RenderableType]:
+def _overflow(plain: bool) -> OverflowMethod:
+    """How a line that is too long ends."""
+    return "crop" if plain else "ellipsis"
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
+
+
+def _head(replica: dict[str, Any], width: int, several: bool, plain: bool) -> list[RenderableType]:
     """The lines of one replica, each cut at the terminal's width."""
     pool, totals, conversations = replica["pool"], replica["totals"], replica["conversations"]
     speed = replica["tokens_per_second"]
@@ -66,13 +83,13 @@ def _head(replica: dict[str, Any], width: int, several: bool) -> list[Renderable
         f"freed   {totals['freed_slots']:,} slots, moved {totals['moved_bytes'] / 1e6:,.0f} MB",
         f"conversations {conversations['parked']:,} parked, {conversations['resumed']:,} resumed",
     ]
-    shown = [Text(line, no_wrap=True, overflow="ellipsis") for line in lines]
+    shown = [Text(line, no_wrap=True, overflow=_overflow(plain)) for line in lines]
     if several:
         shown.insert(0, Text(f"replica {replica['replica']}", style="bold"))
-    return [*shown, _pool(pool, width)]
+    return [*shown, _pool(pool, width, plain)]
 
 
-def _pool(pool: dict[str, int], width: int) -> Text:
+def _pool(pool: dict[str, int], width: int, plain: bool) -> Text:
     """The pool as a bar: in use, held by the tree alone, free."""
     slots, free, evictable = max(pool["slots"], 1), pool["free_slots"], pool["evictable_slots"]
     used = max(slots - free - evictable, 0)
@@ -80,13 +97,15 @@ def _pool(pool: dict[str, int], width: int) -> Text:
     columns = max(min(width - 8 - len(words), 60), 8)
     full = round(columns * used / slots)
     tree = min(round(columns * evictable / slots), columns - full)
+    used_mark, tree_mark, free_mark = "#=." if plain else "█▒·"
     return Text.assemble(
-        "pool    ", ("█" * full, "green"), ("▒" * tree, "cyan"), ("·" * (columns - full - tree), "dim"), words,
-        no_wrap=True, overflow="ellipsis",
+        "pool    ", (used_mark * full, "green"), (tree_mark * tree, "cyan"),
+        (free_mark * (columns - full - tree), "dim"), words,
+        no_wrap=True, overflow=_overflow(plain),
     )  # fmt: skip
 
 
-def _table(requests: Sequence[dict[str, Any]], width: int, several: bool) -> Table:
+def _table(requests: Sequence[dict[str, Any]], width: int, several: bool, plain: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("request", no_wrap=True)
     if several:
@@ -98,18 +117,18 @@ def _table(requests: Sequence[dict[str, Any]], width: int, several: bool) -> Tab
         table.add_column(heading, justify="right", no_wrap=True)
     for request in requests:
         cells = [
-            _short(request["id"], longest),
+            _short(_ascii(request["id"]) if plain else request["id"], longest, "~" if plain else "…"),
             *([str(request["replica"])] if several else []),
         ]
         table.add_row(*cells, *(_cell(request, field) for _, field, _ in columns))
     return table
 
 
-def _short(name: str, longest: int) -> Text:
-    """Both ends of a request's id, as plain text: it comes from a client."""
+def _short(name: str, longest: int, cut: str) -> Text:
+    """Both ends of a request's id, with `cut` between them, as plain text: it comes from a client."""
     printable = "".join(letter if letter.isprintable() else "?" for letter in name)
     half = longest // 2
-    return Text(printable if len(name) <= longest else f"{printable[: half - 1]}…{printable[-half:]}")
+    return Text(printable if len(name) <= longest else f"{printable[: half - 1]}{cut}{printable[-half:]}")
 
 
 def _cell(request: dict[str, Any], field: str) -> str:

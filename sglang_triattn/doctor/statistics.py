@@ -49,15 +49,15 @@ def model_rows(model: str) -> Iterator[Row]:
         TriAttentionError: it has no readable config.json.
     """
     from sglang_triattn.config import Config
-    from sglang_triattn.model.fingerprint import local_folder, model_fingerprint, model_variant
-    from sglang_triattn.model.sizes import load_config
+    from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
+    from sglang_triattn.model.sizes import found_path, load_config
     from sglang_triattn.stats.cache import kept_path
     from sglang_triattn.verdict import Server, attention_words, judge
 
-    folder = Path(model) if Path(model).exists() else local_folder(model)
-    verdict = judge(load_config(str(folder or model)), model, Server(Config()))
+    folder = found_path(model)
+    verdict = judge(load_config(model), model, Server(Config()))
     if verdict.refusal is not None or verdict.layout is None:
-        yield Row("check", WRONG, str(verdict.refusal), "this model is not compressed with the default flags")
+        yield Row("check", WRONG, verdict.refusal or "", "this model is not compressed with the default flags")
     else:
         yield Row("check", OK, f"{verdict.name} is compressed: {attention_words(verdict.layout)}")
     place = str(folder.parent if folder and folder.is_file() else folder or model)

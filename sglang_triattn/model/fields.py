@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted
 
 Fields = Mapping[str, Any]
 
@@ -70,11 +70,16 @@ def count(fields: Fields, *names: str, least: int = 1) -> int:
     name = next((name for name in names if fields.get(name) is not None), names[0])
     value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        has = f"no {name}" if value is None else f"{name} {quoted(value)}"
         raise TriAttentionError(
-            f"The config.json of this {fields.get('model_type') or 'unknown'} model has {name} {value!r}, but a whole "
-            f"number of at least {least} was expected: give the file of a decoder-only language model."
+            f"The config.json of this {fields.get('model_type') or 'unknown'} model has {has}, but a whole number of "
+            f"at least {least} was expected: give the file of a decoder-only language model."
         )
     return value
+
+
+def _shown(value: object) -> str:
+    return quoted(value) if value is None or isinstance(value, bool) else quoted(str(value)[:60])
 
 
 def _check(fields: Fields) -> None:
@@ -87,7 +92,7 @@ def _check(fields: Fields) -> None:
             known = all(isinstance(entry, entries) for entry in value)
         if not known:
             raise TriAttentionError(
-                f"The config.json has {name} {str(value)[:60]!r}, but {words} was expected: give the config.json of a "
+                f"The config.json has {name} {_shown(value)}, but {words} was expected: give the config.json of a "
                 "Hugging Face model."
             )
         for inner in value if isinstance(value, list) else (value,):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.errors import TriAttentionError, quoted
 from sglang_triattn.model.fields import Fields, architecture, count, text_fields
 from sglang_triattn.model.kinds import (
     FULL,
@@ -156,8 +156,8 @@ def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
         share = next((share for share in given if share is not None), _ROTATED_SHARE.get(architecture(fields), 1.0))
     if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise TriAttentionError(
-            f"The config.json says that RoPE turns {share!r} of each head, but a number from 0 to 1 was expected: give "
-            "the unchanged file of a Hugging Face model."
+            f"The config.json says that RoPE turns {quoted(share)} of each head, but a number from 0 to 1 was "
+            "expected: give the unchanged file of a Hugging Face model."
         )
     return int(head_dim * share)
 

@@ -13,11 +13,13 @@ from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fields import count, text_fields
+from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.support import unsupported
 
 WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
+MODEL_HELP = "config.json of a Hugging Face model, its folder, or a name in the local cache of Hugging Face"
 
 # Models whose decoder layers have four attention matrices, a gated MLP of three matrices, and two norms. The value says
 # whether query, key and value projections always have a bias.
@@ -75,19 +77,28 @@ def element_bytes(kv_dtype: str) -> int:
     return 1 if kv_dtype in FP8_KV else 2
 
 
+def found_path(model: str) -> Path | None:
+    """A model's config.json or folder, by path or by its name in the local Hugging Face cache; None if it is nowhere.
+
+    A path that exists comes first.
+    """
+    return Path(model) if Path(model).exists() else local_folder(model)
+
+
 def load_config(model: str) -> dict[str, Any]:
-    """Content of a config.json, given as the file or its folder.
+    """Content of a config.json, given as the file, its folder, or the name of a model in the local Hugging Face cache.
 
     Raises:
         TriAttentionError: it cannot be read.
     """
-    path = Path(model)
+    path = found_path(model) or Path(model)
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise TriAttentionError(
-            f"--model {model} cannot be read ({error.strerror}): give a config.json or a folder that holds one."
+            f"--model {model} cannot be read ({error.strerror}): give a config.json, a folder that holds one, "
+            "or the name of a model in the local cache of Hugging Face."
         ) from error
     except ValueError:
         config = None
@@ -126,7 +137,7 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     matrices, others = _parameters(merged, **sizes)
     return ModelSizes(
         model_type=name,
-        context=_context(merged),
+        context=context_limit(merged),
         kv_dtype=kv_dtype_of(merged),
         matrices=matrices,
         others=others,
@@ -158,7 +169,7 @@ def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None
     return int(sizes.matrices * bits / 8) + sizes.others * 2, words
 
 
-def _context(config: Mapping[str, Any]) -> int:
+def context_limit(config: Mapping[str, Any]) -> int:
     """Context limit as SGLang derives it: a RoPE factor counts unless the config already gives the stretched length."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"

@@ -91,6 +91,7 @@ class CompressedRequest:
         self.arrived_at = 0.0
         self.report: Report | None = None
         self._inherited = False
+        self._evicted_before = 0
         self._published: int | None = None
         self.due_len, self.due_protected = 0, -1
 
@@ -111,8 +112,13 @@ class CompressedRequest:
 
     @property
     def evicted_tokens(self) -> int:
-        """Tokens evicted from the row it holds."""
+        """Tokens evicted from the row it holds, those of a conversation's earlier turns included."""
         return 0 if self.record is None else self.record.evicted_tokens
+
+    @property
+    def own_evicted_tokens(self) -> int:
+        """Those of them that its own rounds evicted."""
+        return self.evicted_tokens - self._evicted_before
 
     # What may enter the tree
 
@@ -154,7 +160,7 @@ class CompressedRequest:
     def rollback(self) -> None:
         """ACQUIRED -> ARRIVED: it was not admitted, and the conversation has its row back unchanged."""
         self._leave(Stage.ACQUIRED)
-        self.record, self._inherited = None, False
+        self.record, self._inherited, self._evicted_before = None, False, 0
         self.stage = Stage.ARRIVED
 
     def admit(self, prompt_len: int, start: str | None) -> None:
@@ -265,14 +271,14 @@ class CompressedRequest:
         self.due_len, self.due_protected = due_len, protected
 
     def _begin(self, record: RowRecord, *, inherited: bool) -> None:
-        self.record, self._inherited = record, inherited
+        self.record, self._inherited, self._evicted_before = record, inherited, record.evicted_tokens
         self.rounds = self.freed_slots = 0
         # Its settings may differ from those of the turn before.
         self.due_protected = -1
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:
         self._leave(Stage.ADMITTED)
-        record, self.record, self._inherited = self.held_record, None, False
+        record, self.record, self._inherited, self._evicted_before = self.held_record, None, False, 0
         self.report, self.stage = report, stage
         self.due_protected = -1
         return record

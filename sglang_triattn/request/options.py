@@ -50,7 +50,8 @@ def read_request(config: Config, custom_params: object) -> CompressionOptions:
 
     Args:
         config: the server's settings.
-        custom_params: whatever the request's sampling parameters hold; keys other than KEY are ignored.
+        custom_params: whatever the request's sampling parameters hold; keys other than KEY are ignored. A field that is
+            null counts as not given.
 
     Raises:
         RequestError: a field is unknown, of the wrong type, out of range, or contradicts another.
@@ -73,6 +74,8 @@ def read_request(config: Config, custom_params: object) -> CompressionOptions:
             f"{', '.join(FIELDS)}.",
             UNKNOWN_FIELD,
         )
+    # As clients mean it that send every field of a record.
+    asked = {name: value for name, value in asked.items() if value is not None}
     enabled, release = _switch(asked, "enabled", True), _switch(asked, "release", False)
     budget = _tokens(asked, "budget", max(config.window, 1), config.budget)
     interval = _tokens(asked, "interval", 1, config.interval)

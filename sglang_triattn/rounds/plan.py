@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from sglang_triattn.config import Config
+from sglang_triattn.config import SWITCH, Config, flag
+from sglang_triattn.errors import TriAttentionError
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,10 @@ class Plan:
 class Report:
     """`meta_info["triattention"]` of a finished request; lengths in tokens.
 
+    `rounds`, `evicted_tokens` and `freed_slots` are those of this request alone, of which the server's sums are made.
     `logical_length` counts the tokens whose K/V was computed (the last sampled token has none), `physical_length` those
-    still held; the difference is `evicted_tokens`. For a request that names a conversation, `conversation` says how it
+    still held; the difference is what was evicted from the row. For a request that names a conversation, that may be
+    more than `evicted_tokens`: `conversation_evicted_tokens` counts earlier turns too. `conversation` says how it
     started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
     """
 
@@ -67,6 +70,7 @@ class Report:
     logical_length: int
     conversation: str | None = None
     conversation_kept: bool | None = None
+    conversation_evicted_tokens: int | None = None
 
     def to_dict(self) -> dict[str, int | str | bool]:
         """The fields that apply."""
@@ -124,6 +128,30 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
         next_position=length + evicted_before,
         freed_slots=ceil_align(length, page_size) - ceil_align(new_length, page_size),
     )
+
+
+def first_round(config: Config) -> int:
+    """Fewest tokens, prompt included, of a request that can have a round: of one whose sinks alone are frozen."""
+    if config.pressure_budget is not None:
+        return config.sinks + config.under_pressure().budget_for(config.sinks) + 1
+    return config.sinks + config.trigger(config.sinks)
+
+
+def check_reach(config: Config, most: int, what: str) -> None:
+    """Raises TriAttentionError if no request can get as long as its first round needs.
+
+    Args:
+        most: tokens that a request can have.
+        what: what limits them, to complete "but ... N tokens".
+    """
+    first = first_round(config)
+    if first >= most:
+        sinks = f", sinks {config.sinks}" if config.sinks else ""
+        raise TriAttentionError(
+            f"A request has its first round at {first} tokens or more ({flag('budget')} {config.budget}, interval "
+            f"{config.interval}{sinks}), but {what} {most} tokens, so that none would ever be compressed: lower "
+            f"{flag('budget')}, or start without {SWITCH}."
+        )
 
 
 def in_whole_pages(config: Config, page_size: int) -> Config:

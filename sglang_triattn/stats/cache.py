@@ -6,12 +6,14 @@ Neither read nor written where another user decides what is in it: statistics de
 import fcntl
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from sglang_triattn.errors import first_line
 from sglang_triattn.files import remove_unfinished, who_else_writes
 from sglang_triattn.model.fingerprint import VARIANT_DIGITS, without_weights
 from sglang_triattn.stats.file import ModelShape, QueryStats, StatsError, check_stats, load_stats, save_stats
@@ -122,10 +124,6 @@ def keep_stats(stats: QueryStats, variant: str = "") -> Path | None:
         return None
     path = cached_path(stats.fingerprint, variant)
     if path is None:
-        logger.warning(
-            "TriAttention keeps no statistics, because this user has no home folder: set XDG_CACHE_HOME to a folder, "
-            "or each launch measures again"
-        )
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +138,25 @@ def keep_stats(stats: QueryStats, variant: str = "") -> Path | None:
     else:
         return path
     return None
+
+
+def why_not_kept(fingerprint: str | None) -> str | None:
+    """Why statistics of a model that is about to be measured will not be kept, in words; None if they will.
+
+    Creates the folder if it does not exist.
+    """
+    if fingerprint is None:
+        return "this model has no config.json to know it by"
+    path = cached_path(fingerprint)
+    if path is None:
+        return "this user has no home folder"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        return None if _is_ours(path) else f"{path.parent} is not this user's alone"
+    except OSError as error:
+        return f"{path.parent} cannot be written ({first_line(error)})"
 
 
 @contextmanager

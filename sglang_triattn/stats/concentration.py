@@ -13,7 +13,9 @@ from sglang_triattn.stats.file import QueryStats
 MEASURED = ((0.6, 0.63), (0.7, 0.73), (0.8, 0.86), (0.9, 0.87))
 """(least concentration, fraction of the best choice's attention), for the model where the fraction was lower."""
 SPREAD = 0.6
-"""Scores have not been measured below this mean concentration."""
+"""Scores have not been measured below this mean concentration: a poor outlook."""
+ALIKE = 0.8
+"""From this mean concentration on, the outlook is good; between the two, fair."""
 
 
 def concentration(stats: QueryStats) -> torch.Tensor:
@@ -29,18 +31,18 @@ def concentration(stats: QueryStats) -> torch.Tensor:
 
 
 def outlook(stats: QueryStats) -> str:
-    """What the mean concentration predicts, as a sentence without a full stop."""
+    """What the mean concentration predicts: good, fair or poor, and what that rests on, without a full stop."""
     mean = concentration(stats).mean().item()
     if mean < SPREAD:
         return (
-            f"the queries of this model are spread (mean concentration {mean:.2f}, below {SPREAD}), and how well "
+            f"poor (mean concentration {mean:.2f}, below {SPREAD}): the queries of this model are spread, and how well "
             "scores foretell attention there has not been measured: compare --triattention-value-share 1, which does "
             "without scores, by benchmarks/quality.py"
         )
     part = max(part for least, part in MEASURED if mean >= least)
     return (
-        f"at a mean concentration of {mean:.2f} scores found at least {part} of the attention that the best choice of "
-        "a quarter of the tokens finds, on the two small models measured"
+        f"{'good' if mean >= ALIKE else 'fair'} (mean concentration {mean:.2f}): scores found at least {part} of the "
+        "attention that the best choice of a quarter of the tokens finds, on the two small models measured"
     )
 
 

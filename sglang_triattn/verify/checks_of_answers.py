@@ -123,7 +123,7 @@ def _steps_before(found: Evidence) -> int:
 def _no_copy(found: Evidence) -> str:
     """Why copying proves nothing."""
     if not found.passages:
-        return f"the server's budget of {found.config.budget} is too small for a passage"
+        return f"no passage fits the server's budget of {found.config.budget} and the words of its tokenizer"
     most = max(_right(found, found.dense_copies, place) for place in range(len(found.passages)))
     return f"even without a budget, this model copies only {most} of {len(found.dense_copies[0].output)} tokens"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_triattn.request.lifecycle import RESUMED
 from sglang_triattn.verify.client import COUNTERS, Answer
 from sglang_triattn.verify.finding import Finding, failed, not_tested, passed
-from sglang_triattn.verify.law import Outcome, replay
+from sglang_triattn.verify.law import Outcome, is_possible, replay
 from sglang_triattn.verify.traffic import Evidence
 
 
@@ -50,13 +49,13 @@ def report(found: Evidence) -> Finding:
         told = answer.report
         if not told["rounds"] or not told["evicted_tokens"]:
             return failed("a request that outgrew its budget had no round")
-        if found.exact_plan and not _in_chunks(found, answer):
+        if found.exact_plan and not _is_right(found, answer):
             due = outcome(found, answer)
-            if (told["rounds"], told["evicted_tokens"]) != (due.rounds, due.evicted_tokens):
-                return failed(
-                    f"{told['rounds']} rounds evicted {told['evicted_tokens']} tokens of {told['logical_length']}; by "
-                    f"its settings, {due.rounds} rounds evict {due.evicted_tokens}"
-                )
+            return failed(
+                f"{told['rounds']} rounds evicted {told['evicted_tokens']} tokens of {told['logical_length']}; by its "
+                f"settings, {due.rounds} rounds evict {due.evicted_tokens}"
+                f"{', in a prefill without chunks' if _compacts_prompt(answer) else ''}"
+            )
     early = "" if found.exact_plan else "; memory was short, so their number was not foreseen"
     rounds = sum(answer.report["rounds"] for answer in found.compressed)
     return passed(f"{len(found.compressed)} requests, {rounds} rounds, each as due{early}")
@@ -68,7 +67,7 @@ def freed(found: Evidence) -> Finding:
     for answer in found.compressed:
         told = answer.report
         slots, evicted, rounds = (told.get(name, 0) for name in ("freed_slots", "evicted_tokens", "rounds"))
-        exact = found.exact_plan and not _in_chunks(found, answer)
+        exact = found.exact_plan and not _compacts_prompt(answer)
         due = outcome(found, answer).freed_slots if exact else evicted
         # Each round may leave, or find, one page that is filled in part.
         slack = 0 if exact or page == 1 else rounds * (page - 1)
@@ -125,12 +124,7 @@ def outcome(found: Evidence, answer: Answer) -> Outcome:
 
 def own_sums(found: Evidence) -> dict[str, int]:
     """The sums of what these requests report."""
-    sums = {name: sum(each.report.get(name, 0) for each in (*found.compressed, *found.resumed)) for name in COUNTERS}
-    for first, second in zip(found.copies, found.resumed, strict=True):
-        # It reports what its conversation has lost since the first turn.
-        if second.report.get("conversation") == RESUMED:
-            sums["evicted_tokens"] -= first.report.get("evicted_tokens", 0)
-    return sums
+    return {name: sum(each.report.get(name, 0) for each in (*found.compressed, *found.resumed)) for name in COUNTERS}
 
 
 def _compare(found: Evidence, where: str, ours: dict[str, int], delta: dict[str, int]) -> Finding:
@@ -143,10 +137,24 @@ def _compare(found: Evidence, where: str, ours: dict[str, int], delta: dict[str,
     return passed(", ".join(f"{name.replace('_', ' ')} +{delta[name]:,}" for name in COUNTERS) + more)
 
 
-def _in_chunks(found: Evidence, answer: Answer) -> bool:
-    """Whether rounds may have run while the prompt was prefilled."""
-    chunk = found.before.info.get("chunked_prefill_size") or 0
-    return answer.ask.control.get("prompt") == "compact" and 0 < chunk < len(answer.ask.ids)
+def _is_right(found: Evidence, answer: Answer) -> bool:
+    """Whether the reported rounds are those that were due."""
+    told = Outcome(*(answer.report[name] for name in ("rounds", "evicted_tokens", "freed_slots", "physical_length")))
+    if not _compacts_prompt(answer):
+        due = outcome(found, answer)
+        return (told.rounds, told.evicted_tokens) == (due.rounds, due.evicted_tokens)
+    return is_possible(
+        found.settings_of(answer),
+        told,
+        prompt=len(answer.ask.ids),
+        frozen=found.frozen_of(answer),
+        logical=told.physical_length + told.evicted_tokens,
+    )
+
+
+def _compacts_prompt(answer: Answer) -> bool:
+    """Whether rounds may have run while the prompt was prefilled, in chunks as long as there was memory for."""
+    return answer.ask.control.get("prompt") == "compact"
 
 
 def _told(report: dict) -> str:

@@ -98,14 +98,11 @@ class Client:
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
-        self.url = url.rstrip("/")
+        self.url = server_url(url)
         self._timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise TriAttentionError(f"--url is {url}, but it must look like http://host:30000.")
 
     def state(self) -> State:
         """Settings and sums of a server that compresses."""
@@ -181,6 +178,14 @@ class Client:
             raise TriAttentionError(
                 f"{self.url} does not answer ({shown}): start the server, or correct --url."
             ) from None
+
+
+def server_url(url: str) -> str:
+    """The address of a server as --url gives it. Raises TriAttentionError unless it begins with http:// or https://."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise TriAttentionError(f"--url is {url}, but it must look like http://host:30000.")
+    return url.rstrip("/")
 
 
 class _NotFoundError(TriAttentionError):

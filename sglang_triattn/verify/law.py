@@ -56,6 +56,27 @@ def replay(config: Config, *, prompt: int, frozen: int, logical: int, page_size:
     return Outcome(rounds, evicted, freed * page_size, length)
 
 
+def is_possible(config: Config, told: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
+    """Whether due rounds can have done this to a request whose prompt was compacted, in chunks of whatever sizes.
+
+    SGLang makes a chunk as long as there is memory for it, so how many rounds run during a prefill, and how much each
+    of them evicts, is known to the server alone. But no round comes before its time, none is left out while the request
+    decodes, and each leaves what the budget says.
+
+    Args:
+        told: what the server reports.
+        prompt, frozen, logical: as for `replay`; the prompt is longer than what makes a round due.
+    """
+    kept, trigger, unit = config.budget_for(frozen), config.trigger(frozen), config.round_to
+    least = (trigger - kept) // unit * unit  # what a round evicts, or more
+    private, generated = told.physical_length - frozen, logical - prompt
+    return (
+        told.physical_length + told.evicted_tokens == logical
+        and kept <= private <= trigger + unit - 1
+        and max((generated + 1) // (trigger - kept) - 1, 1) <= told.rounds <= told.evicted_tokens // least
+    )
+
+
 def pages(length: int, page_size: int) -> int:
     """Pages that hold `length` entries."""
     return -(-length // page_size)

@@ -61,7 +61,8 @@ class Evidence:
         dense, small: the same request without compression and with a small budget.
         crowd: requests with rounds that ran at the same time, of all replicas.
         again: a request whose prompt is the whole text of a compacted one.
-        passages: what the next three should go on copying, each its own; empty if the budget is too small.
+        passages: what the next three should go on copying, each its own; empty if the budget is too small, or the
+            tokenizer knows too few words.
         dense_copies, copies, resumed: without compression, with it, and their conversations' next turns.
         seconds: time taken by each phase.
     """
@@ -257,9 +258,10 @@ class _Script:
         found = self._found
         budget = min(max(COPIED, found.config.window), found.config.budget)
         period = min(PERIOD, budget // 3)
-        words = random.Random(0).sample(sorted(set(self._words[1:])), TRIES * PERIOD)
-        if period < SHORTEST:
+        words = sorted(set(self._words[1:]))
+        if period < SHORTEST or len(words) < TRIES * PERIOD:
             return
+        words = random.Random(0).sample(words, TRIES * PERIOD)
         found.passages = [words[place * PERIOD :][:period] for place in range(TRIES)]
         control = {"budget": budget, "interval": self._interval, "recent": budget, "prompt": "compact"}
         repeated = -(-(budget + self._interval) // period) + 2

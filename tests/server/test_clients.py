@@ -9,7 +9,7 @@ import openai
 import pytest
 import requests
 
-from harness import BUDGET, Client, assert_pool_is_whole, compression
+from harness import BUDGET, Client, assert_pool_is_whole, compression, prompt
 from words import text, word_tokenizer
 
 # Bans words that an answer's text leaves out, so that what is sent back has the ids that were generated.
@@ -116,6 +116,82 @@ def test_chat_that_goes_on_behind_its_row(chat_client, ask):
     assert usage.prompt_tokens == second.usage.total_tokens + 14
     assert usage.prompt_tokens_details.cached_tokens == second.usage.total_tokens - 1
     assert usage.completion_tokens == 150
+    assert_pool_is_whole(chat_client)
+
+
+def test_reports_of_all_kinds_of_answers(chat_client, ask):
+    """Prevents a report that only `/generate` shows, and fields that clients did not ask for."""
+    settings = {"budget": 32, "interval": 8, "recent": 8}
+    whole = ask(settings=settings, n=2, temperature=1.0)
+    assert [choice.meta_info["triattention"]["rounds"] for choice in whole.choices] == [14, 14]
+    chunks = list(ask(settings=settings, n=2, temperature=1.0, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage.completion_tokens == 300
+    assert_reported([choice for chunk in chunks for choice in chunk.choices])
+    completions = ask.client.completions
+    completion = {"model": "default", "prompt": text(2, 40), "max_tokens": 150, "n": 2}
+    extra = {"ignore_eos": True, "custom_params": {"triattention": settings}}
+    whole = completions.create(**completion, extra_body=extra)
+    assert [choice.meta_info["triattention"]["rounds"] for choice in whole.choices] == [14, 14]
+    assert whole.usage.completion_tokens == 300
+    streamed = completions.create(**completion, stream=True, extra_body=extra)
+    assert_reported([choice for chunk in streamed for choice in chunk.choices])
+    asked_by_sglang = ask(body={"return_meta_info": True})
+    assert asked_by_sglang.choices[0].meta_info["triattention"]["rounds"] == 2
+    for answer in (ask(), completions.create(model="default", prompt=text(2, 9), max_tokens=3)):
+        assert not hasattr(answer.choices[0], "meta_info")
+    assert_pool_is_whole(chat_client)
+
+
+def assert_reported(choices: list) -> None:
+    """Asserts that both choices of a stream end with their report, and that no other chunk has one."""
+    ends = [choice for choice in choices if hasattr(choice, "meta_info")]
+    assert [choice.finish_reason for choice in ends] == ["length", "length"]
+    assert {choice.index for choice in ends} == {0, 1}
+    assert all(choice.meta_info["triattention"]["rounds"] == 14 for choice in ends)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_ollama(chat_client, stream):
+    """Prevents Ollama's clients from running uncompressed, and documents that say something else than SGLang does."""
+
+    def chat(**options) -> requests.Response:
+        body = {"model": "default", "messages": [user(text(5, 40))], "stream": stream}
+        options = {"temperature": 0, "num_predict": 150, **options}
+        return requests.post(f"{chat_client.url}/api/chat", json={**body, "options": options}, timeout=600)
+
+    # The endpoint has no ignore_eos: this answer happens not to end earlier.
+    rounds, response = rounds_of(chat_client, chat)
+    assert rounds == 2
+    last = json.loads(response.text.splitlines()[-1])
+    assert (last["done"], last["done_reason"], "triattention" in response.text) == (True, "stop", False)
+    said = "".join(json.loads(line)["message"]["content"] for line in response.text.splitlines())
+    # A stream leaves out its last piece, which may be several words.
+    assert 100 < len(said.split()) < 150 if stream else len(said.split()) == 150
+    if not stream:
+        assert chat(num_ctx=8, custom_params={"triattention": {"budget": -1}}).json()["eval_count"] == 150
+        assert chat(seed=1).status_code == 500
+    assert_pool_is_whole(chat_client)
+
+
+@pytest.mark.parametrize("together", ["n", "batch"])
+def test_one_of_several_answers_is_kept(chat_client, together):
+    """Prevents every answer under one conversation's name from saying that its row waits for the next turn."""
+    ids = prompt(23, 40)
+    custom = {"triattention": {"conversation": together}}
+    sampling = {"max_new_tokens": 150, "ignore_eos": True, "custom_params": custom, "temperature": 1}
+    if together == "n":
+        body = {"input_ids": ids, "sampling_params": {**sampling, "n": 3}}
+    else:
+        body = {"input_ids": [ids] * 3, "sampling_params": [sampling] * 3}
+    answers = chat_client.post("/generate", **body).json()
+    kept = [compression(answer)["conversation_kept"] for answer in answers]
+    assert sorted(kept) == [False, False, True]
+    starts = [
+        compression(chat_client.generate(ids + answers[place]["output_ids"] + [7], 5, custom_params=custom))
+        for place in (kept.index(True), kept.index(False))
+    ]
+    assert starts[0]["conversation"] == "resumed"
+    assert starts[1]["conversation"] != "resumed"
     assert_pool_is_whole(chat_client)
 
 

@@ -60,6 +60,30 @@ def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     assert_pool_is_whole(client)
 
 
+def test_each_turn_reports_what_it_did(serve):
+    """Prevents tokens that count in every later turn, beside slots that do not, so that sums say too much."""
+    client = serve("--page-size", "1")
+    before, ids, reports = client.totals(), prompt(35, 40), []
+    for number in range(3):
+        response = turn(client, ids, 150, "counted")
+        reports.append(compression(response))
+        ids = follow(ids, response, 36 + number)
+    assert [report["conversation"] for report in reports] == ["new", "resumed", "resumed"]
+    after = client.totals()
+    for name in ("rounds", "evicted_tokens", "freed_slots"):
+        assert after[name] - before[name] == sum(report[name] for report in reports)
+    lost = 0
+    for report in reports:
+        assert report["evicted_tokens"] == report["freed_slots"] > 0
+        lost += report["evicted_tokens"]
+        assert report["conversation_evicted_tokens"] == lost
+        assert report["logical_length"] - report["physical_length"] == lost
+    alone = compression(client.generate(prompt(39, 40), 150))
+    assert "conversation_evicted_tokens" not in alone
+    turn(client, prompt(33, 5), 1, "counted", release=True)
+    assert_pool_is_whole(client)
+
+
 def cold_answer(client, ids, tokens):
     """The response to a request that names no conversation, with nothing cached."""
     client.flush()

@@ -94,6 +94,20 @@ def test_sums_are_those_of_the_server(client):
     assert_pool_is_whole(client)
 
 
+def test_every_metric_of_the_dashboard_is_published(client):
+    """Prevents a panel that stays empty because the server has no such metric, SGLang's own included."""
+    crowd(client)
+    published = {line.partition("{")[0] for line in requests.get(client.url + "/metrics", timeout=60).text.splitlines()}
+    asked = {
+        name
+        for panel in prometheus.panels()
+        for target in panel["targets"]
+        for name in re.findall(r"sglang:\w+", target["expr"])
+    }
+    assert len(asked) > 20
+    assert asked <= published
+
+
 @pytest.mark.skipif(not prometheus.can_prepare(), reason="neither Prometheus nor Debian's packages are here")
 def test_every_panel_of_the_dashboard_has_data(client, tmp_path):
     """Prevents panels that stay empty, and queries that Prometheus refuses."""

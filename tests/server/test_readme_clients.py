@@ -63,8 +63,22 @@ def test_openai(client, tmp_path):
     source = source.replace("extra_body={", 'temperature=0, extra_body={"ignore_eos": True, ')
     before = client.totals()["rounds"]
     lines = run(tmp_path, source)
-    assert [line.startswith("CompletionUsage(completion_tokens=400") for line in lines] == [True, True]
-    assert client.totals()["rounds"] >= before + 2 * ROUNDS
+    assert [line.startswith("CompletionUsage(completion_tokens=400") for line in lines] == [True, False] * 2
+    reports = [ast.literal_eval(line) for line in lines[1::2]]
+    assert client.totals()["rounds"] == before + sum(report["rounds"] for report in reports)
+    assert all(report["rounds"] >= ROUNDS for report in reports)
+    assert all("conversation" in report for report in reports)
+    assert_pool_is_whole(client)
+
+
+def test_ollama(client):
+    """Prevents an example that users copy from failing, and options that the documents name from being ignored."""
+    command = example(CLIENTS, "Ollama", "bash").replace(URL, client.url)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
+    answer = json.loads(done.stdout)
+    assert answer["done"]
+    assert 0 < answer["eval_count"] <= 400
+    assert answer["message"]["content"]
     assert_pool_is_whole(client)
 
 

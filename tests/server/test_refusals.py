@@ -18,7 +18,7 @@ SETTINGS = [
     (
         ["--speculative-algorithm", "NGRAM", "--enable-deterministic-inference", "--attention-backend", "triton"],
         {},
-        ["--enable-deterministic-inference True", "--speculative-algorithm NGRAM"],
+        ["--enable-deterministic-inference does not work", "--speculative-algorithm NGRAM"],
     ),
     (["--disaggregation-mode", "prefill"], {}, ["--disaggregation-mode", "prefill"]),
     (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
@@ -42,8 +42,9 @@ SETTINGS = [
         ["SGLANG_HTTP_SERVER_APP_PATH is mine:app", "--tokenizer-worker-num 2", "use --tokenizer-worker-num 1"],
     ),
     (["--use-ray"], {}, ["--use-ray"]),
-    (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel True", "decode steps"]),
-    (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel True", "decode steps"]),
+    (["--context-length", "96"], {}, ["first round at 100 tokens or more", "the context limit is 96 tokens"]),
+    (["--enable-nvidia-megakernel"], {}, ["--enable-nvidia-megakernel does not work", "decode steps"]),
+    (["--enable-amd-monokernel"], {}, ["--enable-amd-monokernel does not work", "decode steps"]),
     (["--decode-attention-backend", "minicpm_flashinfer"], {}, ["--decode-attention-backend minicpm_flashinfer"]),
     (["--model-impl", "mindspore"], {}, ["--model-impl mindspore", "use --model-impl auto"]),
     ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER"]),
@@ -210,6 +211,15 @@ def test_stats_of_another_model_are_refused_before_its_weights_load(forkserver, 
     assert "Load weight begin" not in ended.output
 
 
+def test_a_pool_without_room_for_a_round_ends_the_launch(forkserver, tiny, tmp_path):
+    """Prevents a server that says it is active and can never have a round; only the scheduler knows its pool."""
+    words = ["--model-path", tiny.path, *compressed_args(tiny, "--max-total-tokens", "96")]
+    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], {}, tmp_path / "log")
+    assert ended.code == 2
+    assert "first round at 100 tokens or more" in ended.error
+    assert "the KV pool holds 96 tokens" in ended.error
+
+
 ENGINE = """
 import json, os, sys
 import psutil, sglang
@@ -237,7 +247,7 @@ def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tm
         "enable_triattention": True,
         "triattention_stats": str(foreign_stats),
         "skip_tokenizer_init": True,
-        "max_total_tokens": 2048,
+        "max_total_tokens": 4096,
         "dtype": "float32",
     }
     ended = warm.run_script(forkserver, script, [json.dumps(settings)], {})

@@ -8,6 +8,7 @@ import pytest
 from sglang_triattn.config import Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.latents import for_latents
+from sglang_triattn.rounds.plan import check_reach, first_round, plan_eviction, plan_round
 
 GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
@@ -58,7 +59,7 @@ def test_flags_and_keywords_agree():
     ("change", "words"),
     [
         ({"triattention_budget": 0}, "--triattention-budget is 0"),
-        ({"triattention_budget": True}, "--triattention-budget is True"),
+        ({"triattention_budget": True}, "--triattention-budget is true"),
         ({"triattention_budget": "2048"}, "'2048'"),
         ({"triattention_interval": 0}, "--triattention-interval is 0"),
         ({"triattention_recent": -1}, "--triattention-recent is -1"),
@@ -68,6 +69,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_budget_scope": "all"}, "'all'"),
         ({"triattention_sinks": -1}, "--triattention-sinks is -1"),
         ({"triattention_conversation_ttl": -1}, "whole number of seconds"),
+        ({"triattention_sinks": 5000}, "--triattention-sinks (5000) is greater than --triattention-budget (2048)"),
         ({"triattention_prompt": "private"}, "'private'"),
         ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
         ({"triattention_pressure_budget": 100, "triattention_recent": 128}, "between --triattention-recent (128)"),
@@ -76,14 +78,15 @@ def test_flags_and_keywords_agree():
         ({"triattention_value_share": -0.1}, "--triattention-value-share is -0.1"),
         ({"triattention_value_share": 1.01}, "number from 0 to 1"),
         ({"triattention_value_share": float("nan")}, "--triattention-value-share is nan"),
-        ({"triattention_value_share": True}, "--triattention-value-share is True"),
+        ({"triattention_value_share": True}, "--triattention-value-share is true"),
         ({"triattention_value_share": "half"}, "--triattention-value-share is 'half'"),
         (
             {"triattention_value_share": 0.5, "triattention_selection": "per-head"},
             "add --triattention-selection per-layer-head",
         ),
         ({"triattention_value_share": 1, "triattention_selection": "union"}, "selection is union"),
-        ({"triattention_bugdet": 3}, "triattention_bugdet"),
+        ({"triattention_bugdet": 3}, "use triattention_budget, or leave it out."),
+        ({"triattention_stats": None, "triattention_prompt": False}, "--triattention-prompt is false"),
         ({"enable_triattention": False}, "no effect"),
         ({"enable_triattention": "yes"}, "'yes'"),
     ],
@@ -96,6 +99,41 @@ def test_mistakes_get_one_sentence(change, words):
     assert words in message
     assert "\n" not in message
     assert message.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({}, 4 + 2048 + 128),
+        ({"sinks": 0}, 2048 + 128),
+        ({"budget": 192, "sinks": 192, "recent": 192}, 192 + 192 + 128),
+        ({"budget": 192, "sinks": 64, "budget_scope": "total"}, 192 + 128),
+        ({"pressure_budget": 512}, 4 + 512 + 1),
+    ],
+    ids=str,
+)
+def test_where_no_request_can_have_a_round(settings, first):
+    """Prevents a server that says it is active and never compresses, and refusing one that does."""
+    config = Config(**settings)
+    assert first_round(config) == first
+    check_reach(config, first + 1, "the context limit is")
+    with pytest.raises(TriAttentionError) as caught:
+        check_reach(config, first, "the context limit is")
+    message = str(caught.value)
+    assert f"first round at {first} tokens or more (--triattention-budget {config.budget}," in message
+    assert f"but the context limit is {first} tokens" in message
+    assert message.endswith(".")
+    early = config.pressure_budget is not None
+    plan = plan_eviction if early else plan_round
+    at = {"frozen": config.sinks, "evicted_before": 0, "page_size": 1}
+    assert plan(config.under_pressure() if early else config, length=first, **at) is not None
+    assert plan(config.under_pressure() if early else config, length=first - 1, **at) is None
+
+
+def test_a_few_sinks_go_with_any_budget():
+    """Prevents the default of one setting from refusing another."""
+    assert Config(budget=1).sinks == 4
+    assert Config(budget=64, sinks=64).sinks == 64
 
 
 def test_windows_raise_what_follows_from_the_budget():

@@ -31,6 +31,7 @@ VALUES = st.recursive(
         ("--page-size 0", "--page-size is 0, but it must be at least 1"),
         ("--page-size -16", "--page-size is -16"),
         ("--tp-size -1", "--tp-size is -1, but it must be at least 1"),
+        ("--context-length -2", "--context-length is -2, but it must be a whole number, at least 1"),
         ("--pp-size -2", "--pp-size is -2, but it must be a whole number, at least 1"),
         ("--dp many", "--dp is many, but it must be a whole number"),
         ("--triattention-budget -5", "--triattention-budget is -5"),
@@ -42,6 +43,11 @@ VALUES = st.recursive(
         ("--triattention-selection best", "supports only shared-mean, union, per-head, per-layer-head"),
         ("--json-model-override-args [1]", "--json-model-override-args is [1], but a JSON object was expected"),
         ("lost --port 1", "lost belongs to no flag"),
+        ("--triattention-budgt 100", "is not a flag of sglang-triattn: use --triattention-budget, or leave it out."),
+        ("--triattention-budgt=100", "--triattention-budgt is not a flag of sglang-triattn: use --triattention-budget"),
+        ("--port 1 --enable-triatention", "use --enable-triattention, or leave it out."),
+        ("--triattention-sinks 5000", "--triattention-sinks (5000) is greater than --triattention-budget (2048)"),
+        ("--triattention-window 4", "--triattention-window is not a flag of sglang-triattn"),
     ],
 )
 def test_flags_that_mean_nothing(run_check, options, words):
@@ -62,14 +68,15 @@ def test_flags_that_mean_nothing(run_check, options, words):
         ("{}", "names no architecture"),
         ('{"architectures": []}', "names no architecture"),
         ('{"architectures": "LlamaForCausalLM"}', "architectures 'LlamaForCausalLM', but a list of names was expected"),
-        ('{"architectures": ["LlamaForCausalLM"]}', "num_hidden_layers None"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "has no num_hidden_layers, but"),
         ({"num_hidden_layers": -3}, "num_hidden_layers -3"),
         ({"num_attention_heads": 0}, "num_attention_heads 0"),
-        ({"head_dim": True}, "head_dim True"),
+        ({"head_dim": True}, "head_dim true"),
         ({"layer_types": ["full_attention"]}, "the kinds of 1 layers, but has 64"),
         ({"layer_types": 5}, "layer_types '5', but a list of names was expected"),
         ({"rope_scaling": "yarn"}, "rope_scaling 'yarn', but an object was expected"),
         ({"partial_rotary_factor": 2}, "RoPE turns 2 of each head"),
+        ({"sliding_window": True}, "has sliding_window true, but a whole number was expected"),
         ({"text_config": [1]}, "text_config '[1]', but an object was expected"),
     ],
     ids=str,
@@ -102,7 +109,7 @@ def test_no_file_breaks_it(data):
         else:
             place[name] = data.draw(VALUES)
     try:
-        verdict = judge(config, "m", Server(Config(budget=8192), ranks=data.draw(st.integers(1, 8))))
+        verdict = judge(config, "m", Server(Config(budget=4096), ranks=data.draw(st.integers(1, 8))))
     except TriAttentionError as error:
         return is_one_line(error)
     json.dumps(verdict.to_dict())

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from plan_cases import QWEN3_32B
+from sglang_triattn import __version__
 from sglang_triattn.cli import main as cli
 from sglang_triattn.stats.file import load_stats
 from tiny_models import COMMON, make_model, make_text
@@ -148,6 +149,59 @@ def test_help_loads_neither_torch_nor_transformers():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "--max-tokens" in result.stdout
+
+
+def test_the_version_is_said(capsys):
+    """Prevents reports of faults by users who cannot say which version they have."""
+    with pytest.raises(SystemExit) as error:
+        cli.main(["--version"])
+    assert error.value.code == 0
+    assert capsys.readouterr().out == f"sglang-triattn {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("plan --model m --memory 1G --triattention-budgt 100", "use --triattention-budget, or leave it out."),
+        ("plan --model m --memory 1G --triattention-sinks 4", "--triattention-sinks 4"),
+        ("verify --url http://h --api-kei k", "use --api-key, or leave it out."),
+        ("top --triattention-budget 100", "--triattention-budget 100: leave it out."),
+    ],
+)
+def test_flags_that_do_not_exist(words, hint, capsys):
+    """Prevents a search in --help for a flag that was only mistyped."""
+    with pytest.raises(SystemExit) as error:
+        cli.main(words.split())
+    assert error.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+MISTAKES = [
+    ["calibrate"],
+    ["calibrate", "--model", "m", "--out", "s.safetensors"],
+    ["calibrate", "--model", "m", "--out", "s.safetensors", "--data", "no-such-file"],
+    ["calibrate", "--model", "m", "--out", "s.safetensors", "--data", "/dev/null", "--max-tokens", "3"],
+    ["calibrate", "--model", "m", "--out", "s.safetensors", "--engine", "sglang", "--self", "-1"],
+    ["verify", "--url", "localhost:30000"],
+    ["top", "--url", "localhost:30000", "--once"],
+    ["stats", "none.png", "--plot", "x.jpg"],
+    ["check"],
+]
+
+
+@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
+def test_mistakes_load_neither_torch_nor_transformers(words):
+    """Prevents seconds of imports before a user hears that an argument is missing."""
+    code = (
+        "import sys; from sglang_triattn.cli import main as cli\n"
+        f"try: status = cli.main({words!r})\n"
+        "except SystemExit as exit: status = exit.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
+        "sys.exit(status)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error():

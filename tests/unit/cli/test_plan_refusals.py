@@ -21,7 +21,7 @@ from sglang_triattn.cli import main as cli
         ({"model_type": "glm", "attention_chunk_size": 8192}, "local to chunks"),
         ({"model_type": "new", "layer_types": ["novel_attention"]}, "of the type novel_attention"),
         ({"model_type": "mimo", "head_dim": 192, "v_head_dim": 128}, "different widths"),
-        ({"model_type": "gpt2", "num_hidden_layers": None}, "num_hidden_layers None"),
+        ({"model_type": "gpt2", "num_hidden_layers": None}, "has no num_hidden_layers"),
         ({"model_type": "openelm", "num_key_value_heads": [3, 4]}, "num_key_value_heads [3, 4]"),
         ({"model_type": "olmoe"}, "give their size, such as --weights 18.5G"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised by bitsandbytes"),

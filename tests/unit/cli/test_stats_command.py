@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sglang_triattn.cli import main as cli
+from sglang_triattn.cli.stats import _figure
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.stats.concentration import concentration, outlook
 from sglang_triattn.stats.file import QueryStats, save_stats
@@ -51,7 +52,7 @@ def test_report_and_picture(file, capsys):
         "highest       layer 1 head 2 (1.000)",
         "concentration   mean 0.583, 10th percentile 0.500",
         "  layers 0-1    0.50 0.67\n",
-        "  it predicts   the queries of this model are spread (mean concentration 0.58, below 0.6), and",
+        "  it predicts   poor (mean concentration 0.58, below 0.6): the queries of this model are spread, and",
         "picture         m.png\n",
     ):
         assert line in out
@@ -74,12 +75,30 @@ def test_report_of_some_layers(file, capsys):
         assert line in out
 
 
-@pytest.mark.parametrize(("mean", "part"), [(0.61, 0.63), (0.75, 0.73), (0.85, 0.86), (0.99, 0.87)])
-def test_what_is_predicted_was_measured(mean, part):
-    """Prevents a prediction for another concentration than the file's."""
+@pytest.mark.parametrize(
+    ("mean", "word", "part"),
+    [(0.61, "fair", 0.63), (0.75, "fair", 0.73), (0.85, "good", 0.86), (0.99, "good", 0.87)],
+)
+def test_what_is_predicted_was_measured(mean, word, part):
+    """Prevents a prediction for another concentration than the file's, and a number that nobody can judge."""
     stats = make()
     stats.mean[:] = mean
-    assert outlook(stats).startswith(f"at a mean concentration of {mean:.2f} scores found at least {part} of")
+    assert outlook(stats).startswith(f"{word} (mean concentration {mean:.2f}): scores found at least {part} of")
+
+
+@pytest.mark.parametrize(
+    "name", ["m.safetensors", "W" * 70 + ".safetensors", "DeepSeek-R1-Distill-Llama-8B.safetensors"]
+)
+@pytest.mark.parametrize("heads", [3, 32])
+def test_the_title_fits_the_picture(name, heads):
+    """Prevents a title that is cut at the picture's edges, so that nobody knows which file it shows."""
+    figure = _figure(torch.full((2, heads), 0.5, dtype=torch.float64), f"Query concentration of {name}")
+    figure.draw_without_rendering()
+    (title,) = figure.texts
+    drawn, whole = title.get_window_extent(), figure.bbox
+    assert whole.x0 <= drawn.x0 < drawn.x1 <= whole.x1
+    assert whole.y0 <= drawn.y0 < drawn.y1 <= whole.y1
+    assert title.get_text().replace("\n", "").replace(" ", "").endswith(name)
 
 
 def test_scaled_frequencies_have_no_theta(file, capsys):

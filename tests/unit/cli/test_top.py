@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -117,10 +120,12 @@ def answering():
     [
         ((200, json.dumps({"internal_states": [{}]})), "does not compress: start it with --enable-triattention."),
         ((200, "<html>"), "is not the address of an SGLang server"),
-        ((401, ""), "status 401: give --api-key"),
+        ((401, ""), "asks for an API key (status 401): give the server's with --api-key."),
+        ((403, ""), "asks for an API key (status 403)"),
+        ((500, ""), "answers with status 500: give the --url of an SGLang server."),
         (None, "No server answers at"),
     ],
-    ids=["plain", "no JSON", "key", "nothing"],
+    ids=["plain", "no JSON", "key", "key (403)", "broken", "nothing"],
 )
 def test_mistakes_give_one_sentence_and_status_2(answering, capsys, answer, words):
     """Prevents tracebacks for a server that is not there or does not compress."""
@@ -131,13 +136,43 @@ def test_mistakes_give_one_sentence_and_status_2(answering, capsys, answer, word
     assert error.count("\n") == 1
 
 
+def test_a_wrong_key_is_not_a_missing_one(answering, capsys):
+    """Prevents telling a user who gave a key to give one."""
+    assert cli.main(["top", "--url", answering(401, ""), "--once", "--api-key", "wrong"]) == 2
+    assert "refuses this API key (status 401): give the server's with --api-key." in capsys.readouterr().err
+
+
+def test_an_idle_server_has_no_speed():
+    """Prevents the speed of the last request from standing there for ever once nothing runs."""
+    (frame,) = frame_of(Look(0, [state(0)]), Look(2, [state(0)]))
+    assert frame["tokens_per_second"] == 0
+    assert "running 0, waiting 2, 0 tokens/s" in "\n".join(shown([frame], 80))
+
+
+@pytest.mark.parametrize("width", [40, 54, 200])
+def test_terminals_that_know_ascii_alone(answering, width):
+    """Prevents a UnicodeEncodeError where the locale is C."""
+    busy = state()
+    busy["triattention"]["requests"][0]["id"] = "später-0123456789"
+    url = answering(200, json.dumps({"internal_states": [busy]}))
+    command = [sys.executable, "-P", "-c", "import sys; from sglang_triattn.cli.main import main; sys.exit(main())"]
+    environment = {**os.environ, "LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "COLUMNS": str(width)}
+    options = ["top", "--url", url, "--once", "--interval", "0.01"]
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    lines = done.stdout.decode("ascii").splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("#" in line and "50% of 10,000 slots" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--interval", "0", "--once"], "--interval is 0"),
         (["--json"], "give --once too"),
         ([], "not a terminal"),
-        (["--url", "localhost", "--once"], "not the address"),
+        (["--url", "localhost", "--once"], "--url is localhost, but it must look like http://host:30000."),
+        (["--url", "localhost:30000", "--once"], "--url is localhost:30000, but it must look like http://host:30000."),
     ],
 )
 def test_options_that_cannot_work(capsys, options, words):

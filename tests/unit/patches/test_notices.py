@@ -1,12 +1,13 @@
 """What a user should know is said once, where it applies."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.launch.notices import at_launch, of_stats
+from sglang_triattn.patches.launch.notices import active, at_launch, of_stats
 from sglang_triattn.stats.file import QueryStats
 
 
@@ -20,6 +21,19 @@ def scheduler(graphs=(), slots: int = 100_000, most: int = 4096, page_size: int 
 
 CONFIG = Config("s", budget=192, interval=64, recent=64)
 """A request without a prompt holds 256 slots at most."""
+
+
+def test_what_is_active_is_said_in_one_sentence():
+    """Prevents a log line that shows a record of Python, and not what it means for the server."""
+    line = active(scheduler(slots=10_000), CONFIG)
+    assert line == (
+        "TriAttention is active: a request keeps its prompt and at most 256 tokens of its answer (budget 192, interval "
+        "64, newest 64, per-layer-head), so that a pool of 10,000 slots lets about 39 requests run at once, their "
+        "prompts not counted"
+    )
+    assert "about 7 requests" in active(scheduler(slots=10_000, most=7), CONFIG)
+    total = dataclasses.replace(CONFIG, budget_scope="total", profile="balanced")
+    assert active(scheduler(), total).startswith("TriAttention is active (profile balanced): a request keeps at most")
 
 
 def spread_stats(mean: float, *, dims: int = 8, unrotated: bool = False) -> QueryStats:
@@ -67,5 +81,5 @@ def test_spread_queries_are_said(mean, value_share, said):
     lines = list(of_stats(Config("s", value_share=value_share), spread_stats(mean)))
     assert len(lines) == said
     for line in lines:
-        assert f"spread (mean concentration {mean:.2f}, below 0.6)" in line
+        assert f"poor (mean concentration {mean:.2f}, below 0.6)" in line
         assert "\n" not in line

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.request.options import CompressionOptions, read_request, with_media
+from sglang_triattn.request.options import FIELDS, CompressionOptions, read_request, with_media
 
 CONFIG = Config("s", budget=256, interval=64, recent=32)
 
@@ -42,14 +42,15 @@ def test_smaller_budgets_stay_consistent():
     [
         ({"budget": 0}, "custom_params.triattention.budget is 0"),
         ({"budget": 257}, "from 1 to 256"),
-        ({"budget": True}, "budget is True"),
+        ({"budget": True}, "budget is true,"),
         ({"budget": 12.5}, "budget is 12.5"),
         ({"interval": 65}, "from 1 to 64"),
         ({"interval": "9"}, "interval is '9'"),
         ({"recent": -1}, "recent is -1"),
         ({"recent": 60, "budget": 50}, "from 0 to 50"),
         ({"prompt": "gone"}, "frozen or compact"),
-        ({"prompt": None}, "prompt is None"),
+        ({"prompt": {"a": None}}, "prompt is {'a': null}"),
+        ({"bugdet": None}, "triattention.bugdet"),
         ({"enabled": 1}, "true or false"),
         ({"enabled": False, "budget": 0}, "budget is 0"),
         ({"conversation": ""}, "1 to 256 characters"),
@@ -70,6 +71,12 @@ def test_mistakes_get_one_sentence(asked, words):
     assert words in message
     assert "\n" not in message
     assert message.endswith(".")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_null_is_not_given(name):
+    """Prevents refusing clients that send every field of a record, with null for those that have no value."""
+    assert read_request(CONFIG, {"triattention": {name: None}}) == CompressionOptions(CONFIG)
 
 
 def test_requests_keep_at_least_the_window():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sample_stats import partial_shape, partial_stats, shape, stats
-from sglang_triattn.stats.cache import cached_path, keep_stats, load_cached, measuring_alone
+from sglang_triattn.stats.cache import cached_path, keep_stats, load_cached, measuring_alone, why_not_kept
 from sglang_triattn.stats.file import save_stats
 
 
@@ -88,9 +88,9 @@ def test_a_user_without_a_home_keeps_nothing(monkeypatch, caplog):
     monkeypatch.setattr(Path, "home", homeless)
     assert load_cached(shape()) is None
     with measuring_alone("f" * 32):
+        assert why_not_kept("f" * 32) == "this user has no home folder"
         assert keep_stats(stats()) is None
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "XDG_CACHE_HOME" in caplog.text
+    assert not caplog.records
 
 
 def test_a_lock_that_is_never_released_is_waited_for_no_longer_than_its_bound(monkeypatch, caplog):
@@ -119,6 +119,26 @@ def test_a_folder_that_cannot_be_written_is_survived(cache, caplog):
         assert keep_stats(stats()) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert load_cached(shape()) is None
+
+
+def test_what_cannot_be_kept_is_known_beforehand(cache, caplog, monkeypatch):
+    """Prevents a launch that measures for minutes and only then finds that it must do so each time."""
+    assert why_not_kept("f" * 32) is None
+    assert list(cache.iterdir()) == []
+    assert "no config.json" in why_not_kept(None)
+
+    def read_only(**_):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", read_only)
+        assert why_not_kept("f" * 32) == f"{cache} cannot be written (Read-only file system)"
+    assert not caplog.records
+    open_to_everybody(cache)
+    assert why_not_kept("f" * 32) == f"{cache} is not this user's alone"
+    cache.rmdir()
+    cache.write_text("a file where the folder should be")
+    assert why_not_kept("f" * 32) == f"{cache} cannot be written (File exists)"
 
 
 def test_a_full_disk_is_survived(monkeypatch, caplog):

@@ -18,6 +18,7 @@ MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
 EXAMPLES = {
     ("README.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("clients.md", "python"): ["tests/server/test_readme_clients.py"] * 3,
+    ("clients.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("capacity.md", ""): ["tests/unit/cli/test_plan.py"],
     ("compatibility.md", ""): ["tests/unit/cli/test_check.py"],
     ("transformers.md", "python"): ["tests/unit/transformers_cache/test_transformers_cache.py"],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_triattn.config import Config
 from sglang_triattn.rounds.plan import plan_round
-from sglang_triattn.verify.law import Outcome, first_round, frozen_length, replay, tokens_to_generate
+from sglang_triattn.verify.law import Outcome, first_round, frozen_length, is_possible, replay, tokens_to_generate
 
 
 def test_at_page_size_1():
@@ -51,6 +53,55 @@ def test_law_and_plan_agree(data):
         length += 1
     told = replay(config, prompt=prompt, frozen=frozen, logical=logical, page_size=page)
     assert told == Outcome(rounds, evicted, freed, length)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_chunks_of_any_size_are_right(data):
+    """Prevents blaming a server whose memory was short while a prompt was prefilled, and excusing one whose rounds are
+    too many, or keep too much or too little."""
+    draw = data.draw
+    budget, interval, page = draw(st.integers(16, 64)), draw(st.integers(4, 32)), draw(st.sampled_from([1, 16]))
+    config = Config(budget=budget, interval=interval, recent=8, prompt="compact")
+    frozen = frozen_length(config, 0, draw(st.sampled_from([0, 48])), page)
+    prompt = frozen + config.trigger(frozen) + draw(st.integers(1, 90))
+    generated = 3 * interval + draw(st.integers(0, 20))
+    told = compacted(draw, config, prompt, generated, frozen, page)
+    of = {"prompt": prompt, "frozen": frozen, "logical": prompt + generated}
+    assert is_possible(config, told, **of)
+    for wrong in (
+        {"rounds": 0},
+        {"rounds": told.evicted_tokens // interval + 1},
+        {"evicted_tokens": told.evicted_tokens + 1},
+        {"physical_length": frozen + budget - 1, "evicted_tokens": of["logical"] - frozen - budget + 1},
+        {"physical_length": told.physical_length + interval + 1},
+    ):
+        assert not is_possible(config, dataclasses.replace(told, **wrong), **of), wrong
+
+
+def compacted(draw, config: Config, prompt: int, generated: int, frozen: int, page: int) -> Outcome:
+    """What the package's rounds do to a request that is prefilled in chunks of random sizes."""
+    length = evicted = freed = rounds = 0
+
+    def run_due() -> None:
+        nonlocal length, evicted, freed, rounds
+        plan = plan_round(config, frozen=frozen, length=length, evicted_before=evicted, page_size=page)
+        if plan is not None:
+            length, rounds = plan.new_length, rounds + 1
+            evicted, freed = evicted + plan.evicted_tokens, freed + plan.freed_slots
+
+    left = prompt
+    while left:
+        chunk = min(left, draw(st.integers(1, prompt)))
+        length, left = length + chunk, left - chunk
+        if left:
+            run_due()
+    # The step after the prefill comes before any round.
+    for step in range(generated):
+        if step:
+            run_due()
+        length += 1
+    return Outcome(rounds, evicted, freed, length)
 
 
 @pytest.mark.parametrize("interval", [4, 8, 16, 128])
