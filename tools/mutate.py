@@ -11,6 +11,8 @@ on where an earlier run of the same seed and count ended, and adds stages that i
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -43,8 +45,6 @@ def run_mutation(clone: Clone, checkout: Checkout, mutation: Mutation, stages: l
 
 def earlier_rows(path: Path | None, mutations: list[Mutation]) -> dict[int, dict]:
     """Rows of an earlier run by number, if its mutations are these."""
-    import json
-
     if path is None or not path.exists():
         return {}
     rows = {row["number"]: row for row in json.loads(path.read_text())["rows"]}
@@ -84,8 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
 def save(arguments: argparse.Namespace, rows: dict[int, dict]) -> None:
     """Writes what is known so far, as the benchmarks do."""
     if arguments.json:
-        import common
-
+        common = importlib.import_module("common")
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         content = {"commit": commit, "seed": arguments.seed, "count": arguments.count}
         common.write({**content, "rows": [rows[number] for number in sorted(rows)]}, str(arguments.json), quick=False)

@@ -102,6 +102,8 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
     match node:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in SIGNS and not _is_text(left):
             yield "sign", node, ast.unparse(ast.BinOp(left, SIGNS[type(op)](), right))
+        case ast.AugAssign(target=target, op=op, value=value) if type(op) in SIGNS and not _is_text(value):
+            yield "sign", node, ast.unparse(ast.AugAssign(target, SIGNS[type(op)](), value))
         case ast.Compare(left=left, ops=[op], comparators=others) if type(op) in BOUNDS:
             yield "bound", node, ast.unparse(ast.Compare(left, [BOUNDS[type(op)]()], others))
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
