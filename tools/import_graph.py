@@ -166,7 +166,7 @@ class Checkout:
     def _places(self) -> dict[str, set[str]]:
         """Files by what a string may call them: `name.py`, and each folder of tests."""
         found: dict[str, set[str]] = {}
-        for file in self.files:
+        for file in (each for each in self.files if each not in self.product):
             path = Path(file)
             folders = [str(folder) for folder in path.parents if folder.parts[:1] == ("tests",)]
             for name in (path.name, file, *(folder for folder in folders if folder != "tests")):
@@ -174,7 +174,11 @@ class Checkout:
         return found
 
     def _named(self, source: Source, loads: bool) -> set[str]:
-        """Files that strings of a test name; `loads` says whether it imports modules by names in strings."""
+        """Files that strings of a test name, but for the product, which is imported.
+
+        Args:
+            loads: whether it imports modules by names in strings.
+        """
         found: set[str] = set()
         for text in source.strings:
             for word in WORD.findall(text):

@@ -39,7 +39,9 @@ def files_of(checkout: Checkout, file: str) -> dict[str, list[str]]:
     """The files of tests of each stage that a change of this file can break, those that are closest to it first."""
     chosen = sorted(tests_for(checkout, file), key=lambda test: distance(checkout, test, file))
     found = {stage: [test for test in chosen if test.startswith(folder)] for stage, folder in FOLDERS.items()}
-    found["interpreted"] += [test for test in KERNELS_IN_ROUNDS if file in checkout.reached(test)]
+    found["interpreted"] += [
+        test for test in KERNELS_IN_ROUNDS if test in checkout.sources and file in checkout.reached(test)
+    ]
     return found
 
 
