@@ -89,7 +89,7 @@ class Conftest:
             for node in tree.body
             if not isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
         ]
-        # What pytest runs or reads, whatever a test asks for.
+        # What pytest runs or reads for every test.
         self.always = {name for name, node in self.functions.items() if name.startswith("pytest_") or _autouse(node)}
         self.always |= Source(ast.Module(rest, [])).names & set(self.imports)
 

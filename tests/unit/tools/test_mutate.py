@@ -83,7 +83,7 @@ def run(fake, tmp_path, monkeypatch):
 
 
 def test_every_kind_is_found_and_nothing_idle(tmp_path):
-    """Prevents a kind that is never drawn, and survivors that nobody could catch: texts, annotations, logs."""
+    """Prevents a kind that is never drawn, and survivors that no test could catch: texts, annotations, logs."""
     write(tmp_path, {"kernels/a.py": EVERY_KIND})
     found = mutations_of(tmp_path, "kernels/a.py")
     assert all(is_change(tmp_path, each) for each in found)

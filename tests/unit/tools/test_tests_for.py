@@ -66,7 +66,7 @@ def test_every_server_test_is_chosen(checkout, served):
 
 
 def test_the_table_names_what_exists(served):
-    """Prevents entries that moved or renamed files have left behind, and words that no test says any more."""
+    """Prevents entries for files that were moved or renamed, and words that no test says any more."""
     for place, words in EXERCISED.items():
         assert (ROOT / place).exists(), place
         for word in words:
