@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,16 +22,9 @@ FOLDERS = {"unit": "tests/unit/", "property": "tests/property/", "interpreted": 
 KERNELS_IN_ROUNDS = tuple(f"tests/support/property/{name}.py" for name in ("rounds_by_kernels", "backend_metadata"))
 """Tests that only an interpreting process runs, see tests/slow/test_interpreted.py."""
 ONE_TEST_S = 600
-# pytest's exit statuses for: a test failed, interrupted by an error while collecting, a conftest.py that cannot load.
-FAILED, BROKEN, NOTHING_COLLECTED = 1, (2, 3, 4), 5
+# pytest's exit statuses.
+FAILED, NOTHING_COLLECTED = 1, 5
 REPORTED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a stage found; `caught_by` is a test, or how else the fault showed, and empty if every test passed."""
-
-    caught_by: str = ""
 
 
 def files_of(checkout: Checkout, file: str) -> dict[str, list[str]]:
@@ -61,7 +53,7 @@ class Clone:
     def __init__(self, root: Path, folder: Path, limit: float) -> None:
         """limit: seconds that a stage may take; one that takes longer counts as a test that failed."""
         self.root, self._limit = folder, limit
-        self._flaky: list[str] = []
+        self._failing: list[str] = []
         subprocess.run(["git", "clone", "-q", "--shared", str(root), str(folder)], check=True)
         for name in _git(root, "diff", "--name-only", "--no-renames", "-z", "HEAD"):
             (folder / name).unlink(missing_ok=True)
@@ -91,26 +83,33 @@ class Clone:
             more |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def run_stage(self, stage: str, files: list[str], marker: str, mutation: Mutation) -> Outcome:
-        """Runs a stage's files of tests against the mutation; a test that fails without it too is left out."""
+    def run_stage(self, stage: str, files: list[str], marker: str, mutation: Mutation) -> str:
+        """Runs a stage's files of tests against the mutation.
+
+        Returns the test that caught it, or how else it showed; empty if all tests passed. A test that fails without the
+        mutation too is left out from then on.
+
+        Args:
+            marker: "wide" for the tests so marked, "not wide" for the others.
+        """
         if not files or (marker == "wide" and not self._has_wide):
-            return Outcome()
+            return ""
         while True:
             status, output = self._mutated(stage, files, marker, mutation)
             if status in (0, NOTHING_COLLECTED):
-                return Outcome()
+                return ""
             if status is None:
-                return Outcome(f"time-out of {self._limit:.0f} s in {stage}")
+                return f"time-out of {self._limit:.0f} s in {stage}"
             tests = REPORTED.findall(output)
-            name = tests[0] if status == FAILED and tests else ""
-            # What fails without the mutation as well has not caught it.
-            again = self._pytest(stage, [name] if name else files, marker, [] if name else ["--collect-only"])[0]
-            if again in (0, NOTHING_COLLECTED):
-                return Outcome(name or (tests[0] if tests else f"an error before the tests of {stage}"))
-            if not name:
-                fail(f"the tests of {stage} cannot be collected in a clone of this checkout:\n{output[-2000:]}")
-            print(f"   left out, it fails without a mutation: {name}", flush=True)
-            self._flaky.append(name)
+            if status != FAILED or not tests:
+                # Nothing can be collected, or the process died.
+                if self._pytest(stage, files, marker, ["--collect-only"])[0] != 0:
+                    fail(f"the tests of {stage} cannot be collected in a clone of this checkout:\n{output[-2000:]}")
+                return tests[0] if tests else f"exit status {status} of pytest in {stage}"
+            if self._pytest(stage, tests[:1], marker, [])[0] not in (FAILED, None):
+                return tests[0]
+            print(f"   left out, it fails without a mutation: {tests[0]}", flush=True)
+            self._failing.append(tests[0])
 
     def _mutated(self, stage: str, files: list[str], marker: str, mutation: Mutation) -> tuple[int | None, str]:
         path = self.root / mutation.file
@@ -127,7 +126,7 @@ class Clone:
         command = [*command, "--timeout", str(ONE_TEST_S), *options]
         command += ["-m", marker] if self._has_wide else []
         command += ["-p", "quick_interpreter"] if stage == "interpreted" else []
-        command += [f"--deselect={name}" for name in self._flaky if name not in tests]
+        command += [f"--deselect={name}" for name in self._failing if name not in tests]
         with subprocess.Popen(
             [*command, *tests],
             cwd=self.root,

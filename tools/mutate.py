@@ -23,7 +23,7 @@ from pathlib import Path
 from checkout import ROOT
 from env import fail
 from import_graph import Checkout
-from mutant_stages import STAGES, Clone, Outcome, files_of
+from mutant_stages import STAGES, Clone, files_of
 from mutations import Mutation, draw
 
 # How the benchmarks write what they measured.
@@ -31,17 +31,17 @@ sys.path.append(str(ROOT / "benchmarks"))
 SURVIVED = "survived"
 
 
-def run_mutation(clone: Clone, checkout: Checkout, mutation: Mutation, stages: list[str], wide: bool) -> dict:
-    """Runs stages until one catches the mutation: {"stages", "caught_by", "seconds"}."""
+def run_mutation(clone: Clone, checkout: Checkout, mutation: Mutation, stages: list[str]) -> dict:
+    """Runs stages, "NAME" or "NAME, wide", until one catches the mutation: {"stages", "caught_by", "seconds"}."""
     files = files_of(checkout, mutation.file)
-    began, ran, caught = time.monotonic(), [], SURVIVED
-    for stage, marker in [(stage, "not wide") for stage in stages] + [(stage, "wide") for stage in stages if wide]:
-        outcome: Outcome = clone.run_stage(stage, files[stage], marker, mutation)
-        ran.append(stage if marker == "not wide" else f"{stage}, wide")
-        if outcome.caught_by:
-            caught = outcome.caught_by
+    began, ran, caught = time.monotonic(), [], ""
+    for stage in stages:
+        name, _, wide = stage.partition(", ")
+        caught = clone.run_stage(name, files[name], wide or "not wide", mutation)
+        ran.append(stage)
+        if caught:
             break
-    return {"stages": ran, "caught_by": caught, "seconds": round(time.monotonic() - began, 1)}
+    return {"stages": ran, "caught_by": caught or SURVIVED, "seconds": round(time.monotonic() - began, 1)}
 
 
 def earlier_rows(path: Path | None, mutations: list[Mutation]) -> dict[int, dict]:
@@ -72,9 +72,10 @@ def run(arguments: argparse.Namespace) -> None:
         for number in arguments.only or range(1, len(mutations) + 1):
             mutation, old = mutations[number - 1], rows.get(number, {})
             print(f"{number}. {mutation}", flush=True)
-            stages = [stage for stage in arguments.stages if stage not in old.get("stages", ())]
-            if old.get("caught_by", SURVIVED) == SURVIVED and (stages or arguments.wide):
-                new = run_mutation(clone, checkout, mutation, stages or arguments.stages, arguments.wide)
+            wanted = [*arguments.stages, *(f"{stage}, wide" for stage in arguments.stages if arguments.wide)]
+            stages = [stage for stage in wanted if stage not in old.get("stages", ())]
+            if old.get("caught_by", SURVIVED) == SURVIVED and stages:
+                new = run_mutation(clone, checkout, mutation, stages)
                 new["stages"] = [*old.get("stages", ()), *new["stages"]]
                 new["seconds"] = round(new["seconds"] + old.get("seconds", 0), 1)
                 rows[number] = {"number": number, **described(mutation), **new}

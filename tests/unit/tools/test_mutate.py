@@ -24,7 +24,7 @@ def f(a: "1 + 1", b, logger):
     """Not 1 < 2."""
     if a < b:
         logger.info("%d", a - b)
-        raise ValueError(f"{a + b} is above {1}")
+        raise ValueError(f"{a + b} is above {1}", a - b)
     a.append(b)
     a += 1
     return g(a, b), max(a, b), a[b:], "x" % a
@@ -115,11 +115,11 @@ def test_a_seed_draws_the_same(tmp_path):
 
 def test_a_mutation_replaces_its_own_place(tmp_path):
     """Prevents changing another place, after characters of several bytes too, and a file that has changed since."""
-    source = 'A = "é"; B = f(1, "ü", 2)\n'
+    source = 'A = "é"\nB = "é" + f(1, "ü", 2)\n'
     write(tmp_path, {"kernels/a.py": source})
     swap = next(each for each in mutations_of(tmp_path, "kernels/a.py") if each.after == "f('ü', 1, 2)")
     swap.apply(tmp_path)
-    assert (tmp_path / "kernels/a.py").read_text() == "A = \"é\"; B = f('ü', 1, 2)\n"
+    assert (tmp_path / "kernels/a.py").read_text() == 'A = "é"\nB = "é" + f(\'ü\', 1, 2)\n'
     with pytest.raises(ValueError, match="is not the file"):
         swap.apply(tmp_path)
 
