@@ -9,8 +9,8 @@ export HF_HUB_OFFLINE := 1
 # First step of every target: the environment's python, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
-.PHONY: setup model quality-model demo serve check test test-all test-wide soak-properties conformance kernels upstream \
-	dist lint ruff types python help
+.PHONY: setup model quality-model demo serve check test test-all test-wide test-for soak-properties conformance kernels \
+	upstream dist lint ruff types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
@@ -50,6 +50,11 @@ test-all: lint ## the same with every test, those marked wide included
 
 test-wide: ## only the tests marked wide; QUARTER=0 to 3 runs a quarter of them
 	@$(ENV) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)
+
+test-for: ## only the tests that a change can break: of FILES="a.py b.py", else of what differs from HEAD or BASE=...
+	@$(ENV) && chosen="$$("$$py" tools/tests_for.py $(if $(BASE),--base $(BASE)) $(FILES))" && printf '%s\n' "$$chosen" && \
+	files="$$(printf '%s\n' "$$chosen" | cut -f 1)" && { [ -z "$$files" ] || \
+	OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) $$files; }
 
 soak-properties: ## random histories under random settings for STEPS=100000 steps, from SEED=1 on
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py

@@ -1,0 +1,152 @@
+"""Which tests of tests/server exercise a file of the product: they talk to live servers, and import little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from import_graph import Checkout
+
+FOLDER = "tests/server/"
+CORE = ("test_capacity", "test_exactness", "test_known_failures", "test_lifecycle", "test_memory", "test_oracle")
+"""What every compaction round of every server goes through."""
+CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_measured_families")
+MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
+
+EXERCISED: dict[str, tuple[str, ...]] = {
+    "kernels": CORE,
+    "kernels/device_round.py": ("test_draft_models", "test_latent", "test_states"),
+    "kernels/round_times.py": ("test_metrics",),
+    "kernels/score/latent_kernel.py": ("test_latent",),
+    "kernels/score/reference.py": ("test_latent", "test_jitter"),
+    "kernels/trial_compile.py": ("test_launch_warm_up",),
+    "patches/bindings.py": ("test_exactness", "test_refusals"),
+    "patches/calibration": CALIBRATED,
+    "patches/cpu": ("test_exactness", "test_reference_backend"),
+    "patches/cpu/attention_dp.py": ("test_dp_attention",),
+    "patches/cpu/convolution.py": ("test_states",),
+    "patches/cpu/delta_rule.py": ("test_states",),
+    "patches/cpu/draft_model.py": ("--speculative-algorithm",),
+    "patches/cpu/drafts.py": ("--speculative-algorithm",),
+    "patches/cpu/experts.py": ("test_window_pools",),
+    "patches/cpu/host_tier.py": ("test_hicache",),
+    "patches/cpu/platform.py": ("test_entrances", "test_wheel"),
+    "patches/cpu/process_memory.py": ("test_disaggregation",),
+    "patches/cpu/speculation.py": ("--speculative-algorithm",),
+    "patches/cpu/state_layers.py": ("test_states",),
+    "patches/cpu/state_space.py": ("test_states",),
+    "patches/hook_list.py": (),
+    "patches/hooks.py": ("test_entrances", "test_refusals"),
+    "patches/launch": ("test_entrances", "test_refusals"),
+    "patches/launch/handshake.py": ("--dp-size", "--pp-size"),
+    "patches/launch/notices.py": ("test_weight_updates",),
+    "patches/launch/worker_app.py": ("--tokenizer-worker-num",),
+    "patches/launch/workers.py": ("--tokenizer-worker-num",),
+    "patches/model": ("test_oracle",),
+    "patches/model/buffers.py": MODELS,
+    "patches/model/draft.py": ("--speculative-algorithm",),
+    "patches/model/inspect.py": MODELS,
+    "patches/model/latent.py": ("test_latent", "test_measured_families"),
+    "patches/model/layers.py": MODELS,
+    "patches/model/rotation.py": (*CALIBRATED, *MODELS),
+    "patches/model/stats_source.py": ("test_auto_stats", "test_refusals"),
+    "patches/model/warm_up.py": ("test_launch_warm_up",),
+    "patches/observability": ("test_memory", "test_metrics"),
+    "patches/observability/census.py": ("test_served_census",),
+    "patches/observability/census_lengths.py": ("test_served_census", "test_beam_search"),
+    "patches/observability/census_peers.py": ("test_window_pool_storms",),
+    "patches/observability/stopped.py": ("test_served_failures", "test_router"),
+    "patches/plugin.py": ("test_entrances", "test_replicas", "test_wheel"),
+    "patches/request_validation.py": (
+        *("chat_client", "test_beam_search", "test_conversations", "test_junk", "test_programs", "test_readme_clients"),
+    ),
+    "patches/scheduler": CORE,
+    "patches/scheduler/batched_rounds.py": ("test_beam_search", "test_mixed_chunks"),
+    "patches/scheduler/breaker.py": ("test_served_failures",),
+    "patches/scheduler/chunked_prefill.py": ("--chunked-prefill-size", "test_long_requests", "test_mixed_chunks"),
+    "patches/scheduler/compressor.py": ("test_draft_models", "test_jitter", "test_mixed_chunks", "storm"),
+    "patches/scheduler/conversations.py": ("conversation", "test_sessions"),
+    "patches/scheduler/failed_rounds.py": ("test_served_failures",),
+    "patches/scheduler/idle_rows.py": ("conversation",),
+    "patches/scheduler/memory_pressure.py": ("storm",),
+    "patches/scheduler/pipeline.py": ("--pp-size",),
+    "patches/scheduler/positions.py": (
+        *("--speculative-algorithm", "test_mixed_chunks", "test_seeded_sampling", "test_vision"),
+    ),
+    "patches/scheduler/queued_drafts.py": ("--speculative-algorithm",),
+    "patches/scheduler/release.py": ("test_reasoning", "test_hicache", "test_sessions", "storm"),
+    "patches/scheduler/request.py": (
+        *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
+    ),
+    "patches/scheduler/reserve.py": ("--speculative-algorithm",),
+    "patches/scheduler/separation.py": ("test_disaggregation",),
+    "patches/scheduler/states.py": ("test_states",),
+    "patches/scheduler/tensor_parallel.py": ("--tp-size",),
+    "patches/scheduler/window_pool.py": ("test_window_pools", "test_window_pool_storms"),
+    "patches/touch_points.py": (),
+    "sglang_triattn/__init__.py": ("test_wheel",),
+    "sglang_triattn/calibration": CALIBRATED,
+    "sglang_triattn/capacity.py": ("test_serving_benchmarks",),
+    "sglang_triattn/census.py": ("test_served_census",),
+    "sglang_triattn/census_windows.py": ("test_window_pool_storms",),
+    "sglang_triattn/cli/calibrate.py": ("test_calibrate_engine",),
+    "sglang_triattn/cli/main.py": ("test_verify",),
+    "sglang_triattn/cli/top.py": ("test_metrics",),
+    "sglang_triattn/cli/top_view.py": ("test_metrics",),
+    "sglang_triattn/cli/verify.py": ("test_verify",),
+    "sglang_triattn/config.py": ("test_entrances", "test_oracle", "test_readme_clients", "test_refusals"),
+    "sglang_triattn/latents.py": ("test_latent",),
+    "sglang_triattn/launch_settings.py": ("test_refusals",),
+    "sglang_triattn/model": ("test_refusals",),
+    "sglang_triattn/model/kinds.py": MODELS,
+    "sglang_triattn/model/layers.py": MODELS,
+    "sglang_triattn/model/layout.py": MODELS,
+    "sglang_triattn/model/rope.py": MODELS,
+    "sglang_triattn/model/support.py": MODELS,
+    "sglang_triattn/model/vision.py": ("test_vision",),
+    "sglang_triattn/profiles.py": ("test_entrances",),
+    "sglang_triattn/request": (*CORE, "test_conversations", "test_reasoning"),
+    "sglang_triattn/request/options.py": ("test_clients", "test_junk"),
+    "sglang_triattn/rounds": CORE,
+    "sglang_triattn/rounds/plan.py": ("test_long_requests", "storm"),
+    "sglang_triattn/rounds/scoring.py": ("test_partial_rotary", "test_latent"),
+    "sglang_triattn/stats": ("test_auto_stats", "test_oracle", "test_refusals"),
+    "sglang_triattn/transformers_cache": ("test_cache_beside_server", "test_quality_server"),
+    "sglang_triattn/verdict.py": ("test_refusals",),
+    "sglang_triattn/verify": ("test_verify",),
+}
+"""By file or folder of the product: test files by name, and words (a flag, a fixture, a module of tests/support) by
+which others are recognised. A file has the entries of its folders too."""
+
+
+def entries(file: str) -> Iterator[tuple[str, str]]:
+    """(place, word) of every entry for a file of the product."""
+    for place in (file, *(str(folder) for folder in Path(file).parents)):
+        for word in EXERCISED.get(place, ()):
+            yield place, word
+
+
+def has_word(checkout: Checkout, test: str, word: str) -> bool:
+    """Whether a word stands in a test file, as an import, a name, or a word of a string."""
+    source = checkout.sources[test]
+    return any(word in words for words in (source.imports, source.names, source.words))
+
+
+def server_tests(checkout: Checkout, file: str) -> dict[str, str]:
+    """Test files of tests/server that exercise a file of the product, and why."""
+    found: dict[str, str] = {}
+    own = Path(file).stem.removesuffix("_kernel")
+    for test in (each for each in checkout.tests if each.startswith(FOLDER)):
+        imported = {each for name in checkout.sources[test].imports for each in checkout.imported(name)}
+        if file in imported and Path(file).name != "__init__.py":
+            found[test] = f"imports {file}"
+        elif Path(test).stem == f"test_{own}":
+            found[test] = f"has the name of {file}"
+        for place, word in entries(file):
+            if test in found:
+                break
+            if word == Path(test).stem:
+                found[test] = f"exercises {place}"
+            elif not word.startswith("test_") and has_word(checkout, test, word):
+                found[test] = f"exercises {place}: it says {word}"
+    return found
