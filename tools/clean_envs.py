@@ -78,7 +78,7 @@ def clean() -> tuple[int, int]:
     """Removes what nothing needs and prints a line for each; returns how many environments and bytes that were."""
     root, used = env.cache_root(), names_in_use()
     number = freed = 0
-    found = {path.stem for path in root.glob("*-*") if NAME.fullmatch(path.stem) and path.suffix in ("", ".lock")}
+    found = {path.stem for path in root.glob("*-*") if NAME.fullmatch(path.stem)}
     # Shared environments first, because those of checkouts are of no use without theirs.
     for name in sorted(found, reverse=True):
         directory, lock = root / name, root / f"{name}.lock"

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,26 @@ def test_editable_install_is_taken_out_of_the_shared_environment(checkout, insta
     assert command[0] == str(shared / "bin" / "python")
     assert command[-3:] == ["-q", "-y", "sglang-triattn"]
     assert not stamp.exists()
+
+
+def test_processes_that_prepare_at_once_install_once(checkout, installed, monkeypatch):
+    """Prevents `make lint` and `make test` of one checkout, started together, from removing what the other installs."""
+    root, record, pythons = checkout(), env._run, []
+
+    def slow(*arguments):
+        record(*arguments)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(env, "_run", slow)
+    threads = [threading.Thread(target=lambda: pythons.append(env.prepare(root))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(pythons) == 3
+    assert len(set(pythons)) == 1
+    # venv and pip, for the shared environment and for the checkout's.
+    assert len(installed) == 4
 
 
 def test_each_use_is_recorded(checkout, installed):
