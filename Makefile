@@ -10,12 +10,13 @@ export HF_HUB_OFFLINE := 1
 ENV = py="$$($(PYTHON) tools/env.py)"
 
 .PHONY: setup model quality-model demo serve check test soak-properties conformance kernels upstream dist lint ruff \
-	types python clean-envs help
+	types python help
 .DEFAULT_GOAL := setup
 
 setup:  ## prepare the environment (the default target)
 	@$(ENV)
 
+.PHONY: clean-envs
 # With no environment, which would be prepared first.
 clean-envs: ## remove environments not used for 30 days, interrupted installs and those of checkouts that are gone
 	@$(PYTHON) tools/clean_envs.py
