@@ -1,4 +1,4 @@
-# The environment, the model and the logs live in $XDG_CACHE_HOME/sglang-triattn (~/.cache by default), never here.
+# The environments, the models and the logs live in $XDG_CACHE_HOME/sglang-triattn (~/.cache by default), never here.
 PYTHON ?= python3
 PORT ?= 30000
 # One that tools/prepare_model.py knows. Not ?=: other programs use a variable of that name.
@@ -6,7 +6,7 @@ MODEL = smollm2-135m
 ARGS ?=
 
 export HF_HUB_OFFLINE := 1
-# First step of every target: the environment's python, prepared if need be.
+# First step of nearly every target: the python of this checkout's environment, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
 .PHONY: setup model quality-model demo serve check test test-all test-wide test-for soak-properties conformance kernels \
@@ -15,6 +15,11 @@ ENV = py="$$($(PYTHON) tools/env.py)"
 
 setup:  ## prepare the environment (the default target)
 	@$(ENV)
+
+.PHONY: clean-envs
+# With no environment, which would be prepared first.
+clean-envs: ## remove environments not used for 30 days, interrupted installs and those of checkouts that are gone
+	@$(PYTHON) tools/clean_envs.py
 
 model: ## prepare the demonstration model, or MODEL=..., and its statistics; print both paths
 	@$(ENV) && "$$py" tools/prepare_model.py --model $(MODEL)
@@ -79,7 +84,7 @@ ruff: ## ruff check and ruff format --check
 types: ## basedpyright on everything but tests and benchmarks
 	@$(ENV) && "$$py" -m basedpyright --pythonpath "$$py"
 
-python: ## print the path of the environment's python
+python: ## print the path of this checkout's python
 	@$(ENV) && echo "$$py"
 
 help: ## list the targets

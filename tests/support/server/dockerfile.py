@@ -6,12 +6,12 @@ packages of this environment, but not this project.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import shutil
 import subprocess
-import sysconfig
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ def bare_python(folder: Path) -> Path:
     venv.create(folder / "venv", symlinks=True)
     packages = folder / "packages"
     packages.mkdir()
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+    # Packages of an environment of `tools/env.py` are in another one, which it stands on.
+    for entry in Path(importlib.metadata.distribution("sglang").locate_file("")).iterdir():
         # An editable install is a .dist-info, a .pth file and its finder.
         if "sglang_triattn" not in entry.name:
             (packages / entry.name).symlink_to(entry)

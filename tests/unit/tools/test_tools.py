@@ -1,4 +1,4 @@
-"""The set-up, server and demonstration scripts, as far as they make decisions."""
+"""The server and demonstration scripts, as far as they make decisions."""
 
 import shutil
 import subprocess
@@ -9,104 +9,8 @@ from pathlib import Path
 import pytest
 
 import demo
-import env
 import server
 from checkout import ROOT
-
-PYPROJECT = """
-[project]
-name = "x"
-version = "{version}"
-dependencies = ["torch"]
-optional-dependencies = {{ dev = ["{dev}"] }}
-"""
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    def write(name="checkout", version="1", dev="pytest", constraints="torch==1\n") -> Path:
-        root = tmp_path / name
-        root.mkdir(exist_ok=True)
-        (root / "pyproject.toml").write_text(PYPROJECT.format(version=version, dev=dev))
-        (root / "constraints.txt").write_text(constraints)
-        return root
-
-    return write
-
-
-class TestEnvironment:
-    def test_key_changes_with_what_is_installed_and_with_nothing_else(self, checkout):
-        key = env.environment_key(checkout(), (3, 11))
-        assert len(key) == 12
-        assert int(key, 16) >= 0
-        assert env.environment_key(checkout(version="2"), (3, 11)) == key
-        others = [
-            env.environment_key(checkout(), (3, 12)),
-            env.environment_key(checkout(dev="ruff"), (3, 11)),
-            env.environment_key(checkout(constraints="torch==2\n"), (3, 11)),
-        ]
-        assert len({key, *others}) == 4
-
-    @pytest.fixture
-    def installed(self, checkout, tmp_path, monkeypatch):
-        """The pip commands of `prepare`, which run nothing but leave a python behind."""
-        commands = []
-
-        def record(command, lock, failure):
-            commands.append([str(part) for part in command])
-            if "venv" in commands[-1]:
-                (Path(command[-1]) / "bin").mkdir(parents=True)
-                (Path(command[-1]) / "bin" / "python").touch()
-
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(env, "_run", record)
-        monkeypatch.setattr(env, "DISK_BYTES_NEEDED", 0)
-        return commands
-
-    def test_second_run_installs_nothing(self, checkout, installed):
-        python = env.prepare(checkout())
-        installed.clear()
-        assert env.prepare(checkout()) == python
-        assert installed == []
-
-    def test_interrupted_install_is_done_again_from_nothing(self, checkout, installed):
-        directory = env.prepare(checkout()).parents[1]
-        (directory / env.MARKER).unlink()
-        leftover = directory / "leftover"
-        leftover.touch()
-        installed.clear()
-        env.prepare(checkout())
-        assert len(installed) == 2
-        assert not leftover.exists()
-
-    def test_other_checkout_or_new_metadata_is_installed_without_dependencies(self, checkout, installed):
-        env.prepare(checkout())
-        for version in ("1", "2"):
-            root = checkout(name="other", version=version)
-            installed.clear()
-            env.prepare(root)
-            (command,) = installed
-            assert command[-1] == str(root)
-            assert "--no-deps" in command
-
-    def test_full_disk_gives_one_sentence(self, checkout, installed, monkeypatch):
-        monkeypatch.setattr(env, "DISK_BYTES_NEEDED", 10**18)
-        with pytest.raises(SystemExit, match="XDG_CACHE_HOME"):
-            env.prepare(checkout())
-        assert installed == []
-
-    def test_constraints_pin_every_direct_dependency(self):
-        import tomllib
-
-        pinned = {
-            line.split("==")[0].lower().replace("_", "-")
-            for line in (ROOT / "constraints.txt").read_text().splitlines()
-            if "==" in line
-        }
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"], "setuptools"]
-        assert {name.split("==")[0] for name in wanted} <= pinned
-
 
 SERVER_STUB = """
 import http.server, sys
