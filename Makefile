@@ -59,7 +59,7 @@ test-wide: ## only the tests marked wide; QUARTER=0 to 3 runs a quarter of them
 test-for: ## only the tests that a change can break: of FILES="a.py b.py", else of what differs from HEAD or BASE=...
 	@$(ENV) && chosen="$$("$$py" tools/tests_for.py $(if $(BASE),--base $(BASE)) $(FILES))" && printf '%s\n' "$$chosen" && \
 	files="$$(printf '%s\n' "$$chosen" | cut -f 1)" && { [ -z "$$files" ] || \
-	OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) $$files; }
+	$(PYTEST) $(ARGS) $$files; }
 
 soak-properties: ## random histories under random settings for STEPS=100000 steps, from SEED=1 on
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py
