@@ -102,9 +102,10 @@ class Clone:
                 return f"time-out of {self._limit:.0f} s in {stage}"
             tests = REPORTED.findall(output)
             if status != FAILED or not tests:
-                # Nothing can be collected, or the process died.
-                if self._pytest(stage, files, marker, ["--collect-only"])[0] != 0:
-                    fail(f"the tests of {stage} cannot be collected in a clone of this checkout:\n{output[-2000:]}")
+                # Nothing can be collected, or the process died; without the mutation neither happens.
+                options = ["--collect-only"] if status > 0 else []
+                if self._pytest(stage, files, marker, options)[0] not in (0, FAILED):
+                    fail(f"the tests of {stage} cannot run in a clone of this checkout:\n{output[-2000:]}")
                 return tests[0] if tests else f"exit status {status} of pytest in {stage}"
             if self._pytest(stage, tests[:1], marker, [])[0] not in (FAILED, None):
                 return tests[0]

@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
                 rows[number] = {"number": number, **described(mutation), **new}
                 save(arguments, rows)
             print(f"   {rows[number]['caught_by']}, {rows[number]['seconds']} s", flush=True)
+    save(arguments, rows)
     survivors = [row for row in rows.values() if row["caught_by"] == SURVIVED]
     print(f"{len(rows)} mutations, {len(survivors)} survived: {[row['number'] for row in survivors]}")
 
