@@ -51,9 +51,11 @@ def check_files(server_args: ServerArgs) -> None:
     config = args_patch.config_of(server_args)
     stats = load_stats(config.stats) if config is not None and config.stats != AUTO else None
     check_model_file(server_args)
-    content = read_config(server_args)
+    # SGLang assembles the fields of the record at run time.
+    settings: Any = server_args
+    content = read_config(settings)
     if stats is not None and content is not None:
-        check_against_config(stats, content, local_folder(server_args.model_path, server_args.revision))
+        check_against_config(stats, content, local_folder(settings.model_path, settings.revision))
 
 
 def check_at_resolution() -> None:

@@ -117,12 +117,17 @@ def _tell_found(stats: QueryStats, model: str) -> None:
 
 def has_random_weights(scheduler: Scheduler) -> bool:
     """Whether the server was started without weights, which come later, or never."""
-    return scheduler.server_args.load_format == "dummy"
+    return _settings(scheduler).load_format == "dummy"
 
 
 def measures_together(scheduler: Scheduler) -> bool:
     """Whether all ranks take an update of the weights in the same step, and can measure then."""
-    return not is_staged(scheduler) and not scheduler.server_args.enable_dp_attention
+    return not is_staged(scheduler) and not _settings(scheduler).enable_dp_attention
+
+
+def _settings(scheduler: Scheduler) -> Any:
+    """SGLang assembles the fields of the record at run time."""
+    return scheduler.server_args
 
 
 def _warn_if_not_kept(fingerprint: str | None) -> None:

@@ -44,10 +44,10 @@ def refused(judgement, *given) -> bool:
 
 
 class Settings:
-    """SGLang's settings with some given; `attn_dp_size` follows from others in a launch."""
+    """SGLang's settings with some given, and some that a launch completes."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self._record, self._given = ServerArgs(model_path="dummy"), {"attn_dp_size": 1, **given}
+        self._record, self._given = ServerArgs(model_path="dummy"), {"attn_dp_size": 1, "page_size": 1, **given}
 
     def __getattr__(self, name: str) -> Any:
         return self._given[name] if name in self._given else getattr(self._record, name)

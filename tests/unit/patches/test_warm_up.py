@@ -57,6 +57,8 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
         device=kind,
         device_module=device,
         enable_overlap=overlap,
+        max_total_num_tokens=1 << 20,
+        server_args=SimpleNamespace(load_format="auto", enable_dp_attention=False),
         forward_stream=Stream("forward", device),
         schedule_stream=Stream("schedule", device),
         tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),

@@ -56,7 +56,7 @@ def test_files_stay_short():
     """Prevents files that a newcomer cannot read in one go."""
     for folder in ("kernels", "sglang_triattn", "patches", "tests", "benchmarks", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 300, path
+            assert len(path.read_text().splitlines()) <= 500, path
 
 
 def test_no_two_test_files_share_a_name():
