@@ -62,7 +62,6 @@ def measured_in_sglang(
     env = {
         **harness.only_models(*modules_of(family)),
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
         **(more or {}),
     }
     ended = run_command(forkserver, tmp_path, words, {**harness.STRICT, **env})

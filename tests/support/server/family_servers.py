@@ -127,7 +127,6 @@ def started(serve, tiny, family, *flags, env=None):
         **only_models(*modules_of(family)),
         # The model's own; SGLang keeps the inputs of convolutions in bfloat16 otherwise.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        "HF_MODULES_CACHE": str(tiny.path / "modules"),
         **(env or {}),
     }
     return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
