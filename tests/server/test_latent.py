@@ -1,11 +1,12 @@
-"""Models with latent KV (MLA), against an account that masks evicted latents of each layer on its own."""
+"""Models with latent KV (MLA) on several ranks or stages, below the budget and in a storm; `test_families` has one
+rank."""
 
 from __future__ import annotations
 
 import pytest
 
-from family_servers import compare_with_account, modules_of, prepared, started
-from harness import assert_pool_is_whole, compression, only_models, prompt, two_cores
+from family_servers import compare_with_account, prepared, started
+from harness import assert_pool_is_whole, compression, prompt, two_cores
 from storm import FLAGS, RETRACTING, retractions, storm
 
 TWO_RANKS = ("--tp-size", "2")
@@ -13,7 +14,6 @@ TWO_STAGES = ("--pp-size", "2")
 TWO_GROUPS = (*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention")
 # The last entry says how many ranks choose for themselves.
 CASES = [
-    ("glm-4.7-flash", 64, "per-layer-head", (), 1),
     ("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
     ("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
     ("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
@@ -24,8 +24,7 @@ CASES = [
 def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection, flags, ranks):
     """Prevents scores of the wrong dims of a row, without YaRN's scaling or by another rank's queries; rows that are
     moved in part; and tokens that are chosen by values."""
-    env = two_cores() if flags else None
-    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env, ranks=ranks)
+    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=two_cores(), ranks=ranks)
 
 
 def test_answers_and_storm(serve, probed, tmp_path):
@@ -41,8 +40,7 @@ def test_answers_and_storm(serve, probed, tmp_path):
         return client
 
     client = started(serve_probed, tiny, family, *flags, env=RETRACTING)
-    modules = only_models(*modules_of(family))
-    plain = serve(*flags, env={**RETRACTING, **modules}, model=tiny, compressed=False)
+    plain = started(serve, tiny, family, *flags, env=RETRACTING, compressed=False)
     stem = prompt(1, 70)
     for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
         ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))
