@@ -88,8 +88,14 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def forkserver():
-    found = warm.Forkserver()
+def forkserver(tmp_path_factory):
+    env = {
+        # Some models compile a few lines, which takes longer than everything else in a test.
+        "TORCHDYNAMO_DISABLE": "1",
+        # Where code that comes with a model is copied to.
+        "HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules")),
+    }
+    found = warm.Forkserver(env)
     yield found
     found.stop()
 

@@ -1,11 +1,12 @@
-"""Models with latent KV (MLA), against an account that masks evicted latents of each layer on its own."""
+"""Models with latent KV (MLA) on several ranks or stages, below the budget and in a storm; `test_families` has one
+rank."""
 
 from __future__ import annotations
 
 import pytest
 
-from family_servers import compare_with_account, modules_of, prepared, started
-from harness import assert_pool_is_whole, compression, only_models, prompt, two_cores
+from family_servers import compare_with_account, prepared, started
+from harness import assert_pool_is_whole, compression, prompt, two_cores
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
@@ -14,7 +15,6 @@ TWO_STAGES = ("--pp-size", "2")
 TWO_GROUPS = (*TWO_RANKS, "--dp-size", "2", "--enable-dp-attention")
 # The last entry says how many ranks choose for themselves.
 CASES = [
-    ("glm-4.7-flash", 64, "per-layer-head", (), 1),
     wide("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
     ("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
     wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
@@ -25,8 +25,7 @@ CASES = [
 def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, page_size, selection, flags, ranks):
     """Prevents scores of the wrong dims of a row, without YaRN's scaling or by another rank's queries; rows that are
     moved in part; and tokens that are chosen by values."""
-    env = two_cores() if flags else None
-    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env, ranks=ranks)
+    compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=two_cores(), ranks=ranks)
 
 
 FAMILY, SMALL_POOL = "deepseek-v3", ("--page-size", "32", "--max-total-tokens", "1536", *FLAGS)
@@ -37,8 +36,7 @@ def test_answers_below_the_budget(serve, tmp_path):
     that other models have."""
     tiny, account = prepared(tmp_path, FAMILY)
     client = started(serve, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
-    modules = only_models(*modules_of(FAMILY))
-    plain = serve(*SMALL_POOL, env={**RETRACTING, **modules}, model=tiny, compressed=False)
+    plain = started(serve, tiny, FAMILY, *SMALL_POOL, env=RETRACTING, compressed=False)
     stem = prompt(1, 70)
     for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
         ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))

@@ -62,12 +62,14 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
     assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
-@pytest.mark.parametrize(("page_size", "recent"), [(1, 40), (16, 48), (16, 40)])
-def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent):
-    """Prevents a round from taking older tokens for the newest, and rows from being closed up in the wrong place."""
+@pytest.mark.parametrize(("page_size", "recent", "by_flag"), [(1, 40, False), (16, 48, False), (16, 40, True)], ids=str)
+def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent, by_flag):
+    """Prevents a round from taking older tokens for the newest, rows from being closed up in the wrong place, and a
+    request that asks for more of them than the server does from getting the server's."""
     ids = prompt(17, 50)
-    flags = ("--page-size", str(page_size), "--triattention-recent", str(recent))
-    response = serve(*flags).generate(ids, 240, logprobs=True)
+    flags = ("--triattention-recent", str(recent)) if by_flag else ()
+    asked = {} if by_flag else {"custom_params": {"triattention": {"recent": recent}}}
+    response = serve("--page-size", str(page_size), *flags).generate(ids, 240, logprobs=True, **asked)
     everything, frozen = ids + response["output_ids"][:-1], compression(response)["frozen_length"]
     expected, rounds = Oracle(**{**vars(oracle), "recent": recent}).logprobs(everything, len(ids), frozen)
     assert compression(response)["rounds"] == rounds >= 5

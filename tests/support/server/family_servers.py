@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
-from safetensors.torch import load_file
 
 from families import FAMILIES, HEAD_DIM, WINDOW, build_family
 from gemma4_family import VARIANTS, build_gemma4
 from harness import (
     BUDGET,
     INTERVAL,
+    Client,
     assert_pool_is_whole,
     compression,
     only_models,
@@ -21,7 +22,7 @@ from harness import (
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
-from oracle import TOLERANCE, Oracle
+from oracle import TOLERANCE, Oracle, means_of
 from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
@@ -34,6 +35,8 @@ SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(B
 SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
+# The platform chooses its reference backend for these by itself; others it serves by torch_native.
+CHOSEN_BY_ITSELF = ("gemma2", "gpt-oss", "deepseek-v3")
 LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
@@ -42,6 +45,10 @@ BUILDERS = {
     **{family: partial(build_mtp, family=family) for family in DRAFTING},
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
 }
+# SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
+# which goes with its overlap schedule, and with pages.
+WITHOUT_BUFFER = ("--disable-overlap-schedule",)
+WITH_BUFFER = ("--mamba-track-interval", "64")
 # No layer of these has a rotary embedding.
 NEVER_ROTATED = ("granite-4-h", "nemotron-h")
 MODULES = {
@@ -84,17 +91,14 @@ def prepared(folder, family):
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
     save_random_stats(tiny, pool_rope(rope) if latent else rope, layers, rotates, start)
-    stats = load_file(tiny.stats)
     account = (LatentOracle if latent else Oracle)(
+        **means_of(tiny.stats),
         model=model,
-        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
-        abs_mean=stats["abs_mean"],
         inv_freq=rope.inv_freq,
         num_kv_heads=tiny.num_kv_heads,
         budget=BUDGET + 16,
         interval=INTERVAL,
         recent=RECENT,
-        unrotated=stats["unrotated_mean"],
         interleaved=rope.style == "interleaved",
         scored=layers,
         rotates=rotates,
@@ -117,8 +121,10 @@ def remote_code(family: str) -> list[str]:
     return ["--trust-remote-code"] if own else []
 
 
-def started(serve, tiny, family, *flags, env=None):
-    more = [] if family == "gemma2" else ["--attention-backend", "torch_reference"]
+def started(serve, tiny, family, *flags, env=None, compressed=True):
+    """The Client of a server of the model, which compresses unless told otherwise; `flags` and `env` come on top."""
+    settings = SETTINGS if compressed else []
+    more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
     if family in STATE_FAMILIES or family == "qwen3.5-whole":
         # Otherwise a share of the machine's memory.
@@ -127,10 +133,9 @@ def started(serve, tiny, family, *flags, env=None):
         **only_models(*modules_of(family)),
         # The model's own; SGLang keeps the inputs of convolutions in bfloat16 otherwise.
         "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        "HF_MODULES_CACHE": str(tiny.path / "modules"),
         **(env or {}),
     }
-    return serve(*SETTINGS, *more, *flags, env=env, model=tiny)
+    return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)
 
 
 def compare_with_account(
@@ -143,28 +148,47 @@ def compare_with_account(
     env: dict[str, str] | None = None,
     ranks: int = 1,
 ) -> list[dict[str, int]]:
-    """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
+    """Starts a server with random statistics and holds it to the model's account, see `hold_to_account`.
 
     Args:
         flags, env: of the server, besides.
         ranks: with latent KV, how many tensor-parallel ranks choose for themselves.
 
     Returns:
-        What compression reports of each.
+        What compression reports of each request.
     """
     tiny, account = prepared(folder, family)
-    account.selection = selection
+    account = under_flags(account, page_size, selection, flags)
     if family in LATENTS:
         account.num_kv_heads = ranks
+    client = started(serve, tiny, family, *selecting(page_size, selection), *flags, env=env)
+    reports = hold_to_account(client, account, page_size)
+    serve.stop(client)
+    return reports
+
+
+def selecting(page_size: int, selection: str) -> tuple[str, ...]:
+    return ("--page-size", str(page_size), "--triattention-selection", selection)
+
+
+def under_flags(account: Oracle, page_size: int, selection: str, flags: tuple[str, ...]) -> Oracle:
+    """The account of a server with these flags."""
+    account = replace(account, selection=selection)
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
-    tokens = 280
     if page_size > 16 and account.window:
         # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
-        tokens = 450
-    flags = ("--page-size", str(page_size), "--triattention-selection", selection, *flags)
-    client = started(serve, tiny, family, *flags, env=env)
+    return account
+
+
+def hold_to_account(client: Client, account: Oracle, page_size: int) -> list[dict[str, int]]:
+    """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
+
+    Returns:
+        What compression reports of each.
+    """
+    tokens = 450 if account.interval > INTERVAL else 280
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 24))]
     client.generate(stem, 1)
@@ -179,8 +203,7 @@ def compare_with_account(
         assert report["rounds"] == rounds >= 5
         values, top = served_logprobs(response)
         assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
-        dense, _ = type(account)(**{**vars(account), "budget": 10_000}).logprobs(everything, len(ids), frozen)
+        dense, _ = replace(account, budget=10_000).logprobs(everything, len(ids), frozen)
         assert (dense.gather(1, top) - values).abs().max() > 50 * TOLERANCE
     assert_pool_is_whole(client)
-    serve.stop(client)
     return reports

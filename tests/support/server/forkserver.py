@@ -2,8 +2,9 @@
 
 forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
 
-An image has imported SGLang with the environment of its servers. It is for `sglang.launch_server` alone: any other
-command is forked from the forkserver itself.
+An image has imported SGLang, and knows which environment variables that read: it serves every environment with the
+same values of these. It is for `sglang.launch_server` alone: any other command is forked from the forkserver itself,
+which has read variables too. A command that sets one of those to another value is refused.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ import os
 import runpy
 import socket
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import util
+from pathlib import Path
+
+# Its folder is not on the path here, and must not be on the servers'.
+sys.path.insert(0, os.path.dirname(__file__))
+import reads
+
+sys.path.pop(0)
 
 # The packages that SGLang's modules take longest to import.
 PACKAGES = (
@@ -41,7 +49,7 @@ OF_SERVERS = (
     "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
 CONTROLLER, CONTROLLER_WAITS_MS = "sglang.srt.managers.data_parallel_controller", 1000
-# Later: the CPU platform replaces what these import by name.
+# Later: the CPU platform replaces what these import by name, and their registry reads which of them to leave out.
 MODELS = "sglang.srt.models."
 # The least recently used one makes room for a new one; each holds half a gigabyte that its servers share.
 KEPT_IMAGES = 2
@@ -52,19 +60,38 @@ IGNORED = "PYTEST_CURRENT_TEST"
 PR_SET_CHILD_SUBREAPER = 36
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 32
+# What an installed package says of itself; an image has looked for this entry point.
+ENTRY_POINTS, FOUND_BEFORE = "*.dist-info/entry_points.txt", "sglang.srt.platforms"
+
+
+@dataclass(frozen=True)
+class Image:
+    """
+    Attributes:
+        socket: for requests.
+        env: what it was made with.
+        names: of the environment variables that it has read.
+    """
+
+    socket: socket.socket
+    env: dict[str, str]
+    names: frozenset[str]
 
 
 def run_forkserver(ours: socket.socket) -> None:
     """Answers requests until the test process is gone. Returns in each server, ready to run what `sys.argv` says."""
+    given = dict(os.environ)
+    reads.record()
     for name in PACKAGES:
         importlib.import_module(name)
+    names = frozenset(reads.read)
     early = [name for name in sys.modules if name.split(".")[0] in OURS]
     assert not early, f"imported before its time: {early}"
     # Garbage collections in the servers, dozens of them during imports, then skip what exists here.
     gc.freeze()
     # Servers forked from an image become this process's children.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    images: OrderedDict[str, socket.socket] = OrderedDict()
+    images: list[Image] = []
     ended: dict[int, int] = {}
     while True:
         data, files, *_ = socket.recv_fds(ours, LARGEST_MESSAGE, MOST_FILES)
@@ -77,7 +104,8 @@ def run_forkserver(ours: socket.socket) -> None:
             answer = ended.get(request["pid"])
         else:
             request["env"].pop(IGNORED, None)
-            if request["command"][0] == SERVER:
+            answer = refusal(given, request["env"], names)
+            if answer is None and request["command"][0] == SERVER:
                 image = image_of(request["env"], images)
                 if image is None:
                     ours.close()
@@ -107,27 +135,41 @@ def reap(ended: dict[int, int]) -> None:
         ended[pid] = os.waitstatus_to_exitcode(status)
 
 
-def image_of(env: dict[str, str], images: OrderedDict[str, socket.socket]) -> socket.socket | None:
-    """The socket of the image for this environment, forked if there is none. Returns None in each server of it."""
-    key = json.dumps(env, sort_keys=True)
-    if key not in images:
+def refusal(given: dict[str, str], wanted: dict[str, str], names: frozenset[str]) -> str | None:
+    """Why a command cannot be forked from here, if it cannot; `names` were read under the environment `given`."""
+    late = reads.disagreeing(given, wanted, names)
+    if late:
+        return f"{', '.join(late)} would come too late: what the forkserver imports has read it; give it to Forkserver."
+    return None
+
+
+def image_of(env: dict[str, str], images: list[Image]) -> Image | None:
+    """The image for this environment, made if there is none. Returns None in each server of it."""
+    found = next((image for image in images if not reads.disagreeing(image.env, env, image.names)), None)
+    if found is None:
         while len(images) >= KEPT_IMAGES:
-            images.popitem(last=False)[1].close()
+            images.pop(0).socket.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not os.fork():
-            for other in (ours, *images.values()):
+            for other in (ours, *(image.socket for image in images)):
                 other.close()
             run_image(env, theirs)
             return None
         theirs.close()
-        images[key] = ours
-    images.move_to_end(key)
-    return images[key]
+        # Nothing if it has ended: SGLang may not even be importable.
+        names = json.loads(ours.recv(LARGEST_MESSAGE) or b"[]")
+        found = Image(ours, env, frozenset(names))
+    else:
+        images.remove(found)
+    images.append(found)
+    return found
 
 
 def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     """Answers requests for servers until the forkserver closes the socket. Returns in each server."""
-    adopt_environment(env, "/")
+    # Without what its first server alone has on its path.
+    adopt_environment({**env, "PYTHONPATH": ""}, "/")
+    reads.read.clear()
     for name in OF_SERVERS:
         importlib.import_module(name)
     let_controllers_wait()
@@ -135,6 +177,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     assert not early, f"imported before its time: {early}"
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.freeze()
+    theirs.send(json.dumps(sorted(reads.read)).encode())
     while True:
         data, files, *_ = socket.recv_fds(theirs, LARGEST_MESSAGE, MOST_FILES)
         if not data:
@@ -161,11 +204,11 @@ def let_controllers_wait() -> None:
     controller.sock_recv = wait_and_receive
 
 
-def forked_from(image: socket.socket, request: dict, files: list[int]) -> int | None:
-    """Process id of the server that the image forked, or None if it ended: SGLang may not even be importable."""
+def forked_from(image: Image, request: dict, files: list[int]) -> int | None:
+    """Process id of the server that the image forked, or None if it has ended."""
     try:
-        socket.send_fds(image, [json.dumps(request).encode()], files)
-        return json.loads(image.recv(LARGEST_MESSAGE) or b"null")
+        socket.send_fds(image.socket, [json.dumps(request).encode()], files)
+        return json.loads(image.socket.recv(LARGEST_MESSAGE) or b"null")
     except OSError:
         return None
 
@@ -196,6 +239,7 @@ def become_server(request: dict, files: list[int]) -> None:
     os.close(files[0])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = request["command"]
+    reads.stop()
     adopt_environment(request["env"], request["folder"])
 
 
@@ -203,7 +247,18 @@ def adopt_environment(env: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    new = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    for path in new:
+        assert_nothing_comes_late(Path(path))
+    sys.path[:0] = new
+
+
+def assert_nothing_comes_late(folder: Path) -> None:
+    """Prevents a folder of the path from holding what was imported, or looked for, without it."""
+    hidden = {path.name.split(".")[0] for path in folder.glob("*")} & sys.modules.keys()
+    assert not hidden, f"{folder} has other modules than those imported as {sorted(hidden)}"
+    late = [file for file in folder.glob(ENTRY_POINTS) if FOUND_BEFORE in file.read_text()]
+    assert not late or OURS[0] not in sys.modules, f"{late} come after SGLang has looked for its platform"
 
 
 def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:

@@ -36,11 +36,8 @@ def unused_architectures(*used: str) -> str:
 
 
 def only_models(*modules: str) -> dict[str, str]:
-    """The environment of a server of models in these of SGLang's modules alone, which compiles nothing of theirs.
-
-    Some models compile a few lines, which takes longer than everything else in a test.
-    """
-    return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules), "TORCHDYNAMO_DISABLE": "1"}
+    """The environment of a server of models in these of SGLang's modules alone."""
+    return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules)}
 
 
 # SGLang's own checks of its books, and the census.

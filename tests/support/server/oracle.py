@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -279,19 +280,24 @@ class Oracle:
         return torch.cat([paired, self.unrotated[layer, head].double()])
 
 
+def means_of(stats: Path) -> dict[str, torch.Tensor]:
+    """What an Oracle takes from a statistics file: `mean`, `abs_mean` and `unrotated`."""
+    parts = load_file(stats)
+    mean = torch.complex(parts["mean_re"], parts["mean_im"])
+    return {"mean": mean, "abs_mean": parts["abs_mean"], "unrotated": parts["unrotated_mean"]}
+
+
 def oracle_of(tiny: TinyModel) -> Oracle:
     """The oracle for a test model under the settings of the tests' servers."""
-    stats, model = load_file(tiny.stats), tiny.load()
+    model = tiny.load()
     return Oracle(
+        **means_of(tiny.stats),
         model=model,
-        mean=torch.complex(stats["mean_re"], stats["mean_im"]),
-        abs_mean=stats["abs_mean"],
         inv_freq=model.model.rotary_emb.inv_freq.double(),
         num_kv_heads=tiny.num_kv_heads,
         budget=BUDGET,
         interval=INTERVAL,
         recent=RECENT,
-        unrotated=stats["unrotated_mean"],
         scaling=model.model.rotary_emb.attention_scaling,
         interleaved=tiny.interleaved,
     )

@@ -94,6 +94,8 @@ NEMOTRON_H_WRITTEN: dict[str, Any] = {
     # The name that SGLang reads.
     "mamba_n_groups": 2,
     "num_hidden_layers": 6,
+    # transformers lets no time step be shorter; SGLang has no such bound.
+    "time_step_min": 0.0,
 }
 
 # Configuration in transformers, SGLang's module, settings, and what the file has in place of what transformers writes.

@@ -26,7 +26,7 @@ import server
 from harness import python_path
 from launches import Ended
 
-LARGEST_ANSWER = 64
+LARGEST_ANSWER = 1 << 12
 LONGEST_RUN_S = 300
 
 
@@ -34,7 +34,8 @@ class Forkserver:
     """This process's forkserver; it ends with this process."""
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        """env: for packages that read it on import; each process later gets its own."""
+        """env: for packages that read it on import, and for all that is started here besides its own."""
+        self._env = env or {}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", str(Path(__file__).with_name("forkserver.py")), str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=server.environment(env), pass_fds=[theirs.fileno()])
@@ -42,9 +43,13 @@ class Forkserver:
 
     def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
         """Runs `command`, the words after `python -m`, from `folder` as leader of a session, with output to `log`."""
-        return Process(self, self.ask({"command": list(command), "env": env, "folder": folder}, log))
+        full = server.environment({**self._env, **env})
+        answer = self.ask({"command": list(command), "env": full, "folder": folder}, log)
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return Process(self, answer)
 
-    def ask(self, request: dict, *files: int) -> int | None:
+    def ask(self, request: dict, *files: int) -> int | str | None:
         socket.send_fds(self._socket, [json.dumps(request).encode()], files)
         answer = self._socket.recv(LARGEST_ANSWER)
         if not answer:
@@ -82,7 +87,7 @@ def running_process(forkserver: Forkserver, command: Sequence[str], env: dict[st
     """The Process of `command`, see `Forkserver.start`. Its session is killed at the end: it has nothing to finish."""
     with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder:
         with log_path.open("w") as log:
-            process = forkserver.start(command, server.environment(env), folder, log.fileno())
+            process = forkserver.start(command, env, folder, log.fileno())
         try:
             yield process
         finally:
