@@ -166,7 +166,7 @@ def wait_until_healthy(server: Server, timeout_s: float = START_TIMEOUT_S) -> No
             raise ServerError(_with_log(server, f"the server ended while starting, with exit code {code}"))
         if is_healthy(server.url):
             return
-        time.sleep(0.2)
+        time.sleep(0.1)
     raise ServerError(_with_log(server, f"the server was not healthy within {timeout_s:.0f} s"))
 
 

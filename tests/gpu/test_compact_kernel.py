@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sets import matrix, wide
 from sglang_triattn.kernels.compact.list_moves_kernel import BLOCK, list_moves_triton
 from sglang_triattn.kernels.compact.move_kernel import move_triton
 from sglang_triattn.kernels.compact.reference import list_moves, move_torch
@@ -52,17 +53,18 @@ def test_moves_equal_the_reference(device, sets, strategy):
     check(*make_case(device, lengths=[40, 33, 90], keep=33, sets=sets), strategy)
 
 
-@pytest.mark.parametrize(("recent", "cut"), [(1, 32), (13, 20), (13, 17), (20, 0)])
-@pytest.mark.parametrize("sets", ["shared", "per-head", "per-layer-head"])
-def test_moves_around_a_cut_equal_the_reference(device, sets, recent, cut):
+@pytest.mark.parametrize(
+    ("where", "sets"),
+    matrix([(1, 32), (13, 20), (13, 17), (20, 0)], ["shared", "per-head", "per-layer-head"], strength=1),
+)
+def test_moves_around_a_cut_equal_the_reference(device, where, sets):
     """Prevents rows of unequal length from being cut at another row's end, and newest tokens from moving."""
-    lengths = [40, 34, 90]
+    (recent, cut), lengths = where, [40, 34, 90]
     case = make_case(device, lengths=lengths, keep=33, sets=sets, recent=recent)
     check(*case, "fill", cut=cut, lengths=torch.tensor(lengths, device=device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "dtype"), matrix([64, 80, 96, 128, 256], DTYPES, strength=1), ids=str)
 def test_every_dtype_and_width(device, dtype, head_dim):
     """Prevents a head's last words from being lost if its size is not a power of two."""
     check(*make_case(device, lengths=[20, 11], keep=9, sets="per-head", head_dim=head_dim, dtype=dtype), "slide")
@@ -108,7 +110,9 @@ def test_nothing_to_move(device):
 
 
 @pytest.mark.parametrize("strategy", ["slide", "fill"])
-@pytest.mark.parametrize(("length", "keep"), [(2 * BLOCK + 9, BLOCK + 3), (3 * BLOCK, BLOCK), (700, 699), (64, 1)])
+@pytest.mark.parametrize(
+    ("length", "keep"), [wide(2 * BLOCK + 9, BLOCK + 3), (3 * BLOCK, BLOCK), wide(700, 699), (64, 1)]
+)
 def test_lists_of_several_blocks(device, length, keep, strategy):
     """Prevents seams between programs, and wrong hole counts when few or most tokens stay."""
     generator = torch.Generator().manual_seed(keep)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernel_cases import KernelCase
+from sets import wide
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.kernels.select import SELECTIONS
@@ -66,7 +67,11 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
 
 @pytest.mark.parametrize(
     ("kv_heads", "group", "selection", "aggregation"),
-    [*((1, 71, s, "mean") for s in SELECTIONS), *((2, 24, s, "norm") for s in SELECTIONS), (1, 17, "per-head", "max")],
+    [
+        *((1, 71, s, "mean") for s in SELECTIONS),
+        *(wide(2, 24, s, "norm") for s in SELECTIONS),
+        wide(1, 17, "per-head", "max"),
+    ],
 )
 def test_large_groups_keep_what_the_reference_keeps(device, kv_heads, group, selection, aggregation):
     """Prevents query heads beyond those of one program from having no say in what stays."""
@@ -142,7 +147,7 @@ def test_launches_in_parts_equal_the_reference_where_values_decide(device, share
     assert len(launches) == 3
 
 
-@pytest.mark.parametrize(("keep", "recent"), [(40, 40), (1, 0), (9, 8), (41, 0)])
+@pytest.mark.parametrize(("keep", "recent"), [(40, 40), (1, 0), wide(9, 8), wide(41, 0)])
 def test_small_shares_that_round_to_nothing_or_all(device, keep, recent):
     """Prevents a count below zero, or one that exceeds what is to be kept."""
     case = KernelCase(lengths=[60, 41], device=device, layers=1, group=1, head_dim=16)
@@ -186,7 +191,7 @@ def test_scores_for_inspection_are_those_that_decide(device, aggregation):
             torch.testing.assert_close(found[r, ..., :length], expected[r, ..., :length], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", [wide(s) if s == "per-head" else s for s in SELECTIONS])
 def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
     """Prevents a request's result from depending on the width of its batch, which decides how layers are split."""
     generator = torch.Generator().manual_seed(4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernel_cases import KernelCase
+from sets import matrix
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.value_size import NEWEST, value_size_torch
 from sglang_triattn.kernels.score.value_size_kernel import TOKENS, value_size_triton
@@ -56,11 +57,10 @@ def test_every_dtype_and_width(device, dtype, value_dim):
     check(KernelCase(lengths=[37, 11], device=device, dtype=dtype, head_dim=16, value_dim=value_dim, seed=value_dim))
 
 
-@pytest.mark.parametrize("recent", [0, 1, 8, 9])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(("shape", "recent"), matrix(list(SHAPES), [0, 1, 8, 9], strength=1))
 def test_shapes(device, shape, recent):
     """Prevents a wrong row in a ragged batch, seams between programs, and reading values that decide nothing."""
-    check(KernelCase(device=device, **shape), recent)
+    check(KernelCase(device=device, **SHAPES[shape]), recent)
 
 
 @pytest.mark.parametrize("recent", [NEWEST - 1, NEWEST, NEWEST + 1, 2 * NEWEST])

@@ -3,13 +3,15 @@
 import pytest
 
 from interpreter import SELECTION, assert_pass_interpreted
+from sets import wide
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 
-def test_kernels():
+@pytest.mark.parametrize("chosen", ["not wide", wide("wide")])
+def test_kernels(chosen):
     """Prevents kernels from drifting from their references when no GPU is at hand."""
-    assert_pass_interpreted("tests/gpu", *(f"--ignore={path}" for path in SELECTION))
+    assert_pass_interpreted("tests/gpu", "-m", chosen, *(f"--ignore={path}" for path in SELECTION))
 
 
 def test_kernels_in_rounds():

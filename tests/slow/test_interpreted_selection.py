@@ -3,10 +3,12 @@
 import pytest
 
 from interpreter import SELECTION, assert_pass_interpreted
+from sets import wide
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 
-def test_kernels_that_select():
+@pytest.mark.parametrize("chosen", ["not wide", wide("wide")])
+def test_kernels_that_select(chosen):
     """Prevents kernels from drifting from their references when no GPU is at hand."""
-    assert_pass_interpreted(*SELECTION)
+    assert_pass_interpreted("-m", chosen, *SELECTION)
