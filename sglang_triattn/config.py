@@ -94,16 +94,8 @@ class Config:
             object.__setattr__(self, "recent", self._default_recent)
         if self.value_share is None:
             object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
-        for name, most, why in (  # the default number of sinks is few enough for any budget
-            ("recent", self.budget, "the newest tokens are kept within the budget"),
-            ("sinks", max(self.budget, cast("int", _DEFAULTS["sinks"])), "they stay besides what rounds keep"),
-        ):
-            value = getattr(self, name)
-            if value > most:
-                raise TriAttentionError(
-                    f"{flag(name)} ({value}) is greater than {flag('budget')} ({self.budget}), but {why}: lower the "
-                    "one or raise the other."
-                )
+        if self.recent > self.budget:
+            raise _above_budget("recent", self, "the newest tokens are kept within the budget")
         if self.pressure_budget is not None and not self.recent <= self.pressure_budget <= self.budget:
             raise TriAttentionError(
                 f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({self.recent}) "
@@ -312,4 +304,15 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
                 f"{flag(min(given))} has no effect without --enable-triattention: add that flag, or leave this out."
             )
         return None
-    return Config(**complete(given))
+    config = Config(**complete(given))
+    # A server's: a request may ask for a budget below them. The default is few enough for any budget.
+    if config.sinks > max(config.budget, cast("int", _DEFAULTS["sinks"])):
+        raise _above_budget("sinks", config, "they stay on top of what rounds keep")
+    return config
+
+
+def _above_budget(name: str, config: Config, why: str) -> TriAttentionError:
+    return TriAttentionError(
+        f"{flag(name)} ({getattr(config, name)}) is greater than {flag('budget')} ({config.budget}), but {why}: lower "
+        "the one or raise the other."
+    )

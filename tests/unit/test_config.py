@@ -133,7 +133,9 @@ def test_where_no_request_can_have_a_round(settings, first):
 def test_a_few_sinks_go_with_any_budget():
     """Prevents the default of one setting from refusing another."""
     assert Config(budget=1).sinks == 4
-    assert Config(budget=64, sinks=64).sinks == 64
+    assert read_settings({**GOOD, "triattention_budget": 64, "triattention_sinks": 64}).sinks == 64
+    # What a request's own budget makes of a server's settings.
+    assert dataclasses.replace(Config(sinks=12), budget=9, recent=3).sinks == 12
 
 
 def test_windows_raise_what_follows_from_the_budget():
