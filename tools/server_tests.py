@@ -10,7 +10,7 @@ from import_graph import Checkout
 FOLDER = "tests/server/"
 CORE = ("test_capacity", "test_exactness", "test_known_failures", "test_lifecycle", "test_memory", "test_oracle")
 """What every compaction round of every server goes through."""
-CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_measured_families")
+CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_families")
 MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
 
 EXERCISED: dict[str, tuple[str, ...]] = {
@@ -22,7 +22,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "kernels/trial_compile.py": ("test_launch_warm_up",),
     "patches/bindings.py": ("test_exactness", "test_refusals"),
     "patches/calibration": CALIBRATED,
-    "patches/cpu": ("test_exactness", "test_reference_backend"),
+    "patches/cpu": ("test_exactness", "test_families"),
     "patches/cpu/attention_dp.py": ("test_dp_attention",),
     "patches/cpu/convolution.py": ("test_states",),
     "patches/cpu/delta_rule.py": ("test_states",),
@@ -46,7 +46,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/model/buffers.py": MODELS,
     "patches/model/draft.py": ("--speculative-algorithm",),
     "patches/model/inspect.py": MODELS,
-    "patches/model/latent.py": ("test_latent", "test_measured_families"),
+    "patches/model/latent.py": ("test_latent", "test_families"),
     "patches/model/layers.py": MODELS,
     "patches/model/rotation.py": (*CALIBRATED, *MODELS),
     "patches/model/stats_source.py": ("test_auto_stats", "test_refusals"),
