@@ -104,7 +104,7 @@ def rules_for(settings: Any, model: ModelConfig, config: Config) -> Config:
     """The settings of rounds for a model, completed by what follows from it and from the server's settings.
 
     Raises:
-        TriAttentionError: the model, or a setting beside such a model, does not work with compression.
+        TriAttentionError: the model, or a setting with such a model, does not work with compression.
     """
     check_model(model)
     check_window_pool(settings, model)

@@ -30,8 +30,8 @@ class Block:
 
     Attributes:
         numbers: [n] int64 in pinned memory.
-        event: recorded behind the last copy to or from it.
-        read: reads the numbers that were last copied to it; None if nobody will.
+        event: recorded after the last copy to or from it.
+        read: reads the numbers that were last copied to it; None if there are none to read.
     """
 
     def __init__(self, numbers: torch.Tensor, event: Event) -> None:

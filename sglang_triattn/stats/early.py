@@ -16,7 +16,7 @@ from sglang_triattn.stats.query_stats import QueryStats
 
 
 def check_against_config(stats: QueryStats, content: Fields, folder: Path | None) -> None:
-    """Compares statistics with the content of a config.json, and with the weights beside it if there are some.
+    """Compares statistics with the content of a config.json, and with the weights in its folder, if there are some.
 
     Args:
         folder: of the model; None if it is not on this machine.

@@ -1,4 +1,4 @@
-"""`sglang-triattn check` and the launch judge alike: the one by config.json, the other by what SGLang makes of it."""
+"""`sglang-triattn check` and the launch come to one judgement: the one by config.json, the other by what SGLang makes of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Settings:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
-def test_check_and_launch_judge_alike(name, tmp_path):
+def test_check_and_launch_agree(name, tmp_path):
     """Prevents `check` from saying "compresses" of a model and settings that the launch refuses, or the reverse."""
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content))
