@@ -41,7 +41,7 @@ def test_config_file(forkserver, tiny, tmp_path):
         assert [shown[name] for name in ("profile", "budget", "interval", "recent")] == [
             "conservative", BUDGET, INTERVAL, RECENT,
         ]  # fmt: skip
-    assert "profile='conservative'" in (tmp_path / "server.log").read_text()
+    assert "TriAttention is active (profile conservative)" in (tmp_path / "server.log").read_text()
 
 
 def test_data_parallel_replicas(serve):

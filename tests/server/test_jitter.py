@@ -48,7 +48,7 @@ if __name__ == "__main__":
 # evicted, or if every request has the same prompt and none is retracted.
 CASES = {
     "below-budget": {
-        "budget": None, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 768,
+        "budget": None, "interval": 128, "new_tokens": 112, "retract_interval": 30, "retracted": 3, "pool": 1280,
     },
     "rounds": {
         "budget": 24, "interval": 8, "new_tokens": 64, "retract_interval": 10**9, "retracted": 0, "pool": 4096,

@@ -16,6 +16,8 @@ import torch
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt, served_logprobs
 from oracle import TOLERANCE, Oracle, oracle_of
 from server import ServerError
+from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.stats.file import load_stats, save_stats
 from tiny_model import TinyModel, build_tiny_model
 
 PROMPT, TOKENS = 64, 200
@@ -152,10 +154,13 @@ def other_theta(tmp_path_factory) -> TinyModel:
     return build_tiny_model(tmp_path_factory.mktemp("models"), "other-theta")
 
 
-def test_statistics_of_another_rope_theta_are_refused(serve, tiny, other_theta):
-    """Prevents scoring with the frequencies of another model than the one served."""
+def test_statistics_of_another_rope_theta_are_refused(serve, tiny, other_theta, tmp_path):
+    """Prevents scoring with the frequencies of another model than the one served, where a file's fingerprint, by which
+    a launch would know it before, is that of the served one."""
+    stats = dataclasses.replace(load_stats(tiny.stats), fingerprint=model_fingerprint(str(other_theta.path)))
+    save_stats(stats, tmp_path / "other.safetensors")
     with pytest.raises(ServerError) as caught:
-        serve(model=dataclasses.replace(other_theta, stats=tiny.stats))
+        serve(model=dataclasses.replace(other_theta, stats=tmp_path / "other.safetensors"))
     (line,) = [line for line in str(caught.value).splitlines() if line.startswith("sglang-triattn: error: ")]
     assert "RoPE frequency 1 of 16 (rope_theta or rope scaling) is 0.56" in line
     assert " and 0.44" in line

@@ -37,6 +37,8 @@ WITHOUT_EFFECT = {
     "XDG_CACHE_HOME",
     # `forkserver.adopt_environment` does with it what Python does at its start.
     "PYTHONPATH",
+    # torch writes its own default there in a process that first compiles something, or asks where it would go.
+    "TORCHINDUCTOR_CACHE_DIR",
 }
 _WAY_THERE = ("os", "collections.abc")
 

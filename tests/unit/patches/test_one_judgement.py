@@ -1,4 +1,4 @@
-"""`sglang-triattn check` and the launch come to one judgement: the one by config.json, the other by what SGLang makes of it."""
+"""`sglang-triattn check` and the launch come to one judgement, by config.json and by what SGLang makes of it."""
 
 from __future__ import annotations
 
