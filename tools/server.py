@@ -24,6 +24,8 @@ START_TIMEOUT_S = 600
 # An idle SGLang exits within three seconds; a busy one first finishes its work, which nobody here waits for.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
+# What uvicorn logs.
+TAKEN = "error while attempting to bind on address"
 
 # With attention data parallelism SGLang also listens 13 and 233 to 239 above a server's port: none of those is here.
 PORTS = [port for port in range(20_000, 30_000) if port % 50 <= 10]
@@ -42,6 +44,10 @@ MEMORY_CHECKS = {
 
 class ServerError(RuntimeError):
     """The server did not come up; the message is for the user."""
+
+
+class PortTaken(ServerError):
+    """Another program took the port after it was drawn; SGLang only logs that and goes on without HTTP."""
 
 
 @dataclass
@@ -164,6 +170,8 @@ def wait_until_healthy(server: Server, timeout_s: float = START_TIMEOUT_S) -> No
         code = server.process.poll()
         if code is not None:
             raise ServerError(_with_log(server, f"the server ended while starting, with exit code {code}"))
+        if server.log_path is not None and TAKEN in server.log_path.read_text(errors="replace"):
+            raise PortTaken(_with_log(server, f"another program has port {server.port}"))
         if is_healthy(server.url):
             return
         time.sleep(0.1)

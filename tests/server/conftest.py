@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import harness
 import probe
 import warm
+from server import PortTaken, Server
 from tiny_model import TinyModel, build_tiny_model
 from words import with_tokenizer
 
@@ -29,6 +31,8 @@ class Servers:
         self._folder = folder
         self._running: OrderedDict[tuple, tuple[harness.Client, ExitStack]] = OrderedDict()
         self._started = 0
+        # By server: the file of tests that asked for it last.
+        self._files: dict[tuple, str] = {}
 
     def __call__(
         self,
@@ -38,7 +42,8 @@ class Servers:
         model: TinyModel | None = None,
         tokenizer: bool = False,
     ) -> harness.Client:
-        """The Client of a server with every memory check on.
+        """The Client of a server with every memory check on, whose tree holds nothing of another file's tests: a prompt
+        that it knew would be computed in another batch, and its last bits would differ.
 
         Args:
             args: added to the usual arguments.
@@ -56,6 +61,10 @@ class Servers:
         self._running.move_to_end(key)
         client, _ = self._running[key]
         client.assert_alive()
+        file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+        if self._files.setdefault(key, file) != file:
+            client.flush()
+            self._files[key] = file
         return client
 
     def _start(self, args, env, compressed, model, tokenizer) -> tuple[harness.Client, ExitStack]:
@@ -65,11 +74,20 @@ class Servers:
         self._started += 1
         log = self._folder / f"server-{self._started}.log"
         stack = ExitStack()
-        running = warm.running_server(self._forkserver, model.path, full, {**harness.STRICT, **env}, log)
-        return harness.Client(stack.enter_context(running)), stack
+
+        def start() -> Server:
+            running = warm.running_server(self._forkserver, model.path, full, {**harness.STRICT, **env}, log)
+            return stack.enter_context(running)
+
+        try:
+            return harness.Client(start()), stack
+        except PortTaken:
+            # SGLang's processes draw ports, too.
+            return harness.Client(start()), stack
 
     def _stop(self, key: tuple) -> None:
         client, stack = self._running.pop(key)
+        del self._files[key]
         try:
             client.assert_alive()
         finally:

@@ -83,7 +83,7 @@ def test_tests_read_nothing_beside_the_checkout():
 def test_gpu_tests_need_no_sglang():
     """Prevents kernel tests that run only where all of SGLang is installed."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    allowed = {"checkout", "flashinfer", "numpy", "pytest", "torch", "triton"} | sys.stdlib_module_names
+    allowed = {"checkout", "flashinfer", "numpy", "pytest", "sets", "torch", "triton"} | sys.stdlib_module_names
     files = list((ROOT / "tests" / "gpu").glob("*.py"))
     own = {path.stem for path in files}
     for path in files:
