@@ -61,6 +61,19 @@ class TestServer:
             raise ZeroDivisionError
         assert server.session_members(handle.pid) == []
 
+    def test_server_that_has_lost_its_port_is_not_waited_for(self, tmp_path):
+        """Prevents ten minutes of waiting for a server that SGLang keeps running without HTTP."""
+        line = "ERROR: [Errno 98] error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+        start = time.monotonic()
+        with (
+            server.running_process(
+                ["bash", "-c", f'echo "{line}"; sleep 600'], server.free_port(), log_path=tmp_path / "log"
+            ) as handle,
+            pytest.raises(server.PortTaken, match="another program has port"),
+        ):
+            server.wait_until_healthy(handle, 30)
+        assert time.monotonic() - start < 20
+
     def test_server_that_dies_shows_its_log(self, tmp_path):
         command = ["bash", "-c", "echo the reason; exit 3"]
         start = time.monotonic()
