@@ -130,6 +130,8 @@ def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, a
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    # Imported for the whole process, with a variable for its own: no other test may see it.
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     import compile_kernels
 
     kernel = part("decode_attention_triton").attend_kernel
@@ -142,9 +144,9 @@ def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, a
     known = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name.startswith("stride")]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in known})
     log = io.StringIO()
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
-    with redirect_stdout(log):
+    with triton.knobs.cache.scope(), triton.knobs.nvidia.scope(), redirect_stdout(log):
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.nvidia.dump_ptxas_log = True
         options = {"num_warps": 4, "num_stages": 3}
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     found = compile_kernels.figures(log.getvalue(), made.asm["ptx"], made.metadata.shared)
