@@ -44,30 +44,41 @@ def test_random_histories(page_size, radix):
     run(16, page_size=page_size, radix=radix)
 
 
-@pytest.mark.parametrize("page_size", [1, wide(4), 16])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"selection": "union", "budget_scope": "total"},
-        {"selection": "per-head"},
-        {"selection": "per-layer-head", "budget_scope": "total"},
-        {"selection": "per-layer-head", "value_share": 0.75},
-        # More recent tokens than are appended between rounds: their order matters.
-        {"selection": "shared-mean", "recent": 10},
-        {"selection": "per-head", "recent": 9, "budget": 12, "interval": 5},
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
+def shown(value: object) -> str | None:
+    """The id of a case's value."""
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else None
+
+
+OTHER_SETTINGS = [
+    {"selection": "union", "budget_scope": "total"},
+    {"selection": "per-head"},
+    {"selection": "per-layer-head", "budget_scope": "total"},
+    {"selection": "per-layer-head", "value_share": 0.75},
+    # More recent tokens than are appended between rounds: their order matters.
+    {"selection": "shared-mean", "recent": 10},
+    {"selection": "per-head", "recent": 9, "budget": 12, "interval": 5},
+]
+
+
+@pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], OTHER_SETTINGS, strength=1), ids=shown)
 def test_random_histories_of_other_settings(page_size, settings):
     """Prevents the same in every mode, and when requests of one batch keep different numbers of tokens."""
     run(8, page_size=page_size, **settings)
 
 
 @pytest.mark.parametrize(
-    ("page_size", "interval", "sinks", "prompt"),
-    [(1, 5, 2, "compact"), (4, 8, 2, "frozen"), (4, 8, 6, "compact"), (16, 16, 2, "frozen")],
+    ("page_size", "interval", "sinks", "prompt", "selection"),
+    [
+        (1, 5, 2, "compact", "per-layer-head"),
+        wide(1, 5, 2, "compact", "shared-mean"),
+        (4, 8, 2, "frozen", "shared-mean"),
+        wide(4, 8, 2, "frozen", "per-layer-head"),
+        (4, 8, 6, "compact", "per-layer-head"),
+        wide(4, 8, 6, "compact", "shared-mean"),
+        (16, 16, 2, "frozen", "shared-mean"),
+        wide(16, 16, 2, "frozen", "per-layer-head"),
+    ],
 )
-@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
 def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, prompt, selection):
     """Prevents the same when the newest tokens move up in the row, by whole pages, and not in the pool."""
     lengths = {"budget": 28, "interval": interval, "recent": 18, "pressure_budget": 22}
@@ -79,8 +90,7 @@ def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, promp
     assert (counts["rows cut before their newest tokens"] > 3) == moves
 
 
-@pytest.mark.parametrize("page_size", [wide(1), 4, 16])
-@pytest.mark.parametrize("selection", ["shared-mean", "per-layer-head"])
+@pytest.mark.parametrize(("page_size", "selection"), matrix([16, 4, 1], ["shared-mean", "per-layer-head"], strength=1))
 def test_random_histories_of_compacted_prompts(page_size, selection):
     """Prevents prefill onto a shortened row from computing other tokens, at other places, or poisoning the tree."""
     settings = {"prompt": "compact", "selection": selection}
@@ -97,17 +107,15 @@ def test_random_histories_in_a_full_pool(page_size):
     assert counts["early rounds"] > 0
 
 
-@pytest.mark.parametrize("page_size", [1, wide(4), 16])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"selection": "shared-mean"},
-        {"selection": "per-layer-head"},
-        {"budget": 28, "interval": 16, "recent": 18, "pool": 160},
-        {"budget": 13, "interval": 7, "recent": 10, "prompt": "compact"},
-    ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
-)
+DRAFTING = [
+    {"selection": "shared-mean"},
+    {"selection": "per-layer-head"},
+    {"budget": 28, "interval": 16, "recent": 18, "pool": 160},
+    {"budget": 13, "interval": 7, "recent": 10, "prompt": "compact"},
+]
+
+
+@pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], DRAFTING, strength=1), ids=shown)
 def test_random_histories_of_drafting_requests(page_size, settings):
     """Prevents the same where rows have reserves behind their computed entries, which move when rounds close up."""
     run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)

@@ -14,6 +14,7 @@ import torch
 
 import harness
 import prepare_model
+from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.select import SELECTIONS
@@ -85,7 +86,7 @@ def worded(tiny, tmp_path_factory):
     return with_tokenizer(tiny, tmp_path_factory.mktemp("worded") / "model").path
 
 
-@pytest.mark.parametrize("algorithm", DRAFTS)
+@pytest.mark.parametrize("algorithm", ["NGRAM", wide("STANDALONE")])
 def test_a_launch_that_drafts_measures_too(forkserver, worded, tmp_path, algorithm):
     """Prevents a server with drafts that refuses to start until statistics are in the cache: a batch that measures
     decodes one token at a time, where the server's own batches reserve slots for drafts instead."""
@@ -142,6 +143,7 @@ def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record
     assert all(share >= 0.9 for share in agreements.values())
 
 
+@pytest.mark.wide
 def test_the_engine_measures_what_transformers_does(forkserver, smollm, tmp_path):
     """Prevents an engine calibration that is right only for small models in float32."""
     (tmp_path / "text.txt").write_text(prepare_model.calibration_text()[:4000])

@@ -29,7 +29,7 @@ from words import text, with_tokenizer
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]
 # Enough that an interrupt after the first save comes well before the end.
-MANY_TOKENS = 150_000
+MANY_TOKENS = 80_000
 
 
 @pytest.fixture(scope="module")

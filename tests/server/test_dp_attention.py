@@ -24,7 +24,7 @@ BACKEND = ("--attention-backend", "torch_reference")
 
 
 CASES = [
-    (FAMILY, TWO_GROUPS, 1, "shared-mean"),
+    wide(FAMILY, TWO_GROUPS, 1, "shared-mean"),
     wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
     ("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
 ]

@@ -53,11 +53,11 @@ CASES = [
     wide("EAGLE", "pages"),
     ("EAGLE3", "pages"),
     ("EAGLE", "ranks"),
-    ("EAGLE", "overlap off"),
+    wide("EAGLE", "overlap off"),
     ("NEXTN", "moved"),
     wide("NEXTN latent", "moved"),
     ("NEXTN latent", "pages"),
-    ("NEXTN latent", "remapped"),
+    wide("NEXTN latent", "remapped"),
 ]
 # Models with a draft layer of their own.
 WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}

@@ -22,6 +22,7 @@ from harness import KEYS_ALONE, assert_pool_is_whole
 from measured_statistics import MEASURED, assert_measured_right, measuring
 from oracle import means_of
 from plain_answers import assert_plain_answers
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 # Tokens of a prompt that are prefilled at once: whole pages, and a window of the measured text.
@@ -54,29 +55,29 @@ CASES = [
     Case("llama", 1, "union", plain=True),
     Case("gemma2", 16, "shared-mean", plain=True),
     Case("gemma3", 1, "union", plain=True),
-    Case("olmo3", 64, "per-head"),
-    Case("exaone4", 16, "per-layer-head"),
+    wide(Case("olmo3", 64, "per-head")),
+    wide(Case("exaone4", 16, "per-layer-head")),
     Case("cohere2", 1, "per-layer-head"),
     Case("smollm3", 16, "per-layer-head"),
-    Case("seed-oss", 16, "per-layer-head"),
-    Case("dots1", 1, "shared-mean"),
+    wide(Case("seed-oss", 16, "per-layer-head")),
+    wide(Case("dots1", 1, "shared-mean")),
     Case("nemotron-nas", 16, "per-layer-head"),
-    Case("gpt-oss", 1, "shared-mean", measured=False, plain=True),
+    wide(Case("gpt-oss", 1, "shared-mean", measured=False, plain=True)),
     Case("gpt-oss", 16, "per-layer-head", plain=True),
     Case("mimo-v2", 16, "per-layer-head"),
-    Case("step-3.5", 64, "per-layer-head"),
+    wide(Case("step-3.5", 64, "per-layer-head")),
     Case("gemma-4", 16, "per-layer-head"),
     Case("gemma-4-shared", 1, "per-layer-head"),
     Case("deepseek-v3", 16, "per-layer-head", plain=True),
     Case("glm-4.7-flash", 64, "per-layer-head"),
     Case("qwen3-next", 1, "union", WITHOUT_BUFFER, plain=True),
-    Case("qwen3-next", 16, "per-layer-head", WITH_BUFFER, measured=False),
+    wide(Case("qwen3-next", 16, "per-layer-head", WITH_BUFFER, measured=False)),
     Case("qwen3.5", 16, "union", WITH_BUFFER, plain=True),
-    Case("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER),
+    wide(Case("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER)),
     Case("lfm2", 1, "per-layer-head", plain=True),
     Case("falcon-h1", 16, "per-layer-head", (*WITH_BUFFER, *KEYS_ALONE), plain=True),
-    Case("granite-4-h", 1, "per-layer-head", WITH_BUFFER, plain=True),
-    Case("nemotron-h", 16, "shared-mean", WITH_BUFFER, plain=True),
+    wide(Case("granite-4-h", 1, "per-layer-head", WITH_BUFFER, plain=True)),
+    wide(Case("nemotron-h", 16, "shared-mean", WITH_BUFFER, plain=True)),
 ]
 OTHERS = [
     ("gemma3", 1, "per-layer-head"),
@@ -131,7 +132,7 @@ def test_a_family(serve, tmp_path, case):
     serve.stop(client)
 
 
-@pytest.mark.parametrize(("family", "page_size"), [("qwen3-moe", 1), ("glm-4.5", 16)])
+@pytest.mark.parametrize(("family", "page_size"), [("qwen3-moe", 1), wide("glm-4.5", 16)])
 def test_a_server_that_does_not_compress(serve, tmp_path, family, page_size):
     """Prevents wrong answers of plain SGLang through the CPU platform's backend, here by models in which rounding
     decides which experts a token takes, and with them what an account of kept tokens would compute."""

@@ -16,7 +16,8 @@ from warm import running_server
 def smollm(forkserver, tmp_path_factory):
     model, stats = prepare_model.prepare()
     args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
-    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle"]
+    # In bfloat16, processors without bfloat16 arithmetic would answer for minutes.
+    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32"]
     with running_server(forkserver, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
         yield Client(server)
 

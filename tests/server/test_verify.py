@@ -11,6 +11,7 @@ import pytest
 import dormant_faults
 import prepare_model
 from harness import STRICT, Client, install_plugin, python_path
+from sets import wide
 from sglang_triattn.cli import main as cli
 from sglang_triattn.verify.checks import CHECKS
 from tiny_model import TinyModel
@@ -109,12 +110,14 @@ def test_all_is_well(verify, faulty_smollm):
     assert (status, answer["passed"], answer["shared"]) == (0, True, False)
 
 
-def test_all_is_well_in_pages(verify, capsys, forkserver, smollm, tmp_path_factory):
+@pytest.mark.parametrize(("trained", "untested"), [(False, {"positions"}), wide(True, set())])
+def test_all_is_well_in_pages(verify, capsys, forkserver, tiny, tmp_path_factory, trained, untested):
     """Prevents false alarms, and checks that ask too little, where whole pages are freed; with an API key."""
     more = ("--page-size", "16", "--api-key", "secret")
-    with running(forkserver, smollm, tmp_path_factory, STRICT, *more) as client:
+    model = TinyModel(*prepare_model.prepare()) if trained else tiny
+    with running(forkserver, model, tmp_path_factory, STRICT, *more) as client:
         status, answer = verify(client, "--api-key", "secret")
-        assert names(answer, "passed") == set(CHECKS), answer
+        assert names(answer, "passed") == set(CHECKS) - untested, answer
         assert (status, answer["page_size"]) == (0, 16)
         assert_one_sentence(client.url, "refuses the API key", capsys)
 

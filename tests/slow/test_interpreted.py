@@ -14,9 +14,15 @@ def test_kernels(chosen):
     assert_pass_interpreted("tests/gpu", "-m", chosen, *(f"--ignore={path}" for path in SELECTION))
 
 
-def test_kernels_in_rounds():
-    """Prevents kernels from drifting from the rounds that use them, and SGLang's own from what rounds leave behind."""
-    assert_pass_interpreted("tests/support/property/rounds_by_kernels.py", "tests/support/property/backend_metadata.py")
+@pytest.mark.parametrize("chosen", ["not wide", wide("wide")])
+def test_kernels_in_rounds(chosen):
+    """Prevents kernels from drifting from the rounds that use them."""
+    assert_pass_interpreted("tests/support/property/rounds_by_kernels.py", "-m", chosen)
+
+
+def test_what_rounds_leave():
+    """Prevents attention on a GPU that reads evicted slots."""
+    assert_pass_interpreted("tests/support/property/backend_metadata.py")
 
 
 def test_plans_of_attention():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ def matrix(*axes: list, strength: int = 2) -> list:
     """All combinations of the axes' values as cases, wide but for a few.
 
     Those few hold every combination of values of any `strength` axes: with 1 each value, with 2 each pair of values.
-    They are chosen greedily, the first of the best in the order of the product, so that they are always the same.
+    They are chosen greedily, of the best the one with the least used values, then the first in the order of the
+    product, so that they are always the same.
     """
     cases = list(itertools.product(*map(range, map(len, axes))))
     groups = list(itertools.combinations(range(len(axes)), strength))
@@ -33,9 +35,10 @@ def matrix(*axes: list, strength: int = 2) -> list:
         return {(group, tuple(case[axis] for axis in group)) for group in groups}
 
     missing = set().union(*map(held, cases))
-    chosen = set()
+    chosen: set[tuple[int, ...]] = set()
     while missing:
-        best = max(cases, key=lambda case: len(held(case) & missing))
+        uses = Counter(place for case in chosen for place in enumerate(case))
+        best = max(cases, key=lambda case: (len(held(case) & missing), -sum(uses[place] for place in enumerate(case))))
         chosen.add(best)
         missing -= held(best)
     values = [tuple(axis[place] for axis, place in zip(axes, case, strict=True)) for case in cases]

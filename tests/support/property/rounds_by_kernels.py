@@ -13,6 +13,7 @@ from sglang.kernels.ops.memory import allocator as kernels_of_sglang
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 from checks import check_books, check_row, decode_together
+from sets import matrix, wide
 from sglang_triattn.kernels.compact import move_kernel
 from sglang_triattn.kernels.score import score_kernel, value_size_kernel
 from sglang_triattn.kernels.select import importance_kernel, keep_kernel
@@ -36,18 +37,23 @@ def history(**options) -> list[torch.Tensor]:
     return [request.positions for request in requests]
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(
-    "settings",
+    ("page_size", "settings"),
     [
-        {"selection": "shared-mean"},
-        {"selection": "union", "budget_scope": "total"},
-        {"selection": "per-head"},
-        {"selection": "per-layer-head", "recent": 10},
-        {"selection": "per-layer-head", "value_share": 0.75},
-        {"selection": "per-layer-head", "value_share": 1.0},
+        (1, {"selection": "shared-mean"}),
+        (4, {"selection": "union", "budget_scope": "total"}),
+        (1, {"selection": "per-head"}),
+        (4, {"selection": "per-layer-head", "recent": 10}),
+        (1, {"selection": "per-layer-head", "value_share": 0.75}),
+        (4, {"selection": "per-layer-head", "value_share": 1.0}),
+        wide(4, {"selection": "shared-mean"}),
+        wide(1, {"selection": "union", "budget_scope": "total"}),
+        wide(4, {"selection": "per-head"}),
+        wide(1, {"selection": "per-layer-head", "recent": 10}),
+        wide(4, {"selection": "per-layer-head", "value_share": 0.75}),
+        wide(1, {"selection": "per-layer-head", "value_share": 1.0}),
     ],
-    ids=lambda settings: "-".join(map(str, settings.values())),
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_kernels_keep_what_their_references_keep(page_size, settings):
     """Prevents arguments from reaching a kernel in another dtype, order or unit than its reference understands."""
@@ -88,17 +94,16 @@ def rehearse(sim: Simulation) -> None:
     warm_up.rehearse(scheduler, sim.compressor)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize(
-    ("selection", "share"),
-    [("union", 0), ("shared-mean", 0), ("per-head", 0), *(("per-layer-head", share) for share in (0, 0.75, 1))],
-)
-def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_size, selection, share, monkeypatch):
+SELECTIONS = [("union", 0), ("shared-mean", 0), ("per-head", 0), *(("per-layer-head", share) for share in (0, 0.75, 1))]
+
+
+@pytest.mark.parametrize(("page_size", "selection"), matrix([1, 4], SELECTIONS, strength=1))
+def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_size, selection, monkeypatch):
     """Prevents a compilation while requests wait, and a warm-up that touches a slot, a row or the books."""
     rehearsed, served = set(), set()
     # Makes rows of these lengths long, both for one program and for the memory of all layers.
     monkeypatch.setattr(keep_kernel, "BLOCK", 16)
-    sim = Simulation(page_size, kernels=True, selection=selection, value_share=share)
+    sim = Simulation(page_size, kernels=True, selection=selection[0], value_share=selection[1])
     sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, num_tokens=20, limit=0)
     assert sim.compressor.workspace_plan.launch(CONTEXT) == (1, 1)
     generator = torch.Generator().manual_seed(1)
