@@ -34,7 +34,9 @@ WHY = {
     (MAIN, "OpenAIServingChat._generate_chat_stream"): "puts it into streamed chats",
     (MAIN, "OpenAIServingCompletion._build_completion_response"): "puts it into whole completions",
     (MAIN, "OpenAIServingCompletion._generate_completion_stream"): "puts it into streamed ones",
-    (MAIN, "TokenizerManager._create_tokenized_object"): "refuses a bad request field, whichever endpoint",
+    (MAIN, "TokenizerManager._create_tokenized_object"): (
+        "gives a request the operator's preferred settings, and refuses a bad field, whichever endpoint"
+    ),
     (MAIN, "serve_generate_request"): "refuses it with status 400 before a stream of `/generate` begins",
     (MAIN, "TokenizerManager.init_metric_collector_watchdog"): "counts refusals beside SGLang's own metrics",
     (CONTROLLER, "DataParallelController._record_scheduler_init_infos"): "reads the replicas' answers",

@@ -56,6 +56,22 @@ SETTINGS = [
     (["--triattention-aggregation", "median"], {}, ["--triattention-aggregation", "median", "mean, max"]),
     (["--triattention-budget-scope", "all"], {}, ["--triattention-budget-scope", "all", "private, total"]),
     (["--triattention-stats", "missing.safetensors"], {}, ["missing.safetensors", "calibrate"]),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"budgte": 7}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.budgte is not a setting of a request"],
+    ),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"budget": 65}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.budget is 65", "from 1 to 64"],
+    ),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"conversation": "a"}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.conversation is 'a'", "leave it out"],
+    ),
+    (["--preferred-sampling-params", "[7]"], {}, ["--preferred-sampling-params is [7]", "must be a JSON object"]),
 ]
 
 
