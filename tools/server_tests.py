@@ -38,9 +38,11 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/hook_list.py": (),
     "patches/hooks.py": ("test_entrances", "test_refusals"),
     "patches/launch": ("test_entrances", "test_refusals"),
+    "patches/launch/checks.py": ("test_environment_settings",),
     "patches/launch/handshake.py": ("--dp-size", "--pp-size"),
     "patches/launch/notices.py": ("test_operator_settings", "test_weight_updates"),
     "patches/launch/preferred.py": ("test_operator_settings",),
+    "patches/launch/server_args.py": ("test_environment_settings",),
     "patches/launch/worker_app.py": ("--tokenizer-worker-num",),
     "patches/launch/workers.py": ("--tokenizer-worker-num",),
     "patches/model": ("test_oracle",),
@@ -57,7 +59,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/observability/census_lengths.py": ("test_served_census", "test_beam_search"),
     "patches/observability/census_peers.py": ("test_window_pool_storms",),
     "patches/observability/stopped.py": ("test_served_failures", "test_router"),
-    "patches/plugin.py": ("test_entrances", "test_replicas", "test_wheel"),
+    "patches/plugin.py": ("test_entrances", "test_environment_settings", "test_replicas", "test_wheel"),
     "patches/request_validation.py": (
         *("chat_client", "test_beam_search", "test_conversations", "test_junk", "test_programs", "test_readme_clients"),
     ),
@@ -113,6 +115,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/rounds/scoring.py": ("test_partial_rotary", "test_latent"),
     "sglang_triattn/stats": ("test_auto_stats", "test_oracle", "test_refusals"),
     "sglang_triattn/transformers_cache": ("test_cache_beside_server", "test_quality_server"),
+    "sglang_triattn/variable.py": ("test_calibrate_engine", "test_environment_settings", "test_refusals"),
     "sglang_triattn/verdict.py": ("test_refusals",),
     "sglang_triattn/verify": ("test_verify",),
 }
