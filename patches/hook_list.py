@@ -28,13 +28,16 @@ WITHOUT = {
 WHY = {
     (MAIN, "ServerArgs.add_cli_args"): "defines the flags",
     (MAIN, "ServerArgs.from_cli_args"): "reads the flags; once compression is asked for, installs the rest",
+    (MAIN, "ServerArgs.check_server_args"): "reads `SGLANG_TRIATTENTION` where no flag or keyword could be read",
     (MAIN, "_wait_for_scheduler_ready"): "ends a launch in which a scheduler does not compress",
     (MAIN, "TokenizerManager.update_request_meta_info"): "puts the report into `meta_info`",
     (MAIN, "OpenAIServingChat._build_chat_response"): "puts it into whole chats",
     (MAIN, "OpenAIServingChat._generate_chat_stream"): "puts it into streamed chats",
     (MAIN, "OpenAIServingCompletion._build_completion_response"): "puts it into whole completions",
     (MAIN, "OpenAIServingCompletion._generate_completion_stream"): "puts it into streamed ones",
-    (MAIN, "TokenizerManager._create_tokenized_object"): "refuses a bad request field, whichever endpoint",
+    (MAIN, "TokenizerManager._create_tokenized_object"): (
+        "gives a request the operator's preferred settings, and refuses a bad field, whichever endpoint"
+    ),
     (MAIN, "serve_generate_request"): "refuses it with status 400 before a stream of `/generate` begins",
     (MAIN, "TokenizerManager.init_metric_collector_watchdog"): "counts refusals beside SGLang's own metrics",
     (CONTROLLER, "DataParallelController._record_scheduler_init_infos"): "reads the replicas' answers",
@@ -109,7 +112,7 @@ WHY = {
 
 def all_hooks() -> dict[str, list[Hook]]:
     """The hooks by the process that they run in."""
-    main = (server_args.hooks(lambda _: None), handshake.main_hooks(), reporting.main_hooks())
+    main = (server_args.hooks(lambda _: None, lambda _: None), handshake.main_hooks(), reporting.main_hooks())
     census = Census(Conversations(1)).hooks()
     # The scheduler's hooks include the census's where the environment asks for it.
     apart = {hook.target for hook in census}

@@ -1,15 +1,13 @@
 """The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that it touches.
 
 `activate` is the entry point in the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
---enable-triattention, only the two hooks that define and read the flags are in place, in the main process.
+--enable-triattention, only the three hooks that define and read settings are in place, in the main process.
 """
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, cast
-
-from sglang_triattn.errors import TriAttentionError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -26,6 +24,7 @@ def activate() -> None:
     Raises:
         TriAttentionError: SGLang is not the version that the hooks were written for, or lacks one of their targets.
             SGLang logs the error; the launch then fails because the flags are unknown or the handshake is missing.
+        SystemExit: the same, in a launch that would go on without compression.
     """
     caller = _caller()
     if caller is None:
@@ -46,6 +45,7 @@ def activate() -> None:
         return
     config = args_patch.config_of(server_args)
     if config is None:
+        args_patch.exit_if_forgotten()
         return
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
@@ -60,13 +60,13 @@ def _activate_main() -> None:
     from sglang_triattn.patches.launch import server_args as args_patch
 
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
-    if engine is not None:
-        # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and records could then
-        # not be pickled to the schedulers.
-        engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
     try:
-        hooks.register(args_patch.hooks(_enable_main))
-    except TriAttentionError as error:
+        if engine is not None:
+            # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and records could
+            # then not be pickled to the schedulers.
+            engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
+        hooks.register(args_patch.hooks(_enable_main, _enable_resolved))
+    except Exception as error:
         args_patch.exit_if_asked_for(error)
         raise
 
@@ -84,6 +84,14 @@ def _enable_main(server_args: ServerArgs) -> None:
     launch.check_at_resolution()
     hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
     stopped.watch_health()
+
+
+def _enable_resolved(server_args: ServerArgs) -> None:
+    """The same for settings that SGLang has resolved already."""
+    from sglang_triattn.patches.launch import checks as launch
+
+    _enable_main(server_args)
+    launch.check_resolved(server_args)
 
 
 def _caller() -> tuple[str, ServerArgs] | None:

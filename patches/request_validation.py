@@ -1,4 +1,4 @@
-"""Refuses bad settings of requests on arrival.
+"""Refuses bad settings of requests on arrival, and gives those without any the operator's.
 
 SGLang parts: `TokenizerManager._create_tokenized_object` (sglang/srt/managers/tokenizer_manager.py), which every
 request passes through, and `serve_generate_request` (sglang/srt/entrypoints/http_server.py).
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.launch.preferred import prefer
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.patches.observability.metrics import Refusals
 from sglang_triattn.patches.scheduler.request import kinds_of
@@ -24,7 +25,12 @@ from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_req
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
     from fastapi import Response
-    from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+    from sglang.srt.managers.io_struct import (
+        EmbeddingReqInput,
+        GenerateReqInput,
+        TokenizedEmbeddingReqInput,
+        TokenizedGenerateReqInput,
+    )
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_triattn.patches.sglang_parts import ServerArgs
@@ -41,8 +47,8 @@ def main_hooks() -> list[Hook]:
         *_refusals.hooks(),
         Hook(
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-            "after",
-            _check_tokenized,
+            "around",
+            _prefer_and_check,
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
         ),
         Hook(
@@ -54,13 +60,23 @@ def main_hooks() -> list[Hook]:
     ]
 
 
-def _check_tokenized(tokenized: TokenizedGenerateReqInput, manager: TokenizerManager, *_: object, **__: object) -> None:
+def _prefer_and_check(
+    original: Callable,
+    manager: TokenizerManager,
+    obj: GenerateReqInput | EmbeddingReqInput,
+    *inputs: object,
+    **named_inputs: object,
+) -> TokenizedGenerateReqInput | TokenizedEmbeddingReqInput:
     """Raises TriAttentionError, a ValueError: SGLang answers it with status 400, and `sglang.Engine` raises it."""
     config = config_of(manager.server_args)
-    if config is not None:
-        media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
-        params = tokenized.sampling_params
-        _check(config, _no_conversations(manager.server_args), params.custom_params, params.beam_width, media)
+    if config is None:
+        return original(manager, obj, *inputs, **named_inputs)
+    prefer(manager, obj)
+    tokenized: TokenizedGenerateReqInput = original(manager, obj, *inputs, **named_inputs)
+    media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
+    params = tokenized.sampling_params
+    _check(config, _no_conversations(manager.server_args), params.custom_params, params.beam_width, media)
+    return tokenized
 
 
 async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:

@@ -30,6 +30,7 @@ from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import named, unsupported
 from sglang_triattn.patches.launch.model_config import reason_in_file
+from sglang_triattn.variable import unset
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -79,6 +80,7 @@ class Made:
     tokens: int | None
 
 
+@unset()
 def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, server_args: Sequence[str]) -> Made:
     """Runs `job` in its own engine and writes the statistics to `out`.
 

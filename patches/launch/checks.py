@@ -27,6 +27,7 @@ from sglang_triattn.patches.launch.incompatible import (
     window_of,
 )
 from sglang_triattn.patches.launch.model_config import check_model_file, read_config
+from sglang_triattn.patches.launch.preferred import check_preferred
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.rounds.plan import check_reach, in_whole_pages
@@ -44,15 +45,17 @@ _registered = False
 
 
 def check_files(server_args: ServerArgs) -> None:
-    """Raises TriAttentionError if the statistics file or the model's config.json rules out compression.
+    """Raises TriAttentionError if the statistics file, the model's config.json or what is preferred rules it out.
 
     This is the first check: SGLang has neither read the model's configuration nor imported its server yet.
     """
     config = args_patch.config_of(server_args)
     stats = load_stats(config.stats) if config is not None and config.stats != AUTO else None
-    check_model_file(server_args)
     # SGLang assembles the fields of the record at run time.
     settings: Any = server_args
+    if config is not None:
+        check_preferred(settings, config)
+    check_model_file(server_args)
     content = read_config(settings)
     if stats is not None and content is not None:
         check_against_config(stats, content, local_folder(settings.model_path, settings.revision))
@@ -83,21 +86,32 @@ def _check_drafts(server_args: ServerArgs, previous: Callable[[ServerArgs], None
 
 
 def _check(server_args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+    previous(server_args)
+    try:
+        check_resolved(server_args)
+    except TriAttentionError as error:
+        args_patch.refuse(server_args, error)
+
+
+def check_resolved(server_args: ServerArgs) -> None:
+    """Completes the Config of a record from its resolved settings; does nothing if it carries none.
+
+    Raises:
+        TriAttentionError: a setting, or the model, does not work with compression.
+    """
     from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
 
-    previous(server_args)
     config = args_patch.config_of(server_args)
     if config is None:
         return
-    try:
-        is_wanted()
-        settings = resolving_view(server_args)
-        check_settings(settings)
-        hook_workers(settings.tokenizer_worker_num)
-        check_model_file(settings)
-        args_patch.replace_config(server_args, rules_for(settings, model_config_of(server_args), config))
-    except TriAttentionError as error:
-        args_patch.refuse(server_args, error)
+    is_wanted()
+    settings = resolving_view(server_args)
+    check_settings(settings)
+    hook_workers(settings.tokenizer_worker_num)
+    check_model_file(settings)
+    config = rules_for(settings, model_config_of(server_args), config)
+    check_preferred(settings, config)
+    args_patch.replace_config(server_args, config)
 
 
 def rules_for(settings: Any, model: ModelConfig, config: Config) -> Config:

@@ -54,6 +54,13 @@ def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
             f"{max(graphs)}, and larger ones decode slower, without graphs: start with --cuda-graph-max-bs-decode "
             f"{requests}, or with --max-running-requests {max(graphs)}"
         )
+    if scheduler.chunked_prefill_size is None:
+        slots = row_allocator(scheduler.token_to_kv_pool_allocator).size
+        yield (
+            "This server prefills prompts whole, as it would a request that was retracted: its pool of "
+            f"{slots:,} slots limits prompt and answer together, although rounds free slots, and a longer prompt is "
+            'refused with "prompt": "compact" too; chunks (--chunked-prefill-size above 0) lift both limits'
+        )
 
 
 def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:

@@ -1,18 +1,25 @@
-"""Command-line flags and keywords of `sglang.Engine`. SGLang part: sglang/srt/server_args.py.
+"""Where a launch gets its settings: flags, keywords of `sglang.Engine`, the environment.
 
-SGLang lets no plugin declare a setting, and its settings record takes only known fields. But it pickles
-underscore-prefixed attributes along to every child process, so the Config travels in one of those.
+SGLang part: `ServerArgs` (sglang/srt/server_args.py). SGLang lets no plugin declare a setting, and its settings record
+takes only known fields. But it pickles underscore-prefixed attributes along to every child process, so the Config
+travels in one of those.
+
+A record that a program built itself knows neither flags nor keywords of this package, and may be resolved before SGLang
+loads plugins. The environment (`sglang_triattn.variable`) is then read in `check_server_args`, which each launch calls
+right after it has loaded them.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from sglang_triattn.config import SWITCH, Config, add_flags, read_settings
-from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.config import SWITCH, Config, add_flags
+from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
 
 if TYPE_CHECKING:
     import argparse
@@ -52,18 +59,44 @@ def refuse(server_args: ServerArgs, error: TriAttentionError) -> None:
     _exit(error)
 
 
-def exit_if_asked_for(error: TriAttentionError) -> None:
-    """Ends a command line that enables compression, because of `error`, when its flags cannot even be defined."""
-    if any(word.split("=")[0] == SWITCH for word in sys.argv[1:]):
+def exit_if_asked_for(error: Exception) -> None:
+    """Ends a launch that asks for compression, because of `error`, when SGLang would only log it and go on.
+
+    A command line that has the switch would fail with flags that cannot be defined. A launch with the variable in its
+    environment would run dense, so it ends in Python too, where SGLang catches every exception.
+    """
+    if not isinstance(error, TriAttentionError):
+        error = TriAttentionError(
+            f"sglang-triattn could not be loaded ({type(error).__name__}: {first_line(error)}): run `sglang-triattn "
+            "doctor`."
+        )
+    if words() or any(word.split("=")[0] == SWITCH for word in sys.argv[1:]):
         _exit(error)
 
 
-def hooks(enable: Callable[[ServerArgs], None]) -> list[Hook]:
-    """Hooks on the command line; `enable(server_args)` is called once compression is enabled."""
+def exit_if_forgotten() -> None:
+    """Ends a scheduler process whose environment asks for compression, but whose settings record does not carry it."""
+    if words():
+        _exit(
+            TriAttentionError(
+                f"{VARIABLE} is set, but this launch started a scheduler without reading it, which would run without "
+                "compression: launch in one of the ways of docs/configuration.md, or unset the variable."
+            )
+        )
+
+
+def hooks(enable: Callable[[ServerArgs], None], enable_late: Callable[[ServerArgs], None]) -> list[Hook]:
+    """Hooks on the settings record.
+
+    Args:
+        enable: called with a record that enables compression, before SGLang resolves it.
+        enable_late: the same for a record that is resolved.
+    """
 
     def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> ServerArgs:
         try:
-            config = read_settings(vars(args))
+            # A switch that is not on the command line is False.
+            config = read_launch({name: value for name, value in vars(args).items() if value is not False})
             record = original(cls, args)
             if config is not None:
                 setattr(record, _FROM_CLI, True)
@@ -72,11 +105,29 @@ def hooks(enable: Callable[[ServerArgs], None]) -> list[Hook]:
             _exit(error)
         return record
 
+    def read_environment(record: ServerArgs) -> None:
+        if config_of(record) is not None or calibration_of(record) is not None or not words():
+            return
+        setattr(record, _FROM_CLI, _is_command())
+        try:
+            config = from_environment()
+            if config is not None:
+                _attach(record, config, enable_late)
+        except TriAttentionError as error:
+            refuse(record, error)
+
     target = "sglang.srt.server_args.ServerArgs"
     return [
         Hook(f"{target}.add_cli_args", "after", _add_cli_args, "parser"),
         Hook(f"{target}.from_cli_args", "around", from_cli_args, "cls args"),
+        Hook(f"{target}.check_server_args", "before", read_environment, "self"),
     ]
+
+
+def _is_command() -> bool:
+    """Whether no code of a user could catch an exception: `python -m sglang...`, or a process spawned for a server."""
+    name = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
+    return name.split(".")[0] == "sglang" or multiprocessing.parent_process() is not None
 
 
 def engine_arguments(server_args_class: type, enable: Callable[[ServerArgs], None]) -> type:
@@ -87,7 +138,7 @@ def engine_arguments(server_args_class: type, enable: Callable[[ServerArgs], Non
 
     class EngineArguments:
         def __new__(cls, **keywords: Any) -> ServerArgs:
-            config = read_settings(keywords)
+            config = read_launch(keywords)
             plain = {name: value for name, value in keywords.items() if "triattention" not in name}
             record = server_args_class(**plain)
             if config is not None:

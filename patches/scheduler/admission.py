@@ -120,7 +120,8 @@ class Admission:
         if self._fits(req):
             return original(req, longest, allow_auto_truncate)
         error = original(req, max_req_input_len, allow_auto_truncate)
-        if error and len(req.origin_input_ids) < longest and settings_in_use(req).prompt == "frozen":
+        in_rounds = self._scheduler.chunked_prefill_size is not None and settings_in_use(req).prompt == "frozen"
+        if error and len(req.origin_input_ids) < longest and in_rounds:
             error += " A prompt that is compacted may be longer: see --triattention-prompt compact."
         return error
 

@@ -27,7 +27,7 @@ ENTRY_POINTS = {
     "sglang.srt.platforms": ("triattention_cpu", "sglang_triattn.patches.cpu.platform:activate"),
 }
 """By group: name and value; those of pyproject.toml."""
-_FLAGS = "a server does not know --enable-triattention"
+_FLAGS = "a server does not know --enable-triattention, and runs dense in spite of SGLANG_TRIATTENTION"
 _CPU = "a server without an accelerator does not start"
 _WITHOUT = {"sglang.srt.plugins": _FLAGS, "sglang.srt.platforms": _CPU}
 

@@ -22,6 +22,7 @@ from server import session_members
 from sglang_triattn.calibration.job import CalibrationJob
 from sglang_triattn.calibration.transformers_engine import calibrate, run_job
 from sglang_triattn.stats.file import QueryStats, load_stats
+from sglang_triattn.variable import VARIABLE
 from tiny_model import END, VOCABULARY
 from warm import run_command, running_server
 from words import text, with_tokenizer
@@ -190,8 +191,9 @@ def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
 
 
 def test_model_is_calibrated_on_its_own_traces(run, folder):
-    """Prevents --self from needing a text, or from measuring only prompts."""
-    ended = run("self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER)
+    """Prevents --self from needing a text, or from measuring only prompts, and settings of servers from stopping it."""
+    env = {VARIABLE: "--enable-triattention"}
+    ended = run("self.safetensors", "--self", "2", "--self-tokens", "300", *SERVER, env=env)
     assert ended.code == 0, ended.output[-3000:]
     stats = load_stats(folder / "self.safetensors")
     assert stats.token_count > 300

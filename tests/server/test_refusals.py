@@ -12,6 +12,7 @@ import warm
 from harness import compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
 from sglang_triattn import launch_settings
+from sglang_triattn.variable import VARIABLE
 
 # (flags, environment, words that the sentence must contain)
 SETTINGS = [
@@ -56,12 +57,42 @@ SETTINGS = [
     (["--triattention-aggregation", "median"], {}, ["--triattention-aggregation", "median", "mean, max"]),
     (["--triattention-budget-scope", "all"], {}, ["--triattention-budget-scope", "all", "private, total"]),
     (["--triattention-stats", "missing.safetensors"], {}, ["missing.safetensors", "calibrate"]),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"budgte": 7}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.budgte is not a setting of a request"],
+    ),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"budget": 65}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.budget is 65", "from 1 to 64"],
+    ),
+    (
+        ["--preferred-sampling-params", '{"custom_params": {"triattention": {"conversation": "a"}}}'],
+        {},
+        ["In --preferred-sampling-params, custom_params.triattention.conversation is 'a'", "leave it out"],
+    ),
+    (["--preferred-sampling-params", "[7]"], {}, ["--preferred-sampling-params is [7]", "must be a JSON object"]),
+]
+
+
+# (flags, SGLANG_TRIATTENTION, words that the sentence must contain, none if the launch goes on)
+FROM_ENVIRONMENT = [
+    ([], "--enable-triattention --triattention-budget 512", []),
+    (["--enable-two-batch-overlap"], "--enable-triattention", ["--enable-two-batch-overlap does not work"]),
+    (["--context-length", "96"], "--enable-triattention", ["the context limit is 96 tokens"]),
+    (
+        ["--triattention-budget", "7"],
+        "--enable-triattention",
+        ["--triattention-budget is set at this launch", "variable SGLANG_TRIATTENTION is '--enable-triattention'"],
+    ),
+    ([], "--triattention-budget 7", ["In the environment variable SGLANG_TRIATTENTION, ", "add that flag"]),
 ]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tiny):
-    """How resolution ends for each of SETTINGS, then for a plain command line and a good one."""
+    """How resolution ends for each of SETTINGS, for plain command lines and a good one, and for FROM_ENVIRONMENT."""
     command = ["--model-path", tiny.path, *compressed_args(tiny)]
     cases = [([*command, *flags], env) for flags, env, _ in SETTINGS]
     cases += [
@@ -69,6 +100,7 @@ def outcomes(tiny):
         (["--model-path", tiny.path, *plain_args(), "--enable-triattention"], {}),
         (command, {}),
         (["--model-path", tiny.path, "--enable-two-batch-overlap"], {}),
+        *([["--model-path", tiny.path, *flags], {VARIABLE: text}] for flags, text, _ in FROM_ENVIRONMENT),
     ]
     return resolve(cases)
 
@@ -95,10 +127,19 @@ def test_blocks_of_scaled_keys_are_refused(dtype):
 
 def test_flags_need_the_switch_and_nothing_else(outcomes):
     """Prevents settings without effect, and a switch that does not suffice."""
-    without_switch, alone, good, plain = outcomes[len(SETTINGS) :]
+    without_switch, alone, good, plain = outcomes[len(SETTINGS) : -len(FROM_ENVIRONMENT)]
     assert without_switch.code == 2
     assert "--enable-triattention" in without_switch.error
     assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
+
+
+@pytest.mark.parametrize("index", range(len(FROM_ENVIRONMENT)))
+def test_a_command_line_reads_the_environment(outcomes, index):
+    """Prevents a dense server whose settings stand in the environment alone, and one with two sources of settings."""
+    ended, (_, _, expected) = outcomes[index - len(FROM_ENVIRONMENT)], FROM_ENVIRONMENT[index]
+    assert ended.code == (2 if expected else 0), ended.output
+    for words in expected:
+        assert words in ended.error
 
 
 DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"

@@ -7,11 +7,13 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import hook_table
+from sglang_triattn import variable
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import hooks, plugin
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch import handshake
+from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.observability.census import VARIABLE
 
 
@@ -132,9 +134,10 @@ def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
 
 
 def test_main_hooks_only_the_command_line(target):
-    """Prevents the same in the main process, where only the flags are defined and read."""
+    """Prevents the same in the main process, where only settings are defined and read."""
     plugin.activate()
-    assert {name.rsplit(".", 1)[1] for name in HookRegistry._hooks} == {"add_cli_args", "from_cli_args"}
+    names = {name.rsplit(".", 1)[1] for name in HookRegistry._hooks}
+    assert names == {"add_cli_args", "from_cli_args", "check_server_args"}
 
 
 def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
@@ -147,6 +150,50 @@ def test_a_command_line_that_asks_gets_the_reason(target, monkeypatch, capsys):
         plugin.activate()
     assert ended.value.code == 2
     assert "0.5.24 is installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["version", "module"])
+def test_an_environment_that_asks_ends_a_launch_without_hooks(target, monkeypatch, capsys, broken):
+    """Prevents a dense launch where SGLang only logs that the plugin failed, and no flag is missed."""
+    monkeypatch.setenv(variable.VARIABLE, "--enable-triattention")
+    if broken == "version":
+        monkeypatch.setattr("sglang.__version__", "0.5.24")
+    else:
+        monkeypatch.setattr(hooks, "register", lambda _: 1 / 0)
+    with pytest.raises(SystemExit) as ended:
+        plugin.activate()
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("sglang-triattn: error: ")
+    assert ("0.5.24 is installed" if broken == "version" else "ZeroDivisionError: division by zero") in line
+
+
+def test_keywords_of_an_engine_may_stand_in_the_environment(monkeypatch):
+    """Prevents a dense Engine whose program has no keyword, and two sources of settings for one Engine."""
+    enabled = []
+    build = args_patch.engine_arguments(types.SimpleNamespace, enabled.append)
+    assert args_patch.config_of(build(model_path="m")) is None
+    monkeypatch.setenv(variable.VARIABLE, "--enable-triattention --triattention-budget 99")
+    record = build(model_path="m")
+    assert args_patch.config_of(record) == Config(budget=99)
+    assert enabled == [record]
+    with pytest.raises(TriAttentionError, match="only one of the two places"):
+        build(model_path="m", enable_triattention=True)
+
+
+def test_a_scheduler_that_the_environment_passed_by_ends(target, monkeypatch, capsys):
+    """Prevents a dense scheduler of a launch that no hook saw, and that waits for no handshake."""
+
+    def run_scheduler_process(server_args):
+        plugin.activate()
+
+    run_scheduler_process(types.SimpleNamespace())
+    monkeypatch.setenv(variable.VARIABLE, "--enable-triattention")
+    run_scheduler_process(types.SimpleNamespace(_triattention=Config("s")))
+    with pytest.raises(SystemExit) as ended:
+        run_scheduler_process(types.SimpleNamespace())
+    assert ended.value.code == 2
+    assert f"{variable.VARIABLE} is set, but this launch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

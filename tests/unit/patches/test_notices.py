@@ -11,8 +11,11 @@ from sglang_triattn.patches.launch.notices import active, at_launch, of_stats
 from sglang_triattn.stats.file import QueryStats
 
 
-def scheduler(graphs=(), slots: int = 100_000, most: int = 4096, page_size: int = 1) -> SimpleNamespace:
+def scheduler(
+    graphs=(), slots: int = 100_000, most: int = 4096, page_size: int = 1, chunk: int | None = 8192
+) -> SimpleNamespace:
     return SimpleNamespace(
+        chunked_prefill_size=chunk,
         token_to_kv_pool_allocator=SimpleNamespace(size=slots, page_size=page_size),
         max_running_requests=most,
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(decode_cuda_graph_capture_bs=list(graphs))),
@@ -71,6 +74,14 @@ def test_batches_beyond_the_graphs_are_said(server, expected):
     for line in lines:
         assert f"up to {expected} requests" in line
         assert f"--cuda-graph-max-bs-decode {expected}" in line
+
+
+def test_prompts_that_are_prefilled_whole_are_said():
+    """Prevents answers that end at the pool, although rounds free slots, without a line that says why."""
+    (line,) = at_launch(scheduler(slots=10_000, chunk=None), CONFIG)
+    assert "pool of 10,000 slots limits prompt and answer together" in line
+    assert "--chunked-prefill-size above 0" in line
+    assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""What an operator prefers for all requests (--preferred-sampling-params), where it holds settings of compression.
+
+SGLang part: `TokenizerManager.preferred_sampling_params` (sglang/srt/managers/tokenizer_manager.py). SGLang takes of it
+each field that a request does not give. Its chat and completion endpoints always give `custom_params`, null if the
+client sent none, so that there the operator's are lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError, quoted
+from sglang_triattn.request.options import KEY, read_request
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_FLAG = "--preferred-sampling-params"
+
+
+def check_preferred(settings: Any, config: Config) -> None:
+    """Raises TriAttentionError for preferred settings of compression that no request could have, or not every one.
+
+    Args:
+        settings: SGLang's settings, resolved or not; unresolved ones may hold the text of an object.
+        config: the server's settings.
+    """
+    preferred = settings.preferred_sampling_params
+    if preferred is None:
+        return
+    if isinstance(preferred, str):
+        try:
+            preferred = json.loads(preferred)
+        except ValueError as error:
+            raise TriAttentionError(
+                f"{_FLAG} is {quoted(preferred)}, which is not JSON ({error}): give an object of sampling parameters."
+            ) from None
+    if not isinstance(preferred, Mapping):
+        raise TriAttentionError(
+            f"{_FLAG} is {quoted(preferred)}, but it must be a JSON object of sampling parameters: correct it, or "
+            "leave it out."
+        )
+    try:
+        asked = read_request(config, preferred.get("custom_params"))
+    except TriAttentionError as error:
+        raise TriAttentionError(f"In {_FLAG}, {error}") from None
+    if asked.conversation is not None:
+        raise TriAttentionError(
+            f"In {_FLAG}, custom_params.{KEY}.conversation is {quoted(asked.conversation)}, but a name stands for the "
+            "conversation of one client, and these settings hold for all requests: leave it out."
+        )
+
+
+def prefer(manager: TokenizerManager, request: GenerateReqInput | EmbeddingReqInput) -> None:
+    """Gives a request the operator's settings of compression if it has none, at each endpoint."""
+    preferred = _settings_in(getattr(manager, "preferred_sampling_params", None))
+    params: Any = request.sampling_params
+    if preferred is None or _settings_in(params) is not None:
+        return
+    custom = params.get("custom_params")
+    if custom is None or isinstance(custom, Mapping):
+        request.sampling_params = {**params, "custom_params": {**(custom or {}), KEY: preferred}}
+
+
+def _settings_in(params: Any) -> object | None:
+    """The settings of compression in sampling parameters; None if there are none, or null."""
+    custom = params.get("custom_params") if isinstance(params, Mapping) else None
+    return custom.get(KEY) if isinstance(custom, Mapping) else None
