@@ -35,16 +35,19 @@ class Forkserver:
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
         """env: for packages that read it on import, and for all that is started here besides its own."""
-        self._env = env or {}
+        # What is imported into this process later writes defaults of its own to its environment.
+        self._given = server.environment(env)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", str(Path(__file__).with_name("forkserver.py")), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, env=server.environment(env), pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, env=self._given, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
-        """Runs `command`, the words after `python -m`, from `folder` as leader of a session, with output to `log`."""
-        full = server.environment({**self._env, **env})
-        answer = self.ask({"command": list(command), "env": full, "folder": folder}, log)
+        """Runs `command`, the words after `python -m`, from `folder` as leader of a session, with output to `log`.
+
+        Its environment is the one that this process had when the forkserver began, with `env`.
+        """
+        answer = self.ask({"command": list(command), "env": {**self._given, **env}, "folder": folder}, log)
         if isinstance(answer, str):
             raise ValueError(answer)
         return Process(self, answer)
