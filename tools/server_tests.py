@@ -90,6 +90,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/census.py": ("test_served_census",),
     "sglang_triattn/census_windows.py": ("test_window_pool_storms",),
     "sglang_triattn/cli/calibrate.py": ("test_calibrate_engine",),
+    "sglang_triattn/cli/connecting.py": ("test_tls",),
     "sglang_triattn/cli/main.py": ("test_verify",),
     "sglang_triattn/cli/top.py": ("test_metrics",),
     "sglang_triattn/cli/top_view.py": ("test_metrics",),
@@ -114,6 +115,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/transformers_cache": ("test_cache_beside_server", "test_quality_server"),
     "sglang_triattn/verdict.py": ("test_refusals",),
     "sglang_triattn/verify": ("test_verify",),
+    "sglang_triattn/verify/connection.py": ("test_tls",),
 }
 """By file or folder of the product: test files by name, and words (a flag, a fixture, a module of tests/support) by
 which others are recognised. A file has the entries of its folders too."""
