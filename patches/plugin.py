@@ -1,7 +1,8 @@
 """The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that it touches.
 
 `activate` is the entry point in the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
---enable-triattention, only the two hooks that define and read the flags are in place, in the main process.
+--enable-triattention, only the two hooks that define and read the flags are in place, in the main process; on one of
+several nodes also those by which it learns that another compresses.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def activate() -> None:
     from sglang_triattn.patches import hooks
     from sglang_triattn.patches.launch import handshake
     from sglang_triattn.patches.launch import server_args as args_patch
+    from sglang_triattn.patches.launch.nodes import nodes_of
 
     calibration = args_patch.calibration_of(server_args)
     if calibration is not None:
@@ -45,10 +47,15 @@ def activate() -> None:
         hooks.register(scheduler_hooks(calibration))
         return
     config = args_patch.config_of(server_args)
-    if config is None:
+    if config is None and nodes_of(server_args) is None:
         return
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
+        return
+    if config is None:
+        from sglang_triattn.patches.launch.same_launch import PlainRank
+
+        hooks.register(PlainRank().hooks())
         return
     from sglang_triattn.patches.scheduler.plugin import Compression
 
@@ -63,9 +70,11 @@ def _activate_main() -> None:
     if engine is not None:
         # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and records could then
         # not be pickled to the schedulers.
-        engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
+        engine.Engine.server_args_class = args_patch.engine_arguments(
+            engine.Engine.server_args_class, _enable_main, _watch_nodes
+        )
     try:
-        hooks.register(args_patch.hooks(_enable_main))
+        hooks.register(args_patch.hooks(_enable_main, _watch_nodes))
     except TriAttentionError as error:
         args_patch.exit_if_asked_for(error)
         raise
@@ -84,6 +93,14 @@ def _enable_main(server_args: ServerArgs) -> None:
     launch.check_at_resolution()
     hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
     stopped.watch_health()
+
+
+def _watch_nodes(_: ServerArgs) -> None:
+    """Called in the main process of one of several nodes, for a launch that does not compress."""
+    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.launch import handshake
+
+    hooks.install(handshake.main_hooks())
 
 
 def _caller() -> tuple[str, ServerArgs] | None:
