@@ -29,7 +29,7 @@ WHY = {
     (MAIN, "ServerArgs.add_cli_args"): "defines the flags",
     (MAIN, "ServerArgs.from_cli_args"): "reads the flags; once compression is asked for, installs the rest",
     (MAIN, "ServerArgs.check_server_args"): "reads `SGLANG_TRIATTENTION` where no flag or keyword could be read",
-    (MAIN, "_wait_for_scheduler_ready"): "ends a launch in which a scheduler does not compress",
+    (MAIN, "_wait_for_scheduler_ready"): "ends a launch in which a scheduler, or another node, does not compress",
     (MAIN, "TokenizerManager.update_request_meta_info"): "puts the report into `meta_info`",
     (MAIN, "OpenAIServingChat._build_chat_response"): "puts it into whole chats",
     (MAIN, "OpenAIServingChat._generate_chat_stream"): "puts it into streamed chats",
@@ -59,6 +59,7 @@ WHY = {
     (SCHEDULER, "backup_kv_cache"): "copies shortened rows of retracted requests to the host",
     (SCHEDULER, "restore_kv_cache"): "copies them back",
     (SCHEDULER, "Scheduler.get_init_info"): "answers the launch: compresses, or why not",
+    (SCHEDULER, "Scheduler.run_event_loop"): "lets a rank that has refused wait for its end",
     (SCHEDULER, "KVCacheConfigurator._profile_available_bytes"): (
         "allocates memory for scoring before the KV pool is sized"
     ),

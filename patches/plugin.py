@@ -1,7 +1,8 @@
 """The SGLang side: the only code that imports sglang.srt, one file for each part of SGLang that it touches.
 
 `activate` is the entry point in the group `sglang.srt.plugins`; SGLang calls it once in each of its processes. Without
---enable-triattention, only the three hooks that define and read settings are in place, in the main process.
+--enable-triattention, only the three hooks that define and read settings are in place, in the main process; on one of
+several nodes also those by which it learns that another compresses.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def activate() -> None:
     from sglang_triattn.patches import hooks
     from sglang_triattn.patches.launch import handshake
     from sglang_triattn.patches.launch import server_args as args_patch
+    from sglang_triattn.patches.launch.nodes import nodes_of
 
     calibration = args_patch.calibration_of(server_args)
     if calibration is not None:
@@ -46,9 +48,15 @@ def activate() -> None:
     config = args_patch.config_of(server_args)
     if config is None:
         args_patch.exit_if_forgotten()
+    if config is None and nodes_of(server_args) is None:
         return
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
+        return
+    if config is None:
+        from sglang_triattn.patches.launch.same_launch import PlainRank
+
+        hooks.register(PlainRank().hooks())
         return
     from sglang_triattn.patches.scheduler.plugin import Compression
 
@@ -64,8 +72,10 @@ def _activate_main() -> None:
         if engine is not None:
             # Assigned, not hooked: SGLang's registry would replace the class everywhere it is known, and records could
             # then not be pickled to the schedulers.
-            engine.Engine.server_args_class = args_patch.engine_arguments(engine.Engine.server_args_class, _enable_main)
-        hooks.register(args_patch.hooks(_enable_main, _enable_resolved))
+            engine.Engine.server_args_class = args_patch.engine_arguments(
+                engine.Engine.server_args_class, _enable_main, _watch_nodes
+            )
+        hooks.register(args_patch.hooks(_enable_main, _enable_resolved, _watch_nodes))
     except Exception as error:
         args_patch.exit_if_asked_for(error)
         raise
@@ -92,6 +102,14 @@ def _enable_resolved(server_args: ServerArgs) -> None:
 
     _enable_main(server_args)
     launch.check_resolved(server_args)
+
+
+def _watch_nodes(_: ServerArgs) -> None:
+    """Called in the main process of one of several nodes, for a launch that does not compress."""
+    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.launch import handshake
+
+    hooks.install(handshake.main_hooks())
 
 
 def _caller() -> tuple[str, ServerArgs] | None:

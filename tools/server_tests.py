@@ -39,10 +39,12 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/hooks.py": ("test_entrances", "test_refusals"),
     "patches/launch": ("test_entrances", "test_refusals"),
     "patches/launch/checks.py": ("test_environment_settings",),
-    "patches/launch/handshake.py": ("--dp-size", "--pp-size"),
+    "patches/launch/handshake.py": ("test_nodes", "--dp-size", "--pp-size"),
+    "patches/launch/nodes.py": ("test_nodes",),
     "patches/launch/notices.py": ("test_operator_settings", "test_weight_updates"),
     "patches/launch/preferred.py": ("test_operator_settings",),
-    "patches/launch/server_args.py": ("test_environment_settings",),
+    "patches/launch/same_launch.py": ("test_nodes",),
+    "patches/launch/server_args.py": ("test_environment_settings", "test_nodes"),
     "patches/launch/worker_app.py": ("--tokenizer-worker-num",),
     "patches/launch/workers.py": ("--tokenizer-worker-num",),
     "patches/model": ("test_oracle",),
@@ -93,6 +95,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/census.py": ("test_served_census",),
     "sglang_triattn/census_windows.py": ("test_window_pool_storms",),
     "sglang_triattn/cli/calibrate.py": ("test_calibrate_engine",),
+    "sglang_triattn/cli/connecting.py": ("test_tls",),
     "sglang_triattn/cli/main.py": ("test_verify",),
     "sglang_triattn/cli/top.py": ("test_metrics",),
     "sglang_triattn/cli/top_view.py": ("test_metrics",),
@@ -118,6 +121,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/variable.py": ("test_calibrate_engine", "test_environment_settings", "test_refusals"),
     "sglang_triattn/verdict.py": ("test_refusals",),
     "sglang_triattn/verify": ("test_verify",),
+    "sglang_triattn/verify/connection.py": ("test_tls",),
 }
 """By file or folder of the product: test files by name, and words (a flag, a fixture, a module of tests/support) by
 which others are recognised. A file has the entries of its folders too."""

@@ -12,6 +12,7 @@ says why in its answer instead of raising: an exception there would reach the us
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -20,6 +21,7 @@ from sglang_triattn import __version__
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, nodes_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.data_parallel_controller import DataParallelController
@@ -61,8 +63,8 @@ def main_hooks() -> list[Hook]:
     return [
         Hook(
             "sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
-            "after",
-            _on_schedulers_ready,
+            "around",
+            _wait_for_schedulers,
             "scheduler_pipe_readers scheduler_procs",
         )
     ]
@@ -88,17 +90,26 @@ def _on_controller_info(info: dict[str, Any], controller: DataParallelController
     return {**info, KEY: answer(getattr(controller, _REFUSAL, None))}
 
 
-def _on_schedulers_ready(infos: list[dict[str, Any]], readers: list, processes: list) -> None:
+def _wait_for_schedulers(original: Callable, readers: list, processes: list) -> list[dict[str, Any]]:
+    """Waits until they are ready, unless another node of the launch refuses, and checks that they compress."""
     from sglang.srt.runtime_context import get_server_args
 
     server_args = get_server_args()
-    if args_patch.config_of(server_args) is None:
-        return
+    nodes = nodes_of(server_args)
+    compresses = args_patch.config_of(server_args) is not None
+    if not compresses and nodes is None:
+        return original(readers, processes)
+    if nodes is not None:
+        listener = Listener(nodes)
+        readers = [ListeningReader(reader, listener) for reader in readers]
     try:
-        check_answers(infos)
+        infos = original(readers, processes)
+        check_answers(infos if compresses else [info for info in infos if KEY in info])
+        return infos
     except TriAttentionError as error:
         stop_launch(processes)
-        args_patch.refuse(server_args, error)
+        # Ranks of several nodes refuse together.
+        args_patch.refuse(server_args, error, others_know=True)
 
 
 def stop_launch(schedulers: list) -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_triattn.config import SWITCH, Config, add_flags
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.launch.nodes import nodes_of, tell_others
 from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
 
 if TYPE_CHECKING:
@@ -52,11 +54,17 @@ def ask_for_calibration(server_args: ServerArgs, request: Request) -> None:
     setattr(server_args, _CALIBRATION, request)
 
 
-def refuse(server_args: ServerArgs, error: TriAttentionError) -> None:
-    """Ends the launch because of `error`: one line and exit status 2 on a command line, the exception in Python."""
+def refuse(server_args: ServerArgs, error: TriAttentionError, others_know: bool = False) -> NoReturn:
+    """Ends the launch because of `error`: one line and exit status 2 on a command line, the exception in Python.
+
+    Args:
+        others_know: whether the other nodes of the launch, if any, end by themselves.
+    """
     if not getattr(server_args, _FROM_CLI, False):
+        if not others_know:
+            _tell_other_nodes(server_args, error)
         raise error
-    _exit(error)
+    _exit(error, None if others_know else server_args)
 
 
 def exit_if_asked_for(error: Exception) -> None:
@@ -85,12 +93,17 @@ def exit_if_forgotten() -> None:
         )
 
 
-def hooks(enable: Callable[[ServerArgs], None], enable_late: Callable[[ServerArgs], None]) -> list[Hook]:
+def hooks(
+    enable: Callable[[ServerArgs], None],
+    enable_late: Callable[[ServerArgs], None],
+    watch: Callable[[ServerArgs], None],
+) -> list[Hook]:
     """Hooks on the settings record.
 
     Args:
         enable: called with a record that enables compression, before SGLang resolves it.
         enable_late: the same for a record that is resolved.
+        watch: called with the record of one of several nodes that does not compress.
     """
 
     def from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> ServerArgs:
@@ -101,12 +114,19 @@ def hooks(enable: Callable[[ServerArgs], None], enable_late: Callable[[ServerArg
             if config is not None:
                 setattr(record, _FROM_CLI, True)
                 _attach(record, config, enable)
+            elif nodes_of(record) is not None:
+                setattr(record, _FROM_CLI, True)
+                watch(record)
         except TriAttentionError as error:
-            _exit(error)
+            _exit(error, args)
         return record
 
     def read_environment(record: ServerArgs) -> None:
-        if config_of(record) is not None or calibration_of(record) is not None or not words():
+        if config_of(record) is not None or calibration_of(record) is not None:
+            return
+        if not words():
+            if nodes_of(record) is not None:
+                watch(record)
             return
         setattr(record, _FROM_CLI, _is_command())
         try:
@@ -130,19 +150,27 @@ def _is_command() -> bool:
     return name.split(".")[0] == "sglang" or multiprocessing.parent_process() is not None
 
 
-def engine_arguments(server_args_class: type, enable: Callable[[ServerArgs], None]) -> type:
-    """A stand-in for `Engine.server_args_class` that also takes the `triattention` keywords.
+def engine_arguments(
+    server_args_class: type, enable: Callable[[ServerArgs], None], watch: Callable[[ServerArgs], None]
+) -> type:
+    """A stand-in for `Engine.server_args_class` that also takes the `triattention` keywords; see `hooks` for the rest.
 
     It builds a record of the original class, because SGLang tests records with isinstance and pickles them by class.
     """
 
     class EngineArguments:
         def __new__(cls, **keywords: Any) -> ServerArgs:
-            config = read_launch(keywords)
-            plain = {name: value for name, value in keywords.items() if "triattention" not in name}
-            record = server_args_class(**plain)
-            if config is not None:
-                _attach(record, config, enable)
+            try:
+                config = read_launch(keywords)
+                plain = {name: value for name, value in keywords.items() if "triattention" not in name}
+                record = server_args_class(**plain)
+                if config is not None:
+                    _attach(record, config, enable)
+                elif nodes_of(record) is not None:
+                    watch(record)
+            except TriAttentionError as error:
+                _tell_other_nodes(SimpleNamespace(**keywords), error)
+                raise
             return record
 
     return EngineArguments
@@ -157,6 +185,15 @@ def _add_cli_args(_: object, parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-def _exit(error: TriAttentionError) -> NoReturn:
+def _tell_other_nodes(settings: Any, error: TriAttentionError) -> None:
+    nodes = nodes_of(settings)
+    if nodes is not None:
+        tell_others(nodes, str(error))
+
+
+def _exit(error: TriAttentionError, settings: Any = None) -> NoReturn:
+    """Prints the error and exits; tells the other nodes of a launch with these settings first, if given."""
     print(f"sglang-triattn: error: {error}", file=sys.stderr, flush=True)
+    if settings is not None:
+        _tell_other_nodes(settings, error)
     raise SystemExit(2)

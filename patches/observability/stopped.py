@@ -30,6 +30,16 @@ def hear(reason: str) -> None:
         _heard.append(reason)
 
 
+def route_of(scope: Message) -> str:
+    """The path that the application's routes are compared with, for a scope of type http.
+
+    With --fastapi-root-path, uvicorn puts the root path in front of the path that the client asked for; other ASGI
+    servers leave that to the proxy.
+    """
+    path, root = scope["path"], scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 class HealthOfStopped:
     """ASGI middleware that answers health checks with status 503 and one sentence once compression has stopped."""
 
@@ -37,7 +47,7 @@ class HealthOfStopped:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Callable, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in CHECKS:
+        if scope["type"] != "http" or route_of(scope) not in CHECKS:
             await self._app(scope, receive, send)
             return
         replaced = False

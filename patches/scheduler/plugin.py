@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.calibration.weight_updates import AFTER_UPDATE, WeightUpdates
 from sglang_triattn.patches.hooks import Hook, check_in_place
 from sglang_triattn.patches.launch import handshake, notices
+from sglang_triattn.patches.launch.same_launch import check_same_launch, serving_hook
 from sglang_triattn.patches.model import warm_up
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
 from sglang_triattn.patches.model.draft import check_draft_model, make_follower
@@ -90,6 +92,7 @@ class Compression:
                 "self running_batch last_batch",
             ),
             Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            serving_hook(lambda: self.refusal),
             *self._workspace.hooks(),
             *self._admission.hooks(),
             *positions.hooks(),
@@ -130,16 +133,17 @@ class Compression:
 
     def _start(self, scheduler: Scheduler) -> Compressor:
         """Builds a compressor and rehearses its rounds. Raises TriAttentionError with the message for the user."""
+        check_same_launch(self.config)
         check_in_place(self._hooks)
         check_reach(self.config, scheduler.max_total_num_tokens, "the KV pool holds")
         self._merge = merge = merge_over_ranks(scheduler, self.config.selection)
         unknown = self.config.stats == AUTO and has_random_weights(scheduler)
         self._has_random_weights = unknown and measures_together(scheduler)
         # Ranks measure together: one that fails alone cannot wait for the others, but must end.
-        alone = scheduler.tp_group.world_size == 1 and not is_staged(scheduler)
-        with warm_up.in_one_sentence() if alone else nullcontext():
+        alone = scheduler.tp_group.world_size == 1 or self.config.stats != AUTO
+        with agreement(scheduler) if alone and not is_staged(scheduler) else nullcontext():
             stats = served_stats(scheduler, self.config)
-        with agreed(scheduler), warm_up.in_one_sentence():
+        with agreement(scheduler):
             compressor = build_compressor(
                 scheduler, self.config, stats, self._workspace.memory, self._conversations, merge, self._breaker
             )
@@ -199,6 +203,13 @@ class Compression:
             "conversations_resumed": self._conversations.resumed,
             **running.describe(cast("Scheduler", self._scheduler)),
         }
+
+
+@contextmanager
+def agreement(scheduler: Scheduler) -> Iterator[None]:
+    """Makes every rank refuse with one sentence if anything stops one of them; see `agreed`."""
+    with agreed(scheduler), warm_up.in_one_sentence():
+        yield
 
 
 def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:

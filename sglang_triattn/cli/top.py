@@ -7,15 +7,17 @@ import json
 import sys
 import time
 import urllib.error
-import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+from sglang_triattn.cli import connecting
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.verify.client import server_url
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from sglang_triattn.verify.connection import Connection
 
 TIMEOUT_S = 10
 TOTALS = ("rounds", "pressure_rounds", "evicted_tokens", "freed_slots", "moved_bytes")
@@ -31,7 +33,7 @@ class Look:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (%(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="as the server's, if it has one")
+    connecting.add_options(parser)
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="SECONDS", help="time between two looks (%(default)s)"
     )
@@ -48,13 +50,14 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError("--json prints one frame: give --once too.")
     if not (arguments.once or sys.stdout.isatty()):
         raise TriAttentionError("The output is not a terminal: give --once to print one frame.")
-    url = server_url(arguments.url)
-    first = look(url, arguments.api_key)
+    connection = connecting.connection(arguments)
+    url = connection.url
+    first = look(connection, arguments.api_key)
     if not arguments.once:
-        _watch(url, arguments, first)
+        _watch(connection, arguments, first)
         return
     time.sleep(arguments.interval)
-    frame = frame_of(first, look(url, arguments.api_key))
+    frame = frame_of(first, look(connection, arguments.api_key))
     if arguments.json:
         print(json.dumps({"url": url, "replicas": frame}, indent=1))
         return
@@ -71,7 +74,7 @@ def _is_ascii(console: Console) -> bool:
     return console.options.ascii_only
 
 
-def _watch(url: str, arguments: argparse.Namespace, before: Look) -> None:
+def _watch(connection: Connection, arguments: argparse.Namespace, before: Look) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -83,11 +86,11 @@ def _watch(url: str, arguments: argparse.Namespace, before: Look) -> None:
         # On a screen of its own, which leaves the terminal as it was, whatever ends the loop.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                view = render(url, frame, console.width, console.height, fault, plain=plain)
+                view = render(connection.url, frame, console.width, console.height, fault, plain=plain)
                 live.update(view, refresh=True)
                 time.sleep(arguments.interval)
                 try:
-                    now = look(url, arguments.api_key)
+                    now = look(connection, arguments.api_key)
                 except TriAttentionError as error:
                     fault = f"{error} Trying again."
                     continue
@@ -96,14 +99,19 @@ def _watch(url: str, arguments: argparse.Namespace, before: Look) -> None:
         return
 
 
-def look(url: str, key: str | None) -> Look:
-    """Asks the server. Raises TriAttentionError if it does not answer, or does not compress."""
+def look(connection: Connection, key: str | None) -> Look:
+    """Asks the server. Raises TriAttentionError if it does not answer, or does not compress.
+
+    Args:
+        connection: to the server.
+        key: the API key in use, or None.
+    """
+    url = connection.url
     try:
-        request = urllib.request.Request(
-            f"{url}/server_info", headers={"Authorization": f"Bearer {key}"} if key else {}
-        )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
+        with connection.open("/server_info", TIMEOUT_S) as response:
             info = json.load(response)
+    except TriAttentionError:
+        raise
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             wrong = f"{'refuses this' if key else 'asks for an'} API key (status {error.code})"
@@ -114,7 +122,7 @@ def look(url: str, key: str | None) -> Look:
     except ValueError as error:
         raise TriAttentionError(f"{url} is not the address of an SGLang server: give its --url.") from error
     # A connection may break in many ways.
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, HTTPException) as error:
         why = first_line(getattr(error, "reason", None) or error)
         raise TriAttentionError(f"No server answers at {url} ({why}): start it, or give its --url.") from error
     states = info.get("internal_states") if isinstance(info, dict) else None

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from sglang_triattn.cli import connecting
 from sglang_triattn.errors import TriAttentionError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ TIMEOUT_S = 300.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, metavar="URL", help="of the server, such as http://localhost:30000")
-    parser.add_argument("--api-key", metavar="KEY", help="the server's, if it has one")
+    connecting.add_options(parser)
     parser.add_argument(
         "--shared",
         action="store_true",
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from sglang_triattn.verify.client import Client
     from sglang_triattn.verify.traffic import gather
 
-    client = Client(arguments.url, arguments.api_key, arguments.timeout)
+    client = Client(connecting.connection(arguments), arguments.timeout)
     start = time.monotonic()
     found = gather(client, shared=arguments.shared)
     seconds = round(time.monotonic() - start, 2)

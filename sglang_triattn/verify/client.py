@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -13,6 +11,7 @@ from typing import Any
 
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.request.options import KEY
+from sglang_triattn.verify.connection import Connection
 
 COUNTERS = ("rounds", "evicted_tokens", "freed_slots")
 _METRIC = "sglang:triattention_{}_total"
@@ -89,20 +88,17 @@ class Client:
     """Requests to one server.
 
     Args:
-        url: of the server.
-        api_key: the server's, or None.
+        connection: to the server.
         timeout: seconds that one request may take.
 
     Raises:
-        TriAttentionError: from every method: nobody answers, the key is wrong, or it is not such a server.
+        TriAttentionError: from every method: nobody answers, its certificate or the key is wrong, or it is not such a
+            server.
     """
 
-    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
-        self.url = server_url(url)
-        self._timeout = timeout
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+    def __init__(self, connection: Connection, timeout: float) -> None:
+        self.url = connection.url
+        self._connection, self._timeout = connection, timeout
 
     def state(self) -> State:
         """Settings and sums of a server that compresses."""
@@ -160,10 +156,8 @@ class Client:
 
     def _read(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         """What the server answers to a GET, or to a POST of `body`."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as response:
+            with self._connection.open(path, self._timeout, body) as response:
                 return response.read()
         except urllib.error.HTTPError as error:
             raise _refusal(f"{self.url}{path}", error.code, error.read()) from None
@@ -178,14 +172,6 @@ class Client:
             raise TriAttentionError(
                 f"{self.url} does not answer ({shown}): start the server, or correct --url."
             ) from None
-
-
-def server_url(url: str) -> str:
-    """The address of a server as --url gives it. Raises TriAttentionError unless it begins with http:// or https://."""
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TriAttentionError(f"--url is {url}, but it must look like http://host:30000.")
-    return url.rstrip("/")
 
 
 class _NotFoundError(TriAttentionError):

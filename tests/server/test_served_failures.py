@@ -9,6 +9,7 @@ import requests
 
 import faulty
 from harness import assert_pool_is_whole, compression, greedy, install_plugin, prompt, python_path, served_logprobs
+from sets import wide
 
 TOKENS = 150
 READING = ("plan", "early rounds", "snapshot", "lengths", "score", "select")
@@ -26,10 +27,14 @@ def faults(tmp_path_factory) -> Path:
     return file
 
 
+def faulty_client(serve, faults, *flags: str):
+    env = {"PYTHONPATH": python_path(faults.parent), "FAULT_FILE": str(faults)}
+    return serve("--page-size", "1", *flags, env=env)
+
+
 @pytest.fixture
 def client(serve, faults):
-    env = {"PYTHONPATH": python_path(faults.parent), "FAULT_FILE": str(faults)}
-    return serve("--page-size", "1", env=env)
+    return faulty_client(serve, faults)
 
 
 def ask(client, seed: int, **fields) -> requests.Response:
@@ -84,8 +89,12 @@ def test_a_conversation_whose_row_fails(client, faults, step):
     assert_pool_is_whole(client)
 
 
-def test_rounds_that_always_fail_stop_compression(client, faults):
-    """Prevents a server that compresses nothing any more from looking healthy, or from failing new requests."""
+@pytest.mark.parametrize("flags", [(), wide(("--fastapi-root-path", "/x"))], ids=["", "root path"])
+def test_rounds_that_always_fail_stop_compression(serve, faults, flags):
+    """Prevents a server that compresses nothing any more from looking healthy, or from failing new requests; also for a
+    proxy that has it under a path of its own, and strips that."""
+    faults.write_text("")
+    client = faulty_client(serve, faults, *flags)
     plain = ask(client, 8, enabled=False).json()["output_ids"]
     assert requests.get(client.url + "/health_generate", timeout=60).status_code == 200
     faults.write_text("score always")
