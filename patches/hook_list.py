@@ -113,7 +113,7 @@ WHY = {
 
 def all_hooks() -> dict[str, list[Hook]]:
     """The hooks by the process that they run in."""
-    main = (server_args.hooks(lambda _: None, lambda _: None), handshake.main_hooks(), reporting.main_hooks())
+    main = (server_args.hooks(*[lambda _: None] * 3), handshake.main_hooks(), reporting.main_hooks())
     census = Census(Conversations(1)).hooks()
     # The scheduler's hooks include the census's where the environment asks for it.
     apart = {hook.target for hook in census}

@@ -76,7 +76,7 @@ def _ranks() -> tuple[int, int] | None:
     """This rank among all of the launch, and their number; None on a single node."""
     from sglang.srt.runtime_context import get_parallel
 
-    if get_parallel().nnodes == 1 or not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized() or get_parallel().nnodes == 1:
         return None
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 

@@ -171,7 +171,7 @@ def test_an_environment_that_asks_ends_a_launch_without_hooks(target, monkeypatc
 def test_keywords_of_an_engine_may_stand_in_the_environment(monkeypatch):
     """Prevents a dense Engine whose program has no keyword, and two sources of settings for one Engine."""
     enabled = []
-    build = args_patch.engine_arguments(types.SimpleNamespace, enabled.append)
+    build = args_patch.engine_arguments(types.SimpleNamespace, enabled.append, watch=enabled.append)
     assert args_patch.config_of(build(model_path="m")) is None
     monkeypatch.setenv(variable.VARIABLE, "--enable-triattention --triattention-budget 99")
     record = build(model_path="m")
