@@ -17,7 +17,7 @@ COMPACT = {"triattention": {"prompt": "compact"}}
 BOLD = ["--schedule-conservativeness", "0.1"]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_admitted_requests_fit_at_their_bound(probed, page_size):
     """Prevents an over-committed pool, which retracts, and reservations made as if nothing were ever evicted."""
     client, steps = probed("--page-size", str(page_size), "--max-total-tokens", "1024", *BOLD)

@@ -155,6 +155,7 @@ def test_a_conversation_goes_on(drafting):
 
 
 @pytest.mark.wide
+@pytest.mark.wide
 @pytest.mark.parametrize("page_size", PAGES)
 def test_storm(serve, repeating, page_size):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while

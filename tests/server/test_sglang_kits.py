@@ -10,6 +10,7 @@ import pytest
 import conformance
 import conformance_kits as kits
 from harness import STRICT
+from sets import wide
 from warm import running_server
 
 SHORT = {"basic_api_contract_kit.BasicAPIContractMixin", "cache_hit_kit"}
@@ -42,7 +43,11 @@ def launched(forkserver, tmp_path_factory):
         yield start
 
 
-@pytest.mark.parametrize("case", [case for case in kits.CASES if case.quick], ids=lambda case: case.name)
+CASES = [case for case in kits.CASES if case.quick]
+
+
+# The trained model takes minutes.
+@pytest.mark.parametrize("case", [wide(case) if case.launch == "text" else case for case in CASES], ids=lambda case: case.name)
 def test_what_every_server_must_do(launched, case):
     """Prevents a compressing server from failing what SGLang's own tests ask of every server, or losing slots then."""
     if "abort_all_sleep" in case.settings:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_triattn.config import Config
+from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
@@ -177,12 +177,12 @@ def test_what_goes_wrong_while_measuring_is_refused_too(monkeypatch):
     """Prevents a traceback if the model, measured at launch, fails or needs more memory than there is."""
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", out_of_memory)
-    compression = scheduler_patch.Compression(Config("s"))
+    compression = scheduler_patch.Compression(Config(AUTO))
     compression._on_built(None, pretended())
     assert_one_sentence(compression.refusal)
     with pytest.raises(torch.OutOfMemoryError):
         # The other ranks are in the middle of the same pass: only the end of this process ends theirs.
-        scheduler_patch.Compression(Config("s"))._on_built(None, pretended(world_size=2))
+        scheduler_patch.Compression(Config(AUTO))._on_built(None, pretended(world_size=2))
 
 
 def out_of_memory(*_) -> None:
