@@ -43,11 +43,12 @@ def launched(forkserver, tmp_path_factory):
         yield start
 
 
-CASES = [case for case in kits.CASES if case.quick]
-
-
+QUICK = [case for case in kits.CASES if case.quick]
 # The trained model takes minutes.
-@pytest.mark.parametrize("case", [wide(case) if case.launch == "text" else case for case in CASES], ids=lambda case: case.name)
+CASES = [wide(case) if case.launch == "text" else case for case in QUICK]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_every_server_must_do(launched, case):
     """Prevents a compressing server from failing what SGLang's own tests ask of every server, or losing slots then."""
     if "abort_all_sleep" in case.settings:
