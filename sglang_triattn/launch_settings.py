@@ -177,6 +177,15 @@ BESIDE_DRAFT_MODEL = (
     Refusal("speculative_draft_window_size", _set, "a draft model that attends to a window is not tested with rounds"),
     Refusal("enable_lora", _set, "adapters are not tested with a draft model"),
     Refusal("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
+    *(
+        Refusal(
+            f"{kind}attention_backend",
+            lambda value: value == "aiter",
+            "it takes the positions of drafted tokens for the lengths of rows, which rounds shorten",
+            "use triton",
+        )
+        for kind in ("", "decode_", "speculative_draft_")
+    ),
 )
 
 # Only with drafts that read the model's hidden states. For the others, SGLang turns it off by itself.

@@ -41,7 +41,7 @@ EVENTS = '{"publisher": "zmq", "topic": "kv-events", "endpoint": "tcp://*:0"}'
 YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}'
 SAME_ANSWERS = {
     "longest output first": Launch(6276, ("--schedule-policy", "lof", "--max-running-requests", "2")),
-    "several steps a batch": Launch(19382, ("--num-continuous-decode-steps", "4")),
+    "several steps a batch": Launch(23131, ("--num-continuous-decode-steps", "4")),
     "events for a router": Launch(6098, ("--kv-events-config", EVENTS)),
     "all of a production line": Launch(
         9398,
@@ -52,7 +52,7 @@ SAME_ANSWERS = {
         ),
     ),
     "least frequently used": Launch(5958, ("--radix-eviction-policy", "lfu")),
-    "few words at a time": Launch(15027, ("--stream-interval", "7", "--batch-notify-size", "4")),
+    "few words at a time": Launch(215, ("--stream-interval", "7", "--batch-notify-size", "4")),
 }
 
 

@@ -161,13 +161,15 @@ def test_settings_refused_beside_a_draft_model(run_check, refusal):
     """Prevents a setting that a launch refuses beside a draft model, but this command does not."""
     ranks = ("--tp-size", "2")
     drafts = (*ranks, *DRAFTS, "--speculative-algorithm")
-    value = "2" if refusal.applies(2) and not refusal.applies(1) else None
-    flag = ("--" + refusal.field.replace("_", "-"), *([value] if value else []))
+    value = next(
+        value for value in (True, 2, "aiter") if refusal.applies(value) and not (value == 2 and refusal.applies(1))
+    )
+    flag = ("--" + refusal.field.replace("_", "-"), *([] if value is True else [str(value)]))
     for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
         assert run_check("qwen3-32b", *drafts, algorithm)[0] == 0
         status, output, _ = run_check("qwen3-32b", *drafts, algorithm, *flag)
         beside = f"--speculative-algorithm {algorithm}"
-        assert (status, output) == (1, refusal.message(int(value) if value else True, beside) + "\n")
+        assert (status, output) == (1, refusal.message(value, beside) + "\n")
     assert run_check("qwen3-32b", *ranks, *flag)[0] == 0
 
 
