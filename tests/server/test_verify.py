@@ -113,7 +113,7 @@ def test_all_is_well(verify, faulty_smollm):
 @pytest.mark.parametrize(("trained", "untested"), [(False, {"positions"}), wide(True, set())])
 def test_all_is_well_in_pages(verify, capsys, forkserver, tiny, tmp_path_factory, trained, untested):
     """Prevents false alarms, and checks that ask too little, where whole pages are freed; with an API key."""
-    more = ("--page-size", "16", "--api-key", "secret")
+    more = ("--page-size", "16", "--api-key", "secret", *(() if trained else ("--skip-tokenizer-init",)))
     model = TinyModel(*prepare_model.prepare()) if trained else tiny
     with running(forkserver, model, tmp_path_factory, STRICT, *more) as client:
         status, answer = verify(client, "--api-key", "secret")
