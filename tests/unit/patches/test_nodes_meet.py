@@ -130,6 +130,7 @@ def compared(monkeypatch):
     store = HashStore()
     local = threading.local()
     monkeypatch.setattr(same_launch, "RANKS_ANSWER_S", 5.0)
+    monkeypatch.setattr(same_launch, "PLAIN_RANKS_WAIT_S", 1.0)
     monkeypatch.setattr(same_launch, "RANKS_COMPARE_S", 1.0)
     monkeypatch.setattr(same_launch, "_get_default_store", lambda: store)
 
