@@ -48,8 +48,8 @@ def activate() -> None:
     config = args_patch.config_of(server_args)
     if config is None:
         args_patch.exit_if_forgotten()
-    if config is None and nodes_of(server_args) is None:
-        return
+        if nodes_of(server_args) is None:
+            return
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
         return

@@ -2,7 +2,7 @@
 
 SGLang parts: `Scheduler` (sglang/srt/managers/scheduler.py); the store of torch.distributed in which its ranks met.
 
-Each node has a command line and files of its own. A rank that compresses beside one that does not, or by other
+Each node has a command line and files of its own. A rank that compresses where another does not, or by other
 settings, would wait for it for ever, or keep other tokens than it does. So every rank of a launch on several nodes
 answers, one that does not compress too.
 """

@@ -92,7 +92,7 @@ class Client:
         timeout: seconds that one request may take.
 
     Raises:
-        TriAttentionError: from every method: nobody answers, its certificate or the key is wrong, or it is not such a
+        TriAttentionError: from every method: nothing answers, its certificate or the key is wrong, or it is not such a
             server.
     """
 

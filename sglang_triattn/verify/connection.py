@@ -74,7 +74,7 @@ class _Proxies(urllib.request.ProxyHandler):
 
 
 def is_loopback(place: str) -> bool:
-    """Whether a host, perhaps with a port as in URLs, names this machine itself, whatever the network is."""
+    """Whether a host, perhaps with a port as in URLs, names this machine itself on any network."""
     host = (urllib.parse.urlsplit(f"//{place}").hostname or "").rstrip(".")
     if host == "localhost" or host.endswith(".localhost"):
         return True

@@ -8,7 +8,7 @@ import pytest
 
 from histories import run_histories
 from memory import POOL
-from sets import matrix, wide
+from sets import matrix, shown, wide
 
 
 def run(examples: int, least_rounds: int = 3, **options) -> Counter:
@@ -42,11 +42,6 @@ def test_random_histories_under_random_settings():
 def test_random_histories(page_size, radix):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
     run(16, page_size=page_size, radix=radix)
-
-
-def shown(value: object) -> str | None:
-    """The id of a case's value."""
-    return "-".join(map(str, value.values())) if isinstance(value, dict) else None
 
 
 OTHER_SETTINGS = [

@@ -7,12 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import server
 import warm
-from harness import STRICT, Client, compressed_args, compression, plain_args, prompt, two_cores
+from harness import STRICT, Client, altered_stats, compressed_args, compression, plain_args, prompt, two_cores
 from launches import Ended
 
 NODES = ("--tp-size", "2", "--nnodes", "2", "--page-size", "1")
@@ -89,13 +87,7 @@ def test_a_node_that_refuses_its_command_line(forkserver, tiny, tmp_path, refusi
 def other_stats(tiny, tmp_path_factory):
     """Statistics that fit the tiny model as well."""
     path = tmp_path_factory.mktemp("stats") / "other.safetensors"
-    with safe_open(tiny.stats, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(tiny.stats)
-    save_file(
-        {name: tensor * 1.5 if name == "abs_mean" else tensor for name, tensor in tensors.items()}, path, metadata
-    )
-    return path
+    return altered_stats(tiny, path, lambda tensors: tensors["abs_mean"].mul_(1.5))
 
 
 @pytest.mark.wide

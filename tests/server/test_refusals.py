@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import warm
-from harness import compressed_args, install_plugin, plain_args, python_path
+from harness import altered_stats, compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
 from sglang_triattn import launch_settings
 from sglang_triattn.variable import VARIABLE
@@ -222,12 +222,7 @@ def test_broken_stats_are_refused_first(tmp_path):
 def foreign_stats(tiny, tmp_path_factory):
     """Statistics like the tiny model's, but measured with a different rotary base."""
     path = tmp_path_factory.mktemp("stats") / "foreign.safetensors"
-    with safe_open(tiny.stats, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(tiny.stats)
-    tensors["inv_freq"][3] *= 1.01
-    save_file(tensors, path, metadata)
-    return path
+    return altered_stats(tiny, path, lambda tensors: tensors["inv_freq"][3].mul_(1.01))
 
 
 def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path):

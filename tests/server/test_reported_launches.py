@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import requests
@@ -29,12 +29,10 @@ class Launch:
     Attributes:
         report: number of the issue or pull request.
         flags: those that it is about.
-        env: the same.
     """
 
     report: int
     flags: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict)
 
 
 EVENTS = '{"publisher": "zmq", "topic": "kv-events", "endpoint": "tcp://*:0"}'
@@ -68,7 +66,7 @@ def test_a_launch_that_changes_no_answer(serve, name):
     launch, usual = SAME_ANSWERS[name], serve()
     usual.flush()
     expected = answers(usual)
-    client = serve(*launch.flags, env=launch.env)
+    client = serve(*launch.flags)
     for ours, theirs in zip(answers(client), expected, strict=True):
         assert compression(ours) == compression(theirs)
         assert compression(ours)["rounds"] == (ANSWER - BUDGET) // INTERVAL
@@ -136,22 +134,15 @@ def test_hidden_states_of_a_compacted_answer(serve):
     serve.stop(client)
 
 
-@pytest.fixture
-def budgeted(serve):
-    """A server that takes processors of logits."""
-    client = serve("--enable-custom-logit-processor")
-    yield client
-    serve.stop(client)
-
-
-def test_a_thinking_budget(budgeted):
+def test_a_thinking_budget(serve):
     """Prevents the parameters of a processor and those of compression from displacing one another; report 24517."""
     from sglang.srt.sampling.custom_logit_processor import Qwen3ThinkingBudgetLogitProcessor as Processor
 
     class Thinking(Processor):
         THINKING_START_TOKEN_ID, THINKING_END_TOKEN_ID, NEW_LINE_TOKEN_ID = 3, 4, 5
 
-    response = budgeted.post(
+    client = serve("--enable-custom-logit-processor")
+    response = client.post(
         "/generate",
         input_ids=[*prompt(77, 30), 3],
         sampling_params=greedy(ANSWER, custom_params={"thinking_budget": 120, "triattention": {"budget": 48}}),
@@ -160,7 +151,8 @@ def test_a_thinking_budget(budgeted):
     first = response["output_ids"].index(4)
     assert 110 < first < 130
     assert compression(response)["rounds"] == 4
-    assert_pool_is_whole(budgeted)
+    assert_pool_is_whole(client)
+    serve.stop(client)
 
 
 def test_a_request_id_twice(serve):

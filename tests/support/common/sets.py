@@ -21,6 +21,11 @@ def wide(*values: Any, id: str | None = None):
     return pytest.param(*values, marks=pytest.mark.wide, id=id)
 
 
+def shown(value: object) -> str | None:
+    """The id of a case's value that is a dict of settings; pytest names the others."""
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else None
+
+
 def matrix(*axes: list, strength: int = 2) -> list:
     """All combinations of the axes' values as cases, wide but for a few.
 

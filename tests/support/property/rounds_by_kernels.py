@@ -13,7 +13,7 @@ from sglang.kernels.ops.memory import allocator as kernels_of_sglang
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 from checks import check_books, check_row, decode_together
-from sets import matrix, wide
+from sets import matrix, shown
 from sglang_triattn.kernels.compact import move_kernel
 from sglang_triattn.kernels.score import score_kernel, value_size_kernel
 from sglang_triattn.kernels.select import importance_kernel, keep_kernel
@@ -37,24 +37,17 @@ def history(**options) -> list[torch.Tensor]:
     return [request.positions for request in requests]
 
 
-@pytest.mark.parametrize(
-    ("page_size", "settings"),
-    [
-        (1, {"selection": "shared-mean"}),
-        (4, {"selection": "union", "budget_scope": "total"}),
-        (1, {"selection": "per-head"}),
-        (4, {"selection": "per-layer-head", "recent": 10}),
-        (1, {"selection": "per-layer-head", "value_share": 0.75}),
-        (4, {"selection": "per-layer-head", "value_share": 1.0}),
-        wide(4, {"selection": "shared-mean"}),
-        wide(1, {"selection": "union", "budget_scope": "total"}),
-        wide(4, {"selection": "per-head"}),
-        wide(1, {"selection": "per-layer-head", "recent": 10}),
-        wide(4, {"selection": "per-layer-head", "value_share": 0.75}),
-        wide(1, {"selection": "per-layer-head", "value_share": 1.0}),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
-)
+SETTINGS = [
+    {"selection": "shared-mean"},
+    {"selection": "union", "budget_scope": "total"},
+    {"selection": "per-head"},
+    {"selection": "per-layer-head", "recent": 10},
+    {"selection": "per-layer-head", "value_share": 0.75},
+    {"selection": "per-layer-head", "value_share": 1.0},
+]
+
+
+@pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4], SETTINGS, strength=1), ids=shown)
 def test_kernels_keep_what_their_references_keep(page_size, settings):
     """Prevents arguments from reaching a kernel in another dtype, order or unit than its reference understands."""
     with_kernels, without = (history(page_size=page_size, kernels=kernels, **settings) for kernels in (True, False))

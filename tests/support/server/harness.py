@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from server import MEMORY_CHECKS, Server
 from tiny_model import VOCABULARY, TinyModel
@@ -176,6 +179,16 @@ def served_logprobs(response: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
     values = torch.tensor([[entry[0] for entry in step] for step in top])
     tokens = torch.tensor([[entry[1] for entry in step] for step in top])
     return values, tokens
+
+
+def altered_stats(tiny: TinyModel, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Writes the tiny model's statistics to `path`, after `change` has altered the tensors by their names."""
+    with safe_open(tiny.stats, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(tiny.stats)
+    change(tensors)
+    save_file(tensors, path, metadata)
+    return path
 
 
 def install_plugin(folder: Path, name: str, source: str) -> None:

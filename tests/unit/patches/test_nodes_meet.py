@@ -115,7 +115,7 @@ def test_a_reader_listens_while_it_waits(places):
 
 
 def test_one_node_has_no_others(monkeypatch):
-    """Prevents a store, or a wait for nobody, in a launch on one node."""
+    """Prevents a store, or a wait for other nodes, in a launch on one node."""
     settings = SimpleNamespace(nnodes=2, node_rank=1, dist_init_addr="h:1")
     assert nodes_of(settings) == Nodes(2, 1, "h:1")
     for changed in ({"nnodes": 1}, {"dist_init_addr": None}):
