@@ -13,12 +13,12 @@ import torch
 
 from decode_attention import Rows
 from decode_model import DTYPE, Shape
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import remap, unchanged_start
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.tables import ScoreTables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.rounds.plan import Plan, ceil_align, plan_round
+from sglang_triattn.rounds.rules import RoundRules
 
 
 class Pool:
@@ -54,13 +54,13 @@ class Rounds:
         reference: computes the same scores as `scorer`, in plain torch.
     """
 
-    config: Config
+    config: RoundRules
     scorer: Scorer
     mover: Mover | None
     reference: Scorer
 
     @staticmethod
-    def of(config: Config, page_size: int, buffers, tables: ScoreTables) -> Rounds:
+    def of(config: RoundRules, page_size: int, buffers, tables: ScoreTables) -> Rounds:
         """Built as the server builds them: see `build_compressor` and `make_mover`."""
         k, v = buffers
         due = config.trigger(config.sinks)

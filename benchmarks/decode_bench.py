@@ -15,6 +15,7 @@ from decode_step import CudaGraphs, Eager, Run, Step
 from score_speed import copy_bandwidth
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
+from sglang_triattn.rounds.rules import RoundRules, complete
 
 WARM = 3
 """Untimed steps before the timed ones."""
@@ -56,9 +57,9 @@ class Setting:
         """Highest logical position that any run reaches, and number of slots that a row names."""
         return max(*self.contexts, *(self.config(budget, 1).budget for budget in self.budgets)) + 4 * self.interval + 64
 
-    def config(self, budget: int, page_size: int) -> Config:
+    def config(self, budget: int, page_size: int) -> RoundRules:
         recent = min(128, self.interval, budget // 2)
-        return Config(budget=budget, interval=self.interval, recent=recent, selection=SELECTIONS[page_size])
+        return complete(Config(budget=budget, interval=self.interval, recent=recent, selection=SELECTIONS[page_size]))
 
 
 class Bench:

@@ -17,6 +17,7 @@ from quality_policies import CONTROLS, Control, RowFacts
 from sglang_triattn.config import ENABLE, PREFIX, SELECTIONS, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rounds.plan import frozen_length
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
 
 DENSE, DEFAULT, SETTINGS = "dense", "default", "settings"
@@ -74,7 +75,7 @@ class Choice:
 
 def frozen_of(config: Config, prompt_length: int) -> int:
     """First entry of a row that a round may touch if no tree holds the prompt and pages hold one token."""
-    return frozen_length(config, 0, prompt_length, 1)
+    return frozen_length(complete(config), 0, prompt_length, 1)
 
 
 def read_choice(text: str) -> Choice:

@@ -28,6 +28,7 @@ from sglang_triattn.kernels.score.value_size import NEWEST, value_count
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, TOKENS
 from sglang_triattn.kernels.select.reference import kept_sets
+from sglang_triattn.rounds.rules import complete
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
 BUDGET = 2048
@@ -62,7 +63,7 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
 
 def default_bytes(model: Model, requests: int, tokens: int, key_bytes: int) -> dict[str, int]:
     """Bytes of each part of one round with the default settings, K/V moves included."""
-    config = Config(budget=BUDGET)
+    config = complete(Config(budget=BUDGET))
     candidates = tokens - config.recent
     sets = requests * kept_sets(config.selection, model.layers, model.kv_heads)
     large = sets * value_count(BUDGET, config.recent, config.value_share)

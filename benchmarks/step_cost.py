@@ -50,11 +50,12 @@ class Hooked:
         from sglang_triattn.patches.scheduler.plugin import Compression
         from sglang_triattn.patches.scheduler.request import attach_options
         from sglang_triattn.request.options import CompressionOptions
+        from sglang_triattn.rounds.rules import complete
 
         self._scheduler = scheduler = scheduler_with(requests, ROW_LENGTH, 2 * requests * ROW_LENGTH, 1, "cpu")
         group = SimpleNamespace(world_size=1)
         scheduler.tp_group = scheduler.dp_tp_group = group
-        self._config = Config()
+        self._config = complete(Config())
         for request in scheduler.running_batch.reqs:
             attach_options(request, CompressionOptions(self._config))
         compression = Compression(self._config)

@@ -11,6 +11,7 @@ from sglang_triattn.patches.observability import reporting
 from sglang_triattn.patches.observability.census import VARIABLE, Census
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.plugin import Compression
+from sglang_triattn.rounds.rules import complete
 
 MAIN, CONTROLLER, SCHEDULER = "Main process", "Data-parallel controller", "Scheduler process"
 CENSUS, CALIBRATION = f"Scheduler process with `{VARIABLE}=1`", "`calibrate --engine sglang`"
@@ -120,7 +121,7 @@ def all_hooks() -> dict[str, list[Hook]]:
     return {
         MAIN: [hook for group in (*main, request_validation.main_hooks()) for hook in group],
         CONTROLLER: handshake.controller_hooks(),
-        SCHEDULER: [hook for hook in Compression(Config()).hooks() if hook.target not in apart],
+        SCHEDULER: [hook for hook in Compression(complete(Config())).hooks() if hook.target not in apart],
         CENSUS: census,
         CALIBRATION: [
             *calibration.main_hooks(),

@@ -45,22 +45,22 @@ def activate() -> None:
 
         hooks.register(scheduler_hooks(calibration))
         return
-    config = args_patch.config_of(server_args)
-    if config is None:
+    rules = args_patch.rules_of(server_args)
+    if rules is None:
         args_patch.exit_if_forgotten()
         if nodes_of(server_args) is None:
             return
     if role == _CONTROLLER:
         hooks.register(handshake.controller_hooks())
         return
-    if config is None:
+    if rules is None:
         from sglang_triattn.patches.launch.same_launch import PlainRank
 
         hooks.register(PlainRank().hooks())
         return
     from sglang_triattn.patches.scheduler.plugin import Compression
 
-    hooks.register(Compression(config).hooks())
+    hooks.register(Compression(rules).hooks())
 
 
 def _activate_main() -> None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.preferred import prefer
-from sglang_triattn.patches.launch.server_args import config_of
+from sglang_triattn.patches.launch.server_args import rules_of
 from sglang_triattn.patches.observability.metrics import Refusals
 from sglang_triattn.patches.scheduler.request import kinds_of
 from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
@@ -68,14 +68,14 @@ def _prefer_and_check(
     **named_inputs: object,
 ) -> TokenizedGenerateReqInput | TokenizedEmbeddingReqInput:
     """Raises TriAttentionError, a ValueError: SGLang answers it with status 400, and `sglang.Engine` raises it."""
-    config = config_of(manager.server_args)
-    if config is None:
+    rules = rules_of(manager.server_args)
+    if rules is None:
         return original(manager, obj, *inputs, **named_inputs)
     prefer(manager, obj)
     tokenized: TokenizedGenerateReqInput = original(manager, obj, *inputs, **named_inputs)
     media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
     params = tokenized.sampling_params
-    _check(config, _no_conversations(manager.server_args), params.custom_params, params.beam_width, media)
+    _check(rules, _no_conversations(manager.server_args), params.custom_params, params.beam_width, media)
     return tokenized
 
 
@@ -84,8 +84,8 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
     from sglang.srt.managers.io_struct import has_valid_data
 
     server_args = http_server.get_global_state().tokenizer_manager.server_args
-    config = config_of(server_args)
-    if config is not None:
+    rules = rules_of(server_args)
+    if rules is not None:
         asked = obj.sampling_params
         # Of several prompts, those with images are told apart later.
         media = (
@@ -95,7 +95,7 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
             for params in asked if isinstance(asked, list) else [asked]:
                 if isinstance(params, Mapping):
                     _check(
-                        config,
+                        rules,
                         _no_conversations(server_args),
                         params.get("custom_params"),
                         params.get("beam_width"),
@@ -118,7 +118,7 @@ def _no_conversations(server_args: object) -> str | None:
 
 
 def _check(
-    config: Config, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
+    rules: RoundRules, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
 ) -> None:
     """Raises TriAttentionError for what a client must not ask for, and counts it.
 
@@ -127,16 +127,16 @@ def _check(
         custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
     """
     try:
-        _check_settings(config, no_conversations, custom_params, beam_width, media)
+        _check_settings(rules, no_conversations, custom_params, beam_width, media)
     except RequestError as error:
         _refusals.count(error.reason)
         raise
 
 
 def _check_settings(
-    config: Config, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
+    rules: RoundRules, no_conversations: str | None, custom_params: object, beam_width: object, media: Collection[str]
 ) -> None:
-    asked = with_media(read_request(config, custom_params), media)
+    asked = with_media(read_request(rules, custom_params), media)
     # SGLang itself refuses a width that is no number.
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise RequestError(

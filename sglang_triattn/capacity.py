@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_triattn.config import Config
 from sglang_triattn.model.sizes import FP8_KV, ModelSizes
 from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
+from sglang_triattn.rounds.rules import RoundRules
 
 WINDOW_SHARE = 0.8
 """Tokens in the pool of window layers per token in the other, SGLang's `--swa-full-tokens-ratio` by default."""
@@ -75,7 +75,7 @@ class Capacity:
     requests: int
 
 
-def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> int:
+def peak_tokens(config: RoundRules | None, workload: Workload, page_size: int) -> int:
     """Most tokens that one request holds at once, rounded up to whole pages.
 
     A dense request (`config` None) holds its full length. A compressed one keeps its frozen prompt, and its private
@@ -89,7 +89,7 @@ def peak_tokens(config: Config | None, workload: Workload, page_size: int) -> in
     return ceil_align(held, page_size)
 
 
-def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_dtype: str) -> list[Capacity]:
+def plan(sizes: ModelSizes, gpus: Gpus, config: RoundRules, workload: Workload, kv_dtype: str) -> list[Capacity]:
     """Capacities dense and compressed, in `kv_dtype` and in 8 bits; a single pair if `kv_dtype` already has 8 bits."""
     fp8 = kv_dtype if kv_dtype in FP8_KV else "fp8_e5m2"
     rows = [("fp8", fp8, None), ("both", fp8, config)]
@@ -99,7 +99,7 @@ def plan(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, kv_d
 
 
 def _capacity(
-    name: str, sizes: ModelSizes, gpus: Gpus, config: Config | None, workload: Workload, kv_dtype: str
+    name: str, sizes: ModelSizes, gpus: Gpus, config: RoundRules | None, workload: Workload, kv_dtype: str
 ) -> Capacity:
     """Capacity of one kind of cache; `config` is None for a dense one."""
     bytes_per_token = sizes.bytes_per_token(kv_dtype, gpus.tp)

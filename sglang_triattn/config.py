@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from sglang_triattn.errors import TriAttentionError, quoted, suggestion
 from sglang_triattn.kernels.select import SELECTIONS
@@ -38,18 +38,14 @@ _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one server; lengths are in tokens of one request.
+    """What a user sets for one server; lengths are in tokens of one request.
 
     `value_share` is the share of the kept tokens, apart from the newest, that are chosen by how far their values lie
     from the mean value of the newest tokens.
 
-    Two defaults depend on the other fields, and neither is None once a Config is built: `recent` is RECENT_SHARE of the
-    budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection "per-layer-head", else 0,
-    and always 0 where the model has latent KV (`latents.for_latents`).
-
-    Some fields are not settings but facts of a model and its server: `window`, the most tokens that a query of a window
-    layer sees (0 without such layers, see `for_windows`); `round_to`, of which the tokens that a round evicts are a
-    multiple (else 1, see also `plan.in_whole_pages`); `images`, whether requests with images may be compressed.
+    Two defaults depend on the other fields and on the model, and are left open here (`rounds.rules.complete`): `recent`
+    is RECENT_SHARE of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection
+    "per-layer-head", else 0.
 
     `profile` only says where values come from: `read_settings` has put them in.
 
@@ -60,7 +56,7 @@ class Config:
     stats: str = AUTO
     budget: int = 2048
     interval: int = 128
-    recent: int = cast("int", None)  # derived from the other fields unless given
+    recent: int | None = None
     selection: str = "per-layer-head"
     aggregation: str = "mean"
     budget_scope: str = "private"
@@ -69,11 +65,8 @@ class Config:
     pressure_budget: int | None = None
     conversation_ttl: int = 600
     stats_after_update: str = "keep"
-    value_share: float = cast("float", None)  # likewise
+    value_share: float | None = None
     profile: str | None = None
-    window: int = 0
-    round_to: int = 1
-    images: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -90,15 +83,12 @@ class Config:
                     f"{flag(name)} is {quoted(value)}, but it must be a whole number of "
                     f"{'seconds' if name == 'conversation_ttl' else 'tokens'}, at least {least}."
                 )
-        if self.recent is None:
-            object.__setattr__(self, "recent", self._default_recent)
-        if self.value_share is None:
-            object.__setattr__(self, "value_share", VALUE_SHARE if self.selection == "per-layer-head" else 0.0)
-        if self.recent > self.budget:
+        newest = self.default_recent if self.recent is None else self.recent
+        if newest > self.budget:
             raise _above_budget("recent", self, "the newest tokens are kept within the budget")
-        if self.pressure_budget is not None and not self.recent <= self.pressure_budget <= self.budget:
+        if self.pressure_budget is not None and not newest <= self.pressure_budget <= self.budget:
             raise TriAttentionError(
-                f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({self.recent}) "
+                f"{flag('pressure_budget')} ({self.pressure_budget}) must lie between {flag('recent')} ({newest}) "
                 f"and {flag('budget')} ({self.budget}), because it is what a round keeps when memory runs short."
             )
         for name, choices in _CHOICES.items():
@@ -108,7 +98,9 @@ class Config:
                     f"{', '.join(choices)}: use one of these."
                 )
         share = self.value_share
-        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share <= 1:
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
+        ):
             raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
         if share and self.selection != "per-layer-head":
             raise TriAttentionError(
@@ -118,50 +110,13 @@ class Config:
             )
 
     @property
-    def _default_recent(self) -> int:
+    def default_recent(self) -> int:
         most = self.budget if self.pressure_budget is None else self.pressure_budget // 2
         return max(min(int(RECENT_SHARE * self.budget), most), 1)
 
-    def for_windows(self, window: int, page_size: int) -> Config:
-        """The settings for a model some of whose layers attend to a sliding window.
-
-        A window layer counts its tokens along the row, so the newest `window` tokens must stay, in order. Rounds keep
-        at least as many and, at page sizes above 1, evict whole pages, so that they never have to copy those tokens.
-
-        Args:
-            window: most tokens that a query of such a layer sees.
-            page_size: slots per page.
-
-        Raises:
-            TriAttentionError: the budget or the recent tokens are fewer than the window.
-        """
-        recent = max(self.recent, window) if self.recent == self._default_recent else self.recent
-        for name, value in (("budget", self.budget), ("recent", recent)):
-            if value < window:
-                raise TriAttentionError(
-                    f"{flag(name)} is {value}, but some layers of this model attend to a sliding window of {window} "
-                    f"tokens, and a round must keep that many of the newest: use at least {window}."
-                )
-        return dataclasses.replace(self, recent=recent, window=window, round_to=page_size)
-
-    def budget_for(self, frozen: int) -> int:
-        """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0.
-
-        Up to `round_to` - 1 more stay if the private tokens do not divide evenly.
-        """
-        budget = self.budget if self.budget_scope == "private" else max(self.budget - frozen, self.recent, 1)
-        # The page in which the newest tokens begin is never emptied.
-        return max(budget, self.recent + self.round_to - 1)
-
-    def trigger(self, frozen: int) -> int:
-        """Private tokens at which a round is due for a request with `frozen` frozen ones."""
-        return self.budget_for(frozen) + max(self.interval, self.round_to)
-
-    def under_pressure(self) -> Config:
-        """Settings for a round that runs because memory is short."""
-        if self.pressure_budget is None:
-            return self
-        return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None)
+    @property
+    def default_value_share(self) -> float:
+        return VALUE_SHARE if self.selection == "per-layer-head" else 0.0
 
 
 @dataclass(frozen=True)
@@ -247,8 +202,7 @@ OPTIONS = (
     ),
 )
 
-_FACTS = ("window", "round_to", "images")
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config) if field.name not in _FACTS}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Config)}
 
 
 def flag(name: str) -> str:
@@ -306,7 +260,7 @@ def read_settings(values: Mapping[str, Any]) -> Config | None:
         return None
     config = Config(**complete(given))
     # A server's: a request may ask for a budget below them. The default is few enough for any budget.
-    if config.sinks > max(config.budget, cast("int", _DEFAULTS["sinks"])):
+    if config.sinks > max(config.budget, Config.sinks):
         raise _above_budget("sinks", config, "they stay on top of what rounds keep")
     return config
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from checkout import ROOT
 from documents import DOCS, generated, write_generated
+from sglang_triattn.compatibility.verdict import Verdict, attention_words, judge, scored_words
 from sglang_triattn.config import Config
-from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words
 
 FILE = DOCS / "compatibility.md"
 NAME = "model_table"
@@ -23,9 +23,9 @@ def verdicts() -> list[Verdict]:
     for file in sorted(CONFIGS.glob("*.json"), key=lambda file: file.stem):
         content = json.loads(file.read_text())
         name = content["_name_or_path"].split("/")[-1]
-        verdict = judge(content, name, Server(Config()))
+        verdict = judge(content, name, Config(), {})
         if verdict.layout is not None and verdict.layout.window > Config.budget:
-            verdict = judge(content, name, Server(Config(budget=verdict.layout.window)))
+            verdict = judge(content, name, Config(budget=verdict.layout.window), {})
         found.append(verdict)
     return found
 

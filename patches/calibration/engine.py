@@ -22,14 +22,14 @@ import torch
 from tqdm import tqdm
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.compatibility.rules import ENVIRONMENT, why_uncovered
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.launch_settings import ENVIRONMENT
 from sglang_triattn.patches.hooks import Hook, check_version, install
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import named, unsupported
 from sglang_triattn.patches.launch.model_config import reason_in_file
+from sglang_triattn.patches.launch.traits import traits_of
 from sglang_triattn.variable import unset
 
 if TYPE_CHECKING:
@@ -198,8 +198,9 @@ def _check(record: ServerArgs) -> None:
     for name, reason in ENVIRONMENT.items():
         if getattr(envs, name).get():
             raise CalibrationError(f"{name} does not work with calibrate, because {reason}: unset it.")
-    reason = unsupported(model)
-    found = reason_in_file(settings) if reason is None else (named(model), reason)
+    traits = traits_of(model)
+    reason = why_uncovered(traits.uncovered)
+    found = reason_in_file(settings) if reason is None else (traits.name, reason)
     if found is not None:
         name, reason = found
         raise CalibrationError(

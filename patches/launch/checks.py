@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.config import AUTO, Config
+from sglang_triattn.compatibility.resolve import resolve
+from sglang_triattn.compatibility.rules import CHAIN, ENVIRONMENT, SETTING_FIELDS, check_draft_numbers
+from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.latents import for_latents
-from sglang_triattn.launch_settings import CHAIN, check_draft_numbers
 from sglang_triattn.model.fingerprint import local_folder
-from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.launch.incompatible import (
-    check_decode_server,
-    check_latents,
-    check_measuring,
-    check_model,
-    check_settings,
-    check_speculation,
-    check_stages,
-    check_states,
-    check_window_pool,
-    has_latents,
-    window_of,
-)
 from sglang_triattn.patches.launch.model_config import check_model_file, read_config
 from sglang_triattn.patches.launch.preferred import check_preferred
+from sglang_triattn.patches.launch.traits import traits_of
 from sglang_triattn.patches.launch.workers import hook_workers
 from sglang_triattn.patches.observability.census import is_wanted
-from sglang_triattn.rounds.plan import check_reach, in_whole_pages
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.server_args import ServerArgs
 
 # A late step, so the settings that it sees are final; and the one that completes the numbers of drafts.
@@ -54,7 +39,7 @@ def check_files(server_args: ServerArgs) -> None:
     # SGLang assembles the fields of the record at run time.
     settings: Any = server_args
     if config is not None:
-        check_preferred(settings, config)
+        check_preferred(settings, complete(config))
     check_model_file(server_args)
     content = read_config(settings)
     if stats is not None and content is not None:
@@ -106,34 +91,36 @@ def check_resolved(server_args: ServerArgs) -> None:
         return
     is_wanted()
     settings = resolving_view(server_args)
-    check_settings(settings)
+    _check_environment()
+    values = values_of(settings)
     hook_workers(settings.tokenizer_worker_num)
     check_model_file(settings)
-    config = rules_for(settings, model_config_of(server_args), config)
-    check_preferred(settings, config)
-    args_patch.replace_config(server_args, config)
+    rules = resolve(config, values, traits_of(model_config_of(server_args)))
+    check_preferred(settings, rules)
+    args_patch.attach_rules(server_args, rules)
 
 
-def rules_for(settings: Any, model: ModelConfig, config: Config) -> Config:
-    """The settings of rounds for a model, completed by what follows from it and from the server's settings.
+def values_of(settings: Any) -> dict[str, Any]:
+    """The resolved settings that matter, by field.
 
     Raises:
-        TriAttentionError: the model, or a setting with such a model, does not work with compression.
+        TriAttentionError: this SGLang has no such setting.
     """
-    check_model(model)
-    check_window_pool(settings, model)
-    check_latents(settings, model)
-    check_states(settings, model)
-    check_speculation(settings, model)
-    check_stages(settings, model)
-    check_decode_server(settings, model)
-    check_measuring(settings, config)
-    if has_latents(model):
-        config = for_latents(config)
-    window = window_of(model)
-    if window:
-        config = config.for_windows(window, settings.page_size)
-    if settings.speculative_algorithm is not None and not settings.disable_overlap_schedule:
-        config = in_whole_pages(config, settings.page_size)
-    check_reach(config, model.context_len, "the context limit is")
-    return dataclasses.replace(config, images=covers_images(model.hf_config.architectures))
+    missing = sorted(field for field in SETTING_FIELDS if not hasattr(settings, field))
+    if missing:
+        raise TriAttentionError(
+            f"This SGLang has no setting {missing[0]}, which sglang-triattn must check: reinstall the SGLang version "
+            "that it requires."
+        )
+    return {field: getattr(settings, field) for field in SETTING_FIELDS}
+
+
+def _check_environment() -> None:
+    """Raises TriAttentionError for an environment variable that compression cannot work with."""
+    from sglang.srt.environ import envs
+
+    for name, reason in ENVIRONMENT.items():
+        if getattr(envs, name).get():
+            raise TriAttentionError(
+                f"The environment variable {name} does not work with --enable-triattention, because {reason}: unset it."
+            )

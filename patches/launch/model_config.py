@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from sglang_triattn.compatibility.rules import refused_model, why_uncovered
+from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.model.fingerprint import local_folder
-from sglang_triattn.model.support import refused_model, unsupported
 
 
 def check_model_file(settings: Any) -> None:
@@ -33,7 +34,7 @@ def reason_in_file(settings: Any) -> tuple[str, str] | None:
     config = read_config(settings)
     if config is None:
         return None
-    reason = unsupported(config)
+    reason = why_uncovered(uncovered_in_file(config))
     architectures = ", ".join(config.get("architectures") or ["unknown"])
     return None if reason is None else (f"{settings.model_path} ({architectures})", reason)
 

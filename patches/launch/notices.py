@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sglang_triattn.config import Config
 from sglang_triattn.patches.scheduler.window_pool import row_allocator
 from sglang_triattn.rounds.plan import ceil_align
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.stats.concentration import SPREAD, concentration, outlook
 from sglang_triattn.stats.file import QueryStats
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def active(scheduler: Scheduler, config: Config) -> str:
+def active(scheduler: Scheduler, config: RoundRules) -> str:
     """One sentence on a built scheduler that compresses: what a request keeps, and what that means for the pool."""
     profile = "" if config.profile is None else f" (profile {config.profile})"
     at_most = f"at most {config.trigger(0):,} tokens"
@@ -37,14 +37,14 @@ def active(scheduler: Scheduler, config: Config) -> str:
     )
 
 
-def _at_once(scheduler: Scheduler, config: Config) -> int:
+def _at_once(scheduler: Scheduler, config: RoundRules) -> int:
     """Requests without a prompt that run at once, each at its bound."""
     allocator = scheduler.token_to_kv_pool_allocator
     fitting = row_allocator(allocator).size // ceil_align(config.trigger(0), allocator.page_size)
     return min(fitting, scheduler.max_running_requests)
 
 
-def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
+def at_launch(scheduler: Scheduler, config: RoundRules) -> Iterator[str]:
     """Yields the lines for a built scheduler that compresses."""
     requests = _at_once(scheduler, config)
     graphs = scheduler.tp_worker.model_runner.decode_cuda_graph_capture_bs
@@ -63,7 +63,7 @@ def at_launch(scheduler: Scheduler, config: Config) -> Iterator[str]:
         )
 
 
-def of_stats(config: Config, stats: QueryStats) -> Iterator[str]:
+def of_stats(config: RoundRules, stats: QueryStats) -> Iterator[str]:
     """Yields the lines for statistics with which scores may predict little; none if nothing is scored."""
     if config.value_share == 1:
         return

@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError, quoted
 from sglang_triattn.request.options import KEY, read_request
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FLAG = "--preferred-sampling-params"
 
 
-def check_preferred(settings: Any, config: Config) -> None:
+def check_preferred(settings: Any, config: RoundRules) -> None:
     """Raises TriAttentionError for preferred settings of compression that no request could have, or not every one.
 
     Args:

@@ -21,6 +21,7 @@ from sglang_triattn.config import SWITCH, Config, add_flags
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch.nodes import nodes_of, tell_others
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
 
 if TYPE_CHECKING:
@@ -40,9 +41,24 @@ def config_of(server_args: ServerArgs) -> Config | None:
     return getattr(server_args, _CONFIG, None)
 
 
-def replace_config(server_args: ServerArgs, config: Config) -> None:
-    """Puts `config` in the place of the Config that this settings record carries."""
-    setattr(server_args, _CONFIG, config)
+def attach_rules(server_args: ServerArgs, rules: RoundRules) -> None:
+    """Puts `rules` in the place of the Config that this settings record carries."""
+    setattr(server_args, _CONFIG, rules)
+
+
+def rules_of(server_args: ServerArgs) -> RoundRules | None:
+    """The rules of rounds that this record carries, or None if compression is off.
+
+    Raises:
+        TriAttentionError: SGLang has not resolved the record.
+    """
+    config = config_of(server_args)
+    if config is None or isinstance(config, RoundRules):
+        return config
+    raise TriAttentionError(
+        "SGLang started a process before it resolved its settings, so compression does not know its model: start the "
+        "server by `python -m sglang.launch_server`."
+    )
 
 
 def calibration_of(server_args: ServerArgs) -> Request | None:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 def make_mover(
-    config: Config, page_size: int, pool: KVCache, layers: Sequence[int], *, kernels: bool | None = None
+    config: RoundRules, page_size: int, pool: KVCache, layers: Sequence[int], *, kernels: bool | None = None
 ) -> Mover | None:
     """The Mover for `layers` of SGLang's KV pool `pool`.
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_triattn.model.families import family_of
 from sglang_triattn.model.rope import Rope, no_rotation, rotate
-from sglang_triattn.model.support import may_lack_rotation
 from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.inspect import read_ropes, read_shape, same_rope
 from sglang_triattn.patches.model.layers import (
@@ -94,7 +94,7 @@ def shape_of_stage(scheduler: Scheduler) -> ModelShape:
     with agreed(scheduler) if is_staged(scheduler) else nullcontext():
         layers = scored_layers(attention_layers(runner.model))
         ropes = read_ropes(runner.model, layers[0].rotary_width)
-        if not ropes and may_lack_rotation(runner.model_config.hf_config.architectures):
+        if not ropes and family_of(runner.model_config.hf_config.architectures).may_lack_rope:
             ropes = [no_rotation(layers[0].rotary_width)]
     position = min(POSITION, scheduler.model_config.context_len - 1)
     seen, first = _queries_at(scheduler, layers, position)

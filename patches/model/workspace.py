@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.model.layers import attention_layers, numbers_of, scored_layers
 from sglang_triattn.rounds.plan import scored_tokens
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -33,7 +33,7 @@ class Workspace:
         memory: [plan.bytes() / 4] float32; None likewise.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RoundRules) -> None:
         self._config = config
         self.plan: WorkspacePlan | None = None
         self.memory: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class Workspace:
         logger.info("TriAttention holds %d MiB of device memory for scoring", self.plan.bytes() >> 20)
 
 
-def plan_workspace(configurator: KVCacheConfigurator, config: Config) -> WorkspacePlan:
+def plan_workspace(configurator: KVCacheConfigurator, config: RoundRules) -> WorkspacePlan:
     """Plans the memory that scoring needs for the model of a KVCacheConfigurator.
 
     Raises:

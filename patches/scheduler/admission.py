@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
@@ -34,6 +33,7 @@ from sglang_triattn.patches.scheduler.reserve import reserve_per_row
 from sglang_triattn.patches.scheduler.separation import decodes_alone
 from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -51,7 +51,7 @@ class Admission:
         breaker: says when compression has stopped: new requests are then scheduled as by plain SGLang.
     """
 
-    def __init__(self, config: Config, conversations: Conversations, breaker: Breaker) -> None:
+    def __init__(self, config: RoundRules, conversations: Conversations, breaker: Breaker) -> None:
         self._config = config
         self._conversations = conversations
         self._breaker = breaker

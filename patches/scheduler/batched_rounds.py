@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.scheduler.pinned import to_device
 from sglang_triattn.patches.scheduler.request import rotary_shift_of
 from sglang_triattn.patches.scheduler.reserve import Reserves, read_reserves
 from sglang_triattn.rounds.plan import Plan, ceil_align
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -106,7 +106,7 @@ class Launch:
         ]
 
 
-def kind_for(settings: Config, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
+def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
     """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
 
     Args:

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
@@ -60,6 +59,7 @@ from sglang_triattn.patches.scheduler.separation import decodes_alone
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.request.lifecycle import FirstEvicted
 from sglang_triattn.rounds.plan import Plan, Totals, plan_round
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -83,7 +83,7 @@ class Compressor:
     def __init__(
         self,
         scheduler: Scheduler,
-        config: Config,
+        config: RoundRules,
         scorer: Scorer,
         mover: Mover | None,
         conversations: Conversations,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_triattn.config import AUTO, Config
+from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.calibration.weight_updates import AFTER_UPDATE, WeightUpdates
@@ -47,6 +47,7 @@ from sglang_triattn.patches.scheduler.request import give_up_waiting
 from sglang_triattn.patches.scheduler.separation import DecodeServer
 from sglang_triattn.patches.scheduler.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.rounds.plan import Totals, check_reach
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.rounds.scoring import build_scorer, counted_from
 from sglang_triattn.stats.file import QueryStats
 
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 class Compression:
     """Compression in this process: the compressor that runs, or why it refused."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RoundRules) -> None:
         self.config = config
         self.compressor: Compressor | None = None
         self.refusal: str | None = "the scheduler was not built through the hooks of sglang-triattn"
@@ -193,7 +194,7 @@ class Compression:
     def _on_init_info(self, info: dict, _: object) -> dict:
         return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
-    def _read(self) -> tuple[Config, Totals] | None:
+    def _read(self) -> tuple[RoundRules, Totals] | None:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
     def _describe(self) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def agreement(scheduler: Scheduler) -> Iterator[None]:
         yield
 
 
-def served_stats(scheduler: Scheduler, config: Config) -> QueryStats:
+def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
     """Statistics of all layers and heads of the served model, for scores of its pool; every rank of every stage calls.
 
     Raises:
@@ -244,7 +245,7 @@ def of_own_layers(scheduler: Scheduler, stats: QueryStats) -> QueryStats:
 
 
 def make_scorer(
-    scheduler: Scheduler, config: Config, stats: QueryStats, memory: torch.Tensor | None, merge: RankMerge | None
+    scheduler: Scheduler, config: RoundRules, stats: QueryStats, memory: torch.Tensor | None, merge: RankMerge | None
 ) -> Scorer:
     """Builds the scorer of this rank's KV pool; `stats` are those of its layers, see `build_compressor` for the rest.
 
@@ -268,7 +269,7 @@ def make_scorer(
 
 def build_compressor(
     scheduler: Scheduler,
-    config: Config,
+    config: RoundRules,
     stats: QueryStats,
     memory: torch.Tensor | None,
     conversations: Conversations,

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.config import Config
 from sglang_triattn.request.lifecycle import CompressedRequest, Stage
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align, frozen_length
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT, MultimodalDataItem, Req, ReqKvInfo, ScheduleBatch
@@ -51,14 +51,14 @@ def owner_of(request: Req) -> CompressedRequest:
     return attach_options(request, _NOT_COMPRESSED) if owner is None else owner
 
 
-def settings_of(request: Req) -> Config | None:
+def settings_of(request: Req) -> RoundRules | None:
     """Settings of a request that may be compressed; None for any other (beam search, compression declined)."""
     return owner_of(request).settings
 
 
-def settings_in_use(request: Req) -> Config:
+def settings_in_use(request: Req) -> RoundRules:
     """Settings of a request that is compressed."""
-    return cast(Config, owner_of(request).settings)
+    return cast(RoundRules, owner_of(request).settings)
 
 
 def beams_of(request: Req) -> BeamGroup | None:
@@ -109,7 +109,7 @@ def tokens_tell_all(request: Req) -> bool:
     return not owner_of(request).withheld and request.input_embeds is None
 
 
-def frozen_of(request: Req, settings: Config, page_size: int) -> int:
+def frozen_of(request: Req, settings: RoundRules, page_size: int) -> int:
     """First position of the request's row that a round may touch."""
     record = owner_of(request).record
     prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len

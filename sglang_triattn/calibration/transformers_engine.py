@@ -23,11 +23,10 @@ from sglang_triattn.calibration.job import (
 from sglang_triattn.calibration.latent_queries import absorbed, key_weights
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
+from sglang_triattn.model.families import family_of
 from sglang_triattn.model.fingerprint import model_fingerprint, shown_name
 from sglang_triattn.model.layers import head_width, kv_heads, never_rotates, readers, scored_layers
 from sglang_triattn.model.rope import RopeError, no_rotation, rope_of_transformers
-from sglang_triattn.model.support import has_covered_latents
-from sglang_triattn.model.vision import is_covered
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import attention_for, watching_queries
 
@@ -170,7 +169,7 @@ def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
     """The decoder layers, without the vocabulary projection, whose logits would dwarf the rest, and without a vision
     encoder."""
     config = loaded(transformers.AutoConfig, model_path)
-    images = is_covered(config.architectures) and hasattr(config, "vision_config")
+    images = family_of(config.architectures).images is not None and hasattr(config, "vision_config")
     kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     base = loaded(kind, model_path, dtype=dtype, attn_implementation=attention).eval().base_model
     return base.get_submodule("language_model") if images else base
@@ -178,7 +177,7 @@ def _load_body(model_path: str, dtype: str, attention: str) -> torch.nn.Module:
 
 def _check_config(config) -> None:
     """Raises CalibrationError unless some layers cache keys per head and attend to all of them."""
-    if getattr(config, "kv_lora_rank", None) and not has_covered_latents(config.architectures):
+    if getattr(config, "kv_lora_rank", None) and not family_of(config.architectures).latent:
         raise CalibrationError(
             f"Models of type {config.model_type} have latent KV (MLA), whose queries are known for DeepSeek-V3 and "
             "GLM-4.7-Flash alone: use one of these, or a model with grouped-query attention and RoPE."

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_triattn.compatibility.rules import SETTING_FIELDS
+from sglang_triattn.compatibility.verdict import Verdict, attention_words, judge, scored_words, strategy_words
 from sglang_triattn.config import AUTO, ENABLE, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
 from sglang_triattn.errors import TriAttentionError, suggestion
-from sglang_triattn.launch_settings import GIVEN
 from sglang_triattn.model.fields import Fields
 from sglang_triattn.model.sizes import MODEL_HELP, load_config
-from sglang_triattn.verdict import Server, Verdict, attention_words, judge, scored_words, strategy_words
 
 REFUSED = 1
 
@@ -32,9 +32,8 @@ ALIASES = {
 }
 # How long a request can get.
 _LENGTHS = {"context_length", "max_total_tokens"}
-_KNOWN = {*GIVEN, *_LENGTHS}
-# Over how many ranks --tp-size splits a head, follows from these.
-_TOGETHER = {"attn_dp_size", "dp_size", "enable_dp_attention"}
+# SETTING_FIELDS has what follows from the last of these: over how many ranks --tp-size splits a head.
+_KNOWN = {*SETTING_FIELDS, "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
 
 
@@ -70,8 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_settings({**vars(arguments), ENABLE: True})
     assert isinstance(config, Config)
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
-    server = Server(config, arguments.page_size, _ranks(arguments.tp_size, given.get("attn_dp_size", 1)), given)
-    verdict = judge(content, arguments.model, server)
+    _check_groups(arguments.tp_size, given.get("attn_dp_size", 1))
+    settings = {**given, "page_size": arguments.page_size, "tp_size": arguments.tp_size}
+    verdict = judge(content, arguments.model, config, settings)
     if config.stats != AUTO and verdict.refusal is None:
         verdict = _with_stats(verdict, config.stats, content, Path(arguments.model))
     if arguments.json:
@@ -96,7 +96,7 @@ def _with_stats(verdict: Verdict, stats: str, content: Fields, model: Path) -> V
 
 
 def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
-    layout, config = verdict.layout, verdict.config
+    layout, rules = verdict.layout, verdict.rules
     if verdict.refusal is not None or layout is None:
         yield str(verdict.refusal)
         return
@@ -106,12 +106,12 @@ def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
     yield f"{SWITCH} compresses {verdict.name}"
     yield f"layers       {attention_words(layout)}; {layer.q_heads} query and {layer.kv_heads} KV heads"
     nothing = "nothing, because the value share 1 chooses by values alone"
-    yield f"scored       {nothing if config.value_share == 1 else scored_words(layout)}"
-    if config.profile is not None:
-        yield f"profile      {config.profile}"
+    yield f"scored       {nothing if rules.value_share == 1 else scored_words(layout)}"
+    if rules.profile is not None:
+        yield f"profile      {rules.profile}"
     yield (
-        f"rounds       budget {config.budget:,}, interval {config.interval:,}, newest {config.recent:,} kept; "
-        f"{config.selection} at page size {verdict.page_size}: {strategy_words(config, verdict.page_size)}"
+        f"rounds       budget {rules.budget:,}, interval {rules.interval:,}, newest {rules.recent:,} kept; "
+        f"{rules.selection} at page size {verdict.page_size}: {strategy_words(rules, verdict.page_size)}"
     )
     yield "also works   every other page size and selection"
     yield f"KV           {verdict.held_bytes:,} bytes per token held{each} ({verdict.kv_dtype})"
@@ -133,13 +133,12 @@ def _read_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for name, values in _flags(words):
         field = name.removeprefix("--").replace("-", "_")
         field = ALIASES.get(field, field)
-        if field in _KNOWN or field in _TOGETHER:
+        if field in _KNOWN:
             given[field] = _value(name, values[-1], field) if values else True
         elif field not in _IGNORED:
             others.append(name)
     if given.pop("enable_dp_attention", False):
         given["attn_dp_size"] = given.get("dp_size", 1)
-    given.pop("dp_size", None)
     return given, others
 
 
@@ -152,14 +151,13 @@ def _check_names(words: Sequence[str]) -> None:
             raise TriAttentionError(f"{name} is not a flag of sglang-triattn: {suggestion(name, flags)}")
 
 
-def _ranks(tp_size: int, attn_dp_size: int) -> int:
-    """Ranks that share the heads of one batch. Raises TriAttentionError if attention data parallelism does not fit."""
+def _check_groups(tp_size: int, attn_dp_size: int) -> None:
+    """Raises TriAttentionError if attention data parallelism does not split the ranks evenly."""
     if attn_dp_size < 1 or tp_size % attn_dp_size:
         raise TriAttentionError(
             f"--tp-size {tp_size} does not split into {attn_dp_size} groups for attention data parallelism: use a "
             "number that divides it."
         )
-    return tp_size // attn_dp_size
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -4,9 +4,13 @@ import argparse
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from sglang_triattn.capacity import WINDOW_SHARE, Capacity, Gpus, Workload, plan
+from sglang_triattn.compatibility.rules import why_uncovered
+from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.kinds import WINDOW
@@ -20,6 +24,7 @@ from sglang_triattn.model.sizes import (
     weight_bytes,
 )
 from sglang_triattn.profiles import METAVAR
+from sglang_triattn.rounds.rules import RoundRules, complete
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
 _COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trace", "requests")
@@ -86,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the plan and writes --json. Raises TriAttentionError for a user error."""
     _check_numbers(arguments)
     content = load_config(arguments.model)
+    _check_model(content)
     sizes = read_sizes(content)
     sizes.check_ranks(arguments.tp)
     workload = _workload(arguments, sizes)
@@ -103,6 +109,16 @@ def run(arguments: argparse.Namespace) -> None:
             "rows": [dataclasses.asdict(row) for row in rows],
         }
         _write_json(Path(arguments.json), content)
+
+
+def _check_model(content: Mapping[str, Any]) -> None:
+    """Raises TriAttentionError if compression does not cover the model."""
+    reason = why_uncovered(uncovered_in_file(content))
+    if reason is not None:
+        raise TriAttentionError(
+            f"The model type {content.get('model_type') or 'unknown'} cannot be planned, because {reason}: use a "
+            "decoder-only model with ordinary multi-head or grouped-query attention."
+        )
 
 
 def _model(sizes: ModelSizes) -> dict[str, object]:
@@ -143,14 +159,14 @@ def _workload(arguments: argparse.Namespace, sizes: ModelSizes) -> Workload:
     return Workload(prompt, length)
 
 
-def _settings(arguments: argparse.Namespace) -> Config:
+def _settings(arguments: argparse.Namespace) -> RoundRules:
     given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "budget", "interval", "budget_scope")}
     config = read_settings({ENABLE: True, **given})
     assert config is not None
-    return config
+    return complete(config)
 
 
-def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: Config) -> tuple[Gpus, str]:
+def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: RoundRules) -> tuple[Gpus, str]:
     """The GPUs, and where the size of the weights comes from, in words."""
     if arguments.weights is not None:
         weights, origin = _bytes("--weights", arguments.weights), "given"
@@ -173,7 +189,7 @@ def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, confi
     return gpus, origin
 
 
-def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
+def _scratch_bytes(sizes: ModelSizes, config: RoundRules, ranks: int) -> int:
     """Device memory that a compressing server takes from the pool for scoring."""
     from sglang_triattn.kernels.scorer import WorkspacePlan
     from sglang_triattn.rounds.plan import scored_tokens
@@ -193,7 +209,7 @@ def _scratch_bytes(sizes: ModelSizes, config: Config, ranks: int) -> int:
     ).bytes()
 
 
-def _facts(sizes: ModelSizes, gpus: Gpus, config: Config, workload: Workload, origin: str) -> list[str]:
+def _facts(sizes: ModelSizes, gpus: Gpus, config: RoundRules, workload: Workload, origin: str) -> list[str]:
     each = f" on each of {gpus.tp} GPUs" if gpus.tp > 1 else ""
     return [
         f"model        {sizes.model_type}, {sizes.layers} layers, {sizes.q_heads} query and {sizes.kv_heads} KV heads "

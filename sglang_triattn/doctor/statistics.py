@@ -48,14 +48,14 @@ def model_rows(model: str) -> Iterator[Row]:
     Raises:
         TriAttentionError: it has no readable config.json.
     """
+    from sglang_triattn.compatibility.verdict import attention_words, judge
     from sglang_triattn.config import Config
     from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
     from sglang_triattn.model.sizes import found_path, load_config
     from sglang_triattn.stats.cache import kept_path
-    from sglang_triattn.verdict import Server, attention_words, judge
 
     folder = found_path(model)
-    verdict = judge(load_config(model), model, Server(Config()))
+    verdict = judge(load_config(model), model, Config(), {})
     if verdict.refusal is not None or verdict.layout is None:
         yield Row("check", WRONG, verdict.refusal or "", "this model is not compressed with the default flags")
     else:

@@ -1,12 +1,12 @@
 """Which kind of attention each layer of a model has, and which layers RoPE turns, read from config.json alone.
 
-How SGLang serves an architecture is taken from SGLang 0.5.23: sglang/srt/models, and `is_hybrid_swa_model` in
-sglang/srt/configs/model_config.py.
+What the file leaves to SGLang's code is in `families`.
 """
 
 from __future__ import annotations
 
-from sglang_triattn.model.fields import Fields, architecture, count, text_fields
+from sglang_triattn.model.families import Family, family_of
+from sglang_triattn.model.fields import Fields, count, text_fields
 
 FULL, WINDOW, CHUNK, LATENT, LINEAR, NONE = "full", "window", "chunk", "latent", "linear", "none"
 KINDS = (FULL, WINDOW, CHUNK, LATENT, LINEAR, NONE)
@@ -22,28 +22,6 @@ _NAMED = {
 }
 _LETTERS = {"*": FULL, "M": LINEAR, "-": NONE, "E": NONE}  # Nemotron-H
 
-# SGLang serves these with full attention in every layer, whatever window the file names.
-_WINDOW_NOT_SERVED = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "PhiMoEForCausalLM"),
-    *("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration", "DeciLMForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Starcoder2ForCausalLM"),
-    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
-    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-)
-# Window layers of these have a KV pool of their own (SWAKVPool), those of all others share the pool of the full ones.
-WINDOW_POOLS = (
-    *("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM"),
-    *("MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-    *("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
-    *("LagunaForCausalLM", "MellumForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"),
-    *("BeamForCausalLM", "InklingForConditionalGeneration", "Llama4ForConditionalGeneration"),
-)
-# These give RadixAttention the window itself as the number of tokens before a query, so the query sees one more.
-_WINDOW_BEFORE_QUERY = ("Cohere2ForCausalLM", "Step3p5ForCausalLM", "MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM")
-# If some layers have a window, RoPE turns only those.
-_ROPE_IN_WINDOWS = ("Cohere2ForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM")
-_NEVER_ROTATED = ("NemotronHForCausalLM", "KimiLinearForCausalLM")
-
 
 def layer_kinds(fields: Fields) -> list[str]:
     """The kind of each layer, or the file's own word for one that is not known.
@@ -54,7 +32,7 @@ def layer_kinds(fields: Fields) -> list[str]:
     Raises:
         TriAttentionError: the number of layers is needed and missing.
     """
-    name = architecture(fields)
+    family = family_of(fields.get("architectures"))
     if fields.get("hybrid_override_pattern"):
         letters: str = fields["hybrid_override_pattern"]
         return [_LETTERS.get(letter, letter) for letter in letters]
@@ -67,12 +45,11 @@ def layer_kinds(fields: Fields) -> list[str]:
         kinds = [_NAMED.get(word, word) for word in named]
     else:
         layers = count_layers(fields)
-        kinds = [_kind_by_number(fields, name, number) for number in range(layers)]
-    if name in _WINDOW_NOT_SERVED:
+        kinds = [_kind_by_number(fields, family, number) for number in range(layers)]
+    if not family.windows:
         kinds = [FULL if kind == WINDOW else kind for kind in kinds]
     if fields.get("kv_lora_rank"):
-        # LongCat has two attentions in a layer.
-        kinds = [LATENT if kind == FULL else kind for kind in kinds] * (2 if name.startswith("Longcat") else 1)
+        kinds = [LATENT if kind == FULL else kind for kind in kinds] * family.attentions
     return kinds
 
 
@@ -91,26 +68,23 @@ def _skips_attention(block: Fields) -> bool:
     return bool(attention.get("no_op") or attention.get("replace_with_linear"))
 
 
-def _kind_by_number(fields: Fields, name: str, number: int) -> str:
+def _kind_by_number(fields: Fields, family: Family, number: int) -> str:
     """The kind of a layer that the file does not name."""
-    behind = number + 1
+    ordinal = number + 1
     linear = fields.get("linear_attn_config") or {}
     pattern, letters = fields.get("sliding_window_pattern"), fields.get("hybrid_layer_pattern")
     window = fields.get("sliding_window")
     if linear:
-        return FULL if behind in (linear.get("full_attn_layers") or ()) else LINEAR
+        return FULL if ordinal in (linear.get("full_attn_layers") or ()) else LINEAR
     if fields.get("full_attention_interval"):
-        return LINEAR if behind % fields["full_attention_interval"] else FULL
+        return LINEAR if ordinal % fields["full_attention_interval"] else FULL
     if letters:
         return FULL if number >= len(letters) or not letters[number] else WINDOW
-    if name == "Gemma2ForCausalLM":
-        return WINDOW if number % 2 == 0 else FULL
-    if name in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration") and not pattern:
-        pattern = 6
-    if name in ("Cohere2ForCausalLM", "Olmo3ForCausalLM") and window and not pattern:
-        pattern = 4
+    # transformers has a window where the file has no such field.
+    if family.full_every and not pattern and fields.get("sliding_window", True):
+        pattern = family.full_every
     if pattern:
-        return WINDOW if behind % (len(pattern) if isinstance(pattern, str) else pattern) else FULL
+        return WINDOW if ordinal % (len(pattern) if isinstance(pattern, str) else pattern) else FULL
     if fields.get("attention_chunk_size"):
         return CHUNK
     # Qwen configs give a window that is unused unless a switch turns it on.
@@ -120,12 +94,12 @@ def _kind_by_number(fields: Fields, name: str, number: int) -> str:
 
 def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
     """For each layer, whether RoPE turns its queries and keys."""
-    name, layers = architecture(fields), range(len(kinds))
-    if name in _NEVER_ROTATED or fields.get("attn_use_rope") is False:
+    family, layers = family_of(fields.get("architectures")), range(len(kinds))
+    if family.rope_in == "none" or fields.get("attn_use_rope") is False:
         return [False for _ in layers]
     if fields.get("position_embedding_type") in ("absolute", "learned_absolute", "nope", "none"):
         return [False for _ in layers]
-    if name in _ROPE_IN_WINDOWS and WINDOW in kinds:
+    if family.rope_in == "windows" and WINDOW in kinds:
         return [kind == WINDOW for kind in kinds]
     given, interval = fields.get("no_rope_layers"), fields.get("no_rope_layer_interval")
     if given:
@@ -138,15 +112,15 @@ def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
 
 def has_window_pool(fields: Fields) -> bool:
     """Whether SGLang keeps the KV of a model's window layers, if it has some, in a pool of its own."""
-    return architecture(fields) in WINDOW_POOLS or bool(fields.get("is_hybrid_swa"))
+    return family_of(fields.get("architectures")).window_pool or bool(fields.get("is_hybrid_swa"))
 
 
 def served_window(config: Fields) -> int:
     """Most tokens that a query of a window layer sees, of the content of a config.json; 0 without such layers."""
     fields = text_fields(config)
-    return window_of(fields, architecture(fields)) if WINDOW in layer_kinds(fields) else 0
+    return window_of(fields) if WINDOW in layer_kinds(fields) else 0
 
 
-def window_of(fields: Fields, name: str) -> int:
-    own = "sliding_window_size" if name.startswith("MiMoV2") else "sliding_window"
-    return count(fields, own, "sliding_window", "window_size") + (name in _WINDOW_BEFORE_QUERY)
+def window_of(fields: Fields) -> int:
+    family = family_of(fields.get("architectures"))
+    return count(fields, family.window_field, "sliding_window", "window_size") + family.window_extra

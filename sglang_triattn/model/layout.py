@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_triattn.errors import TriAttentionError, quoted
-from sglang_triattn.model.fields import Fields, architecture, count, text_fields
+from sglang_triattn.model.families import family_of
+from sglang_triattn.model.fields import Fields, count, text_fields
 from sglang_triattn.model.kinds import (
     FULL,
     KINDS,
@@ -22,14 +22,6 @@ from sglang_triattn.model.kinds import (
     rotated_layers,
     window_of,
 )
-
-_SINKS = ("GptOssForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM", "IQuestQ1ForCausalLM")
-_INTERLEAVED = (
-    *("CohereForCausalLM", "Cohere2ForCausalLM", "Glm4ForCausalLM", "ChatGLMModel", "GPTJForCausalLM"),
-    *("Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"),
-)
-_ROTATED_SHARE = {"Glm4MoeForCausalLM": 0.5, "Qwen3NextForCausalLM": 0.25, "ChatGLMModel": 0.5}
-"""Where the file says nothing about it."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +66,13 @@ class AttentionLayout:
     Attributes:
         window_pool: window layers have a KV pool of their own, in which a request holds little more than its window.
         style: how RoPE pairs the dims of a head, "half" or "interleaved".
-        beside_state: every layer has a state of fixed size beside its attention (Falcon-H1).
+        state_in_every_layer: every layer has a state of fixed size and attention (Falcon-H1).
     """
 
     layers: tuple[Layer, ...]
     window_pool: bool
     style: str
-    beside_state: bool
+    state_in_every_layer: bool
 
     @property
     def scored(self) -> tuple[int, ...]:
@@ -96,7 +88,7 @@ class AttentionLayout:
     @property
     def states(self) -> bool:
         """Whether some layers keep a state instead of KV, or beside it."""
-        return self.beside_state or any(layer.kind == LINEAR for layer in self.layers)
+        return self.state_in_every_layer or any(layer.kind == LINEAR for layer in self.layers)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -124,7 +116,8 @@ def read_layout(config: Fields) -> AttentionLayout:
     """
     fields = text_fields(config)
     kinds = layer_kinds(fields)
-    layers = count_layers(fields) * (2 if architecture(fields).startswith("Longcat") else 1)
+    family = family_of(fields.get("architectures"))
+    layers = count_layers(fields) * family.attentions
     # Step-3.5 also lists the layers that only draft tokens.
     if len(kinds) < layers:
         raise TriAttentionError(
@@ -138,7 +131,7 @@ def read_layout(config: Fields) -> AttentionLayout:
         layers=found,
         window_pool=WINDOW in kinds and has_window_pool(fields),
         style="interleaved" if _interleaved(fields) else "half",
-        beside_state=architecture(fields) == "FalconH1ForCausalLM",
+        state_in_every_layer=family.state_in_every_layer,
     )
 
 
@@ -153,7 +146,9 @@ def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
         return min(fields["rotary_dim"], head_dim)
     else:
         given = (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor"), fields.get("rotary_pct"))
-        share = next((share for share in given if share is not None), _ROTATED_SHARE.get(architecture(fields), 1.0))
+        share = next(
+            (share for share in given if share is not None), family_of(fields.get("architectures")).rotary_share
+        )
     if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise TriAttentionError(
             f"The config.json says that RoPE turns {quoted(share)} of each head, but a number from 0 to 1 was "
@@ -166,18 +161,17 @@ def _interleaved(fields: Fields) -> bool:
     if fields.get("kv_lora_rank"):
         return bool(fields.get("rope_interleave", True))
     style = fields.get("rope_is_neox_style")
-    return architecture(fields) in _INTERLEAVED if style is None else not style
+    return family_of(fields.get("architectures")).interleaved if style is None else not style
 
 
 def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Layer:
-    kind = kinds[number]
+    kind, family = kinds[number], family_of(fields.get("architectures"))
     if kind == NONE and fields.get("block_configs"):
         # SGLang's pool has as much room for these layers as for the others.
         attending = kinds.index(FULL) if FULL in kinds else number
         return Layer(kind, 0, 0, kv_heads(fields, attending), head_dim(fields), head_dim(fields))
     if kind in (LINEAR, NONE):
         return Layer(kind)
-    name = architecture(fields)
     q_heads = count(fields, "num_attention_heads", "n_head")
     if kind == LATENT:
         rotated = count(fields, "qk_rope_head_dim")
@@ -185,19 +179,18 @@ def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Laye
         return Layer(kind, rotated if rotates else 0, q_heads, 1, width)
     heads = {"q_heads": q_heads, "kv_heads": kv_heads(fields, number), "head_dim": head_dim(fields)}
     heads["v_head_dim"] = fields.get("v_head_dim") or heads["head_dim"]
-    for field, change in _OTHER_HEADS.get((name, kind), {}).items():
-        heads[field] = change(fields, heads[field])
+    heads = _sizes_by_kind(fields, kind, heads)
     own = (fields.get("per_layer_config") or {}).get(str(number))
     if isinstance(own, dict):
         # What transformers writes in place of the fields for layers with full attention.
-        heads["kv_heads"] = _own("num_key_value_heads")(own, heads["kv_heads"])
-        heads["head_dim"] = heads["v_head_dim"] = _own("head_dim")(own, heads["head_dim"])
+        heads["kv_heads"] = _own(own, "num_key_value_heads") or heads["kv_heads"]
+        heads["head_dim"] = heads["v_head_dim"] = _own(own, "head_dim") or heads["head_dim"]
     shared = fields.get("num_kv_shared_layers") or 0
     return Layer(
         kind,
         rotary_dim=_rotary_dim(fields, heads["head_dim"], number, kind) if rotates else 0,
-        window=window_of(fields, name) if kind == WINDOW else 0,
-        sinks=name in _SINKS or bool(kind == WINDOW and fields.get("add_swa_attention_sink_bias")),
+        window=window_of(fields) if kind == WINDOW else 0,
+        sinks=family.sinks or bool(kind == WINDOW and fields.get("add_swa_attention_sink_bias")),
         reads_other=bool(shared) and number >= count_layers(fields) - shared,
         **heads,
     )
@@ -223,31 +216,15 @@ def kv_heads(fields: Fields, number: int = 0) -> int:
     return count(fields, *given) if any(fields.get(field) is not None for field in given) else q_heads
 
 
-def _own(field: str) -> Callable[[Fields, int], int]:
-    return lambda fields, other: other if fields.get(field) is None else count(fields, field)
+def _sizes_by_kind(fields: Fields, kind: str, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of a layer of this kind; `sizes` are those that the file has for every layer."""
+    family = family_of(fields.get("architectures"))
+    others = {FULL: family.full_heads, WINDOW: family.window_heads}.get(kind, {})
+    return {**sizes, **{size: found for size, path in others.items() if (found := _own(fields, path)) is not None}}
 
 
-def _step(field: str) -> Callable[[Fields, int], int]:
-    return lambda fields, other: count(fields.get("attention_other_setting") or {field: other}, field)
-
-
-_MIMO = {
-    "q_heads": _own("swa_num_attention_heads"),
-    "kv_heads": _own("swa_num_key_value_heads"),
-    "head_dim": _own("swa_head_dim"),
-    "v_head_dim": _own("swa_v_head_dim"),
-}
-_GEMMA4 = {
-    "kv_heads": _own("num_global_key_value_heads"),
-    "head_dim": _own("global_head_dim"),
-    "v_head_dim": _own("global_head_dim"),
-}
-# Heads of one kind of layer that differ from those of the others.
-_OTHER_HEADS: dict[tuple[str, str], dict[str, Callable[[Fields, int], int]]] = {
-    **dict.fromkeys((("MiMoV2FlashForCausalLM", WINDOW), ("MiMoV2ForCausalLM", WINDOW)), _MIMO),
-    **dict.fromkeys((("Gemma4ForCausalLM", FULL), ("Gemma4ForConditionalGeneration", FULL)), _GEMMA4),
-    ("Step3p5ForCausalLM", WINDOW): {
-        "q_heads": _step("num_attention_heads"),
-        "kv_heads": _step("num_attention_groups"),
-    },
-}
+def _own(fields: Fields, path: str) -> int | None:
+    *objects, name = path.split(".")
+    for each in objects:
+        fields = fields.get(each) or {}
+    return None if fields.get(name) is None else count(fields, name)

@@ -15,7 +15,6 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fields import count, text_fields
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.layout import AttentionLayout, read_layout
-from sglang_triattn.model.support import unsupported
 
 WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
@@ -111,16 +110,10 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
     """The sizes in the content of a config.json.
 
     Raises:
-        TriAttentionError: compression does not cover the model, or a size is missing.
+        TriAttentionError: none of its layers attends to all tokens, or a size is missing.
     """
     merged = text_fields(config)
     name = str(config.get("model_type") or "unknown")
-    reason = unsupported(config)
-    if reason is not None:
-        raise TriAttentionError(
-            f"The model type {name} cannot be planned, because {reason}: use a decoder-only model with ordinary "
-            "multi-head or grouped-query attention."
-        )
     layout = read_layout(config)
     if not layout.scored:
         raise TriAttentionError(

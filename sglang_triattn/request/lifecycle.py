@@ -32,10 +32,10 @@ from dataclasses import replace
 from enum import Enum
 from typing import cast
 
-from sglang_triattn.config import Config
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.request.row_record import FirstEvicted, RowRecord
 from sglang_triattn.rounds.plan import Plan, Report
+from sglang_triattn.rounds.rules import RoundRules
 
 NEW, RESUMED, LOST, DIVERGED = "new", "resumed", "lost", "diverged"
 """How a conversation's turn started."""
@@ -96,7 +96,7 @@ class CompressedRequest:
         self.due_len, self.due_protected = 0, -1
 
     @property
-    def settings(self) -> Config | None:
+    def settings(self) -> RoundRules | None:
         """The request's settings; None if it is not compressed."""
         return self.options.settings
 
@@ -143,7 +143,7 @@ class CompressedRequest:
     def compact_prompt(self) -> None:
         """Before admission: has its prompt compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
-        self.options = replace(self.options, settings=replace(cast(Config, self.settings), prompt="compact"))
+        self.options = replace(self.options, settings=replace(cast(RoundRules, self.settings), prompt="compact"))
 
     def acquire(self, record: RowRecord) -> None:
         """ARRIVED -> ACQUIRED: it takes its conversation's row for one attempt at admission.

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_triattn.config import PROMPTS, Config
+from sglang_triattn.config import PROMPTS
 from sglang_triattn.errors import TriAttentionError, quoted
+from sglang_triattn.rounds.rules import RoundRules
 
 KEY = "triattention"
 FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "conversation", "release")
@@ -40,12 +41,12 @@ class CompressionOptions:
         release: whether the conversation ends with this request.
     """
 
-    settings: Config | None
+    settings: RoundRules | None
     conversation: str | None = None
     release: bool = False
 
 
-def read_request(config: Config, custom_params: object) -> CompressionOptions:
+def read_request(config: RoundRules, custom_params: object) -> CompressionOptions:
     """Reads the options of one request.
 
     Args:

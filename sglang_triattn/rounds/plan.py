@@ -13,10 +13,11 @@ and nothing waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from sglang_triattn.config import SWITCH, Config, flag
+from sglang_triattn.config import SWITCH, flag
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,19 @@ class Report:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def frozen_length(config: Config, protected: int, prompt_length: int, page_size: int) -> int:
+def frozen_length(rules: RoundRules, protected: int, prompt_length: int, page_size: int) -> int:
     """First position of a row that a round may touch.
 
     The tree owns [0, protected), and the first tokens (attention sinks) always stay. A frozen prompt also stays where
     the tree does not hold it (radix cache off, or a prompt withheld from the tree), except for its last, partly filled
     page, which it shares with generated tokens.
     """
-    if config.prompt == "compact":
-        return max(protected, config.sinks)
-    return max(protected, config.sinks, prompt_length - prompt_length % page_size)
+    if rules.prompt == "compact":
+        return max(protected, rules.sinks)
+    return max(protected, rules.sinks, prompt_length - prompt_length % page_size)
 
 
-def max_kv_tokens(config: Config, *, frozen: int, logical_end: int) -> int:
+def max_kv_tokens(rules: RoundRules, *, frozen: int, logical_end: int) -> int:
     """Most KV entries that a decoding request ever holds.
 
     A round runs before any step that would take the row past its trigger.
@@ -98,10 +99,10 @@ def max_kv_tokens(config: Config, *, frozen: int, logical_end: int) -> int:
         frozen: from `frozen_length`.
         logical_end: most tokens that the request computes, prompt included.
     """
-    return min(frozen + config.trigger(frozen), logical_end)
+    return min(frozen + rules.trigger(frozen), logical_end)
 
 
-def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+def plan_round(rules: RoundRules, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
     """Plans the round that is due for a request; None if none is.
 
     Args:
@@ -110,15 +111,15 @@ def plan_round(config: Config, *, frozen: int, length: int, evicted_before: int,
         evicted_before: tokens evicted by earlier rounds of this row.
         page_size: slots per page.
     """
-    if length - frozen < config.trigger(frozen):
+    if length - frozen < rules.trigger(frozen):
         return None
-    return plan_eviction(config, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size)
+    return plan_eviction(rules, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size)
 
 
-def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+def plan_eviction(rules: RoundRules, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
     """Plans a round down to the budget, due or not; None if the row is within it. Arguments as for `plan_round`."""
-    excess = length - frozen - config.budget_for(frozen)
-    new_length = length - excess // config.round_to * config.round_to
+    excess = length - frozen - rules.budget_for(frozen)
+    new_length = length - excess // rules.round_to * rules.round_to
     if length <= new_length:
         return None
     return Plan(
@@ -130,45 +131,36 @@ def plan_eviction(config: Config, *, frozen: int, length: int, evicted_before: i
     )
 
 
-def first_round(config: Config) -> int:
+def first_round(rules: RoundRules) -> int:
     """Fewest tokens, prompt included, of a request that can have a round: of one whose sinks alone are frozen."""
-    if config.pressure_budget is not None:
-        return config.sinks + config.under_pressure().budget_for(config.sinks) + 1
-    return config.sinks + config.trigger(config.sinks)
+    if rules.pressure_budget is not None:
+        return rules.sinks + rules.under_pressure().budget_for(rules.sinks) + 1
+    return rules.sinks + rules.trigger(rules.sinks)
 
 
-def check_reach(config: Config, most: int, what: str) -> None:
+def check_reach(rules: RoundRules, most: int, what: str) -> None:
     """Raises TriAttentionError if no request can get as long as its first round needs.
 
     Args:
         most: tokens that a request can have.
         what: what limits them, to complete "but ... N tokens".
     """
-    first = first_round(config)
+    first = first_round(rules)
     if first >= most:
-        sinks = f", sinks {config.sinks}" if config.sinks else ""
+        sinks = f", sinks {rules.sinks}" if rules.sinks else ""
         raise TriAttentionError(
-            f"A request has its first round at {first} tokens or more ({flag('budget')} {config.budget}, interval "
-            f"{config.interval}{sinks}), but {what} {most} tokens, so that none would ever be compressed: lower "
+            f"A request has its first round at {first} tokens or more ({flag('budget')} {rules.budget}, interval "
+            f"{rules.interval}{sinks}), but {what} {most} tokens, so that none would ever be compressed: lower "
             f"{flag('budget')}, or start without {SWITCH}."
         )
 
 
-def in_whole_pages(config: Config, page_size: int) -> Config:
-    """The settings for a server that queues steps with drafted tokens: speculative decoding with overlap scheduling.
-
-    A round does not know how many of a queued step's tokens will hold, so their pages stay as they are: it evicts whole
-    pages before the newest tokens.
-    """
-    return replace(config, round_to=page_size)
-
-
-def scored_tokens(config: Config, context: int) -> tuple[int, int]:
+def scored_tokens(rules: RoundRules, context: int) -> tuple[int, int]:
     """Private tokens of a request at a round: (usual number, maximum), for a model with this context limit.
 
     There are more than usual when output was prefilled again after a retraction.
     """
-    due = config.budget + config.interval
+    due = rules.budget + rules.interval
     return due, max(due, context)
 
 

@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.rounds.plan import scored_tokens
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.stats.file import QueryStats
 
 
@@ -48,7 +48,7 @@ def counted_from(stats: QueryStats, first_position: int) -> QueryStats:
 
 
 def build_scorer(
-    config: Config,
+    config: RoundRules,
     stats: QueryStats,
     k_buffers: Sequence[torch.Tensor],
     v_buffers: Sequence[torch.Tensor],

@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sglang_triattn.compatibility.rules import why_uncovered
+from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.config import Config
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import rope_of_transformers
-from sglang_triattn.model.support import unsupported
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.rounds.scoring import build_scorer
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
@@ -81,11 +83,11 @@ class CompactedCache(Cache):
         if stats is not None:
             stats = check_stats(stats, shape)
 
-        def make_scorer(config: Config, pools: Pools) -> Policy:
+        def make_scorer(rules: RoundRules, pools: Pools) -> Policy:
             if stats is None:
                 raise CacheError("A setting names no policy, and its scorer needs stats: give the model's statistics.")
             context = len(pools.k_buffers[0]) // len(settings)
-            return build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=context)
+            return build_scorer(rules, stats, pools.k_buffers, pools.v_buffers, context=context)
 
         pools = Pools.empty(
             len(settings) * max(capacity, 0),
@@ -204,7 +206,7 @@ def shape_of(model: Any) -> ModelShape:
         TriAttentionError: its attention cannot be compacted, or is computed in another way than "eager" or "sdpa".
     """
     config = model.config.get_text_config()
-    reason = unsupported({**config.to_dict(), "architectures": [type(model).__name__]})
+    reason = why_uncovered(uncovered_in_file({**config.to_dict(), "architectures": [type(model).__name__]}))
     if reason is None and getattr(config, "kv_lora_rank", None):
         reason = "it caches latents in place of keys (MLA)"
     if reason is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.rules import RoundRules, complete
 
 
 class CacheError(TriAttentionError):
@@ -82,3 +84,7 @@ class Setting:
 
     config: Config
     make_policy: Callable[[Pools], Policy] | None = None
+
+    @cached_property
+    def rules(self) -> RoundRules:
+        return complete(self.config)

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import torch
 
-from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.rounds.plan import Plan, Report, Totals, frozen_length, plan_round
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
 
 # Keeps tokens in order, so that the newest are always last.
@@ -53,7 +53,7 @@ class KVRows:
         settings: Sequence[Setting],
         pools: Pools,
         capacity: int,
-        make_scorer: Callable[[Config, Pools], Policy],
+        make_scorer: Callable[[RoundRules, Pools], Policy],
         *,
         prompt_length: int,
         protected: int = 0,
@@ -79,7 +79,7 @@ class KVRows:
         setting = self.settings[row]
         if setting not in self._policies:
             make = setting.make_policy
-            made = self._make_scorer(setting.config, self.pools) if make is None else make(self.pools)
+            made = self._make_scorer(setting.rules, self.pools) if make is None else make(self.pools)
             self._policies[setting] = made
         return self._policies[setting]
 
@@ -89,7 +89,7 @@ class KVRows:
 
     def frozen(self, row: int) -> int:
         """First entry of a row that a round may touch."""
-        return frozen_length(self.settings[row].config, self.protected, self.prompt_length, self.page_size)
+        return frozen_length(self.settings[row].rules, self.protected, self.prompt_length, self.page_size)
 
     def slots(self, size: int) -> torch.Tensor:
         """[B, size] int64: slots for the next tokens of each row.
@@ -154,7 +154,7 @@ class KVRows:
         if self.logical_length(row) == self.prompt_length:
             return None
         return plan_round(
-            self.settings[row].config,
+            self.settings[row].rules,
             frozen=self.frozen(row),
             length=self.lengths[row],
             evicted_before=self.totals[row].evicted_tokens,
@@ -209,7 +209,7 @@ class KVRows:
     def _until_due(self, row: int) -> int:
         """Tokens until the next round of a row, at least one."""
         frozen = self.frozen(row)
-        return max(frozen + self.settings[row].config.trigger(frozen) - self.lengths[row], 1)
+        return max(frozen + self.settings[row].rules.trigger(frozen) - self.lengths[row], 1)
 
     def _compact(self, row: int, plan: Plan) -> None:
         if self._mover is None:
@@ -218,7 +218,7 @@ class KVRows:
         first = row * self.capacity
         slots = torch.arange(first + plan.frozen, first + plan.old_length, device=device)[None]
         lengths, next_positions = (torch.tensor([n], device=device) for n in (plan.private_length, plan.next_position))
-        recent = self.settings[row].config.recent
+        recent = self.settings[row].rules.recent
         kept = self.policy_of(row).keep(slots, lengths, next_positions, plan.kept_private, recent)
         self._check_kept(row, kept, plan)
         self._mover.move(slots, kept, _STRATEGY)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_triattn.config import Config
+from sglang_triattn.rounds.rules import RoundRules
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Outcome:
     physical_length: int = 0
 
 
-def frozen_length(config: Config, prompt: int, cached: int, page_size: int) -> int:
+def frozen_length(config: RoundRules, prompt: int, cached: int, page_size: int) -> int:
     """First KV entry that rounds may touch.
 
     Args:
@@ -31,7 +31,7 @@ def frozen_length(config: Config, prompt: int, cached: int, page_size: int) -> i
     return max(cached, config.sinks, whole_pages)
 
 
-def replay(config: Config, *, prompt: int, frozen: int, logical: int, page_size: int) -> Outcome:
+def replay(config: RoundRules, *, prompt: int, frozen: int, logical: int, page_size: int) -> Outcome:
     """The outcome for a request that was neither retracted nor compacted early, nor while its prompt was prefilled.
 
     The step after the prefill comes before any round; from then on, a round runs before every step that finds
@@ -56,7 +56,7 @@ def replay(config: Config, *, prompt: int, frozen: int, logical: int, page_size:
     return Outcome(rounds, evicted, freed * page_size, length)
 
 
-def is_possible(config: Config, told: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
+def is_possible(config: RoundRules, told: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
     """Whether due rounds can have done this to a request whose prompt was compacted, in chunks of whatever sizes.
 
     SGLang makes a chunk as long as there is memory for it, so how many rounds run during a prefill, and how much each
@@ -82,12 +82,12 @@ def pages(length: int, page_size: int) -> int:
     return -(-length // page_size)
 
 
-def first_round(config: Config, *, prompt: int, frozen: int) -> int:
+def first_round(config: RoundRules, *, prompt: int, frozen: int) -> int:
     """How many generated tokens the first round cannot have touched."""
     return max(frozen + config.trigger(frozen) - prompt, 1) + 1
 
 
-def tokens_to_generate(config: Config, *, prompt: int, frozen: int, least: int) -> int:
+def tokens_to_generate(config: RoundRules, *, prompt: int, frozen: int, least: int) -> int:
     """At least `least` tokens, such that no round is due near the request's end.
 
     A server may look at a request once more after its last token, before it knows that this was the last.

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_triattn.config import Config
+from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.verify.client import Answer, Ask, Client, Load, State
 from sglang_triattn.verify.law import first_round, frozen_length, tokens_to_generate
 
@@ -67,7 +67,7 @@ class Evidence:
         seconds: time taken by each phase.
     """
 
-    config: Config
+    config: RoundRules
     page_size: int
     noise: float
     before: State
@@ -101,7 +101,7 @@ class Evidence:
         early = self.after.total("pressure_rounds") - self.before.total("pressure_rounds")
         return not early and not any(answer.retractions for answer in self.compressed)
 
-    def settings_of(self, answer: Answer) -> Config:
+    def settings_of(self, answer: Answer) -> RoundRules:
         """The server's settings as a request changed them."""
         known = {"budget", "interval", "recent", "prompt"}
         changes = {name: value for name, value in answer.ask.control.items() if name in known}
@@ -152,10 +152,10 @@ def gather(client: Client, *, shared: bool) -> Evidence:
     return found
 
 
-def config_of(replica: dict[str, Any]) -> Config:
+def config_of(replica: dict[str, Any]) -> RoundRules:
     """The settings that a replica reports."""
-    names = {each.name for each in dataclasses.fields(Config)}
-    return Config(**{name: value for name, value in replica.items() if name in names})
+    names = {each.name for each in dataclasses.fields(RoundRules)}
+    return RoundRules(**{name: value for name, value in replica.items() if name in names})
 
 
 def _settled(client: Client, found: Evidence) -> Load:

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 import warm
 from harness import altered_stats, compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
-from sglang_triattn import launch_settings
+from sglang_triattn.compatibility.rules import FIRST_RULES, Server
+from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.config import Config
 from sglang_triattn.variable import VARIABLE
 
 # (flags, environment, words that the sentence must contain)
@@ -120,9 +122,10 @@ def test_setting_is_refused(outcomes, index):
 @pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
 def test_blocks_of_scaled_keys_are_refused(dtype):
     """Prevents keys from being read without the scales of their blocks. SGLang itself first demands a GPU for them."""
-    (refusal,) = (refusal for refusal in launch_settings.SETTINGS if refusal.field == "kv_cache_dtype")
-    assert refusal.applies(dtype)
-    assert f"--kv-cache-dtype {dtype} does not work" in refusal.message(dtype)
+    (rule,) = (rule for rule in FIRST_RULES if rule.field == "kv_cache_dtype")
+    server = Server(Config(), {"kv_cache_dtype": dtype}, Traits("m"))
+    assert rule.refuses(server)
+    assert f"--kv-cache-dtype {dtype} does not work" in rule.message(server)
 
 
 def test_flags_need_the_switch_and_nothing_else(outcomes):

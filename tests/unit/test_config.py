@@ -7,8 +7,8 @@ import pytest
 
 from sglang_triattn.config import Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.latents import for_latents
 from sglang_triattn.rounds.plan import check_reach, first_round, plan_eviction, plan_round
+from sglang_triattn.rounds.rules import complete
 
 GOOD = {"enable_triattention": True, "triattention_stats": "s.safetensors"}
 
@@ -17,7 +17,8 @@ def test_defaults():
     """Prevents the documented defaults from drifting."""
     lengths = {"budget": 2048, "interval": 128, "recent": 409, "sinks": 4, "pressure_budget": None}
     choices = {"selection": "per-layer-head", "aggregation": "mean", "budget_scope": "private", "prompt": "frozen"}
-    assert read_settings(GOOD) == Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.8)
+    expected = Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.8)
+    assert complete(read_settings(GOOD)) == complete(expected)
     assert read_settings({"enable_triattention": True}) == Config("auto")
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
@@ -27,7 +28,7 @@ def test_recent_follows_the_budgets():
     """Prevents a default from causing a small budget to be refused, or filled by the newest tokens alone."""
     for budget, pressure, recent in ((100, None, 20), (4, None, 1), (1, 1, 1), (100, 41, 20), (100, 20, 10)):
         given = {"triattention_budget": budget, "triattention_pressure_budget": pressure}
-        assert read_settings({**GOOD, **given}).recent == recent
+        assert complete(read_settings({**GOOD, **given})).recent == recent
     assert read_settings({**GOOD, "triattention_budget": 100, "triattention_recent": 100}).recent == 100
     assert read_settings({**GOOD, "triattention_recent": 0}).recent == 0
 
@@ -35,7 +36,7 @@ def test_recent_follows_the_budgets():
 def test_values_count_where_each_head_keeps_its_own():
     """Prevents refusing a user who chooses a shared set because of a default."""
     for selection, share in (("shared-mean", 0), ("union", 0), ("per-head", 0), ("per-layer-head", 0.8)):
-        assert read_settings({**GOOD, "triattention_selection": selection}).value_share == share
+        assert complete(read_settings({**GOOD, "triattention_selection": selection})).value_share == share
     assert read_settings({**GOOD, "triattention_value_share": 0}).value_share == 0
 
 
@@ -114,7 +115,7 @@ def test_mistakes_get_one_sentence(change, words):
 )
 def test_where_no_request_can_have_a_round(settings, first):
     """Prevents a server that says it is active and never compresses, and refusing one that does."""
-    config = Config(**settings)
+    config = complete(Config(**settings))
     assert first_round(config) == first
     check_reach(config, first + 1, "the context limit is")
     with pytest.raises(TriAttentionError) as caught:
@@ -140,23 +141,28 @@ def test_a_few_sinks_go_with_any_budget():
 
 def test_windows_raise_what_follows_from_the_budget():
     """Prevents a round that drops tokens that window layers still see, and settings of the user that are overruled."""
-    config = Config(budget=2048).for_windows(1024, 16)
+    config = complete(Config(budget=2048), window=1024, page_size=16)
     assert (config.recent, config.window, config.round_to) == (1024, 1024, 16)
-    assert Config(budget=2048, recent=1500).for_windows(1024, 16).recent == 1500
-    assert Config(budget=8192).for_windows(512, 1).recent == int(0.2 * 8192)
+    assert complete(Config(budget=2048, recent=1500), window=1024, page_size=16).recent == 1500
+    assert complete(Config(budget=8192), window=512).recent == int(0.2 * 8192)
     with pytest.raises(TriAttentionError, match="sliding window of 4096 tokens"):
-        Config(budget=2048).for_windows(4096, 1)
+        complete(Config(budget=2048), window=4096)
     with pytest.raises(TriAttentionError, match="--triattention-recent is 600"):
-        Config(budget=2048, recent=600).for_windows(1024, 1)
+        complete(Config(budget=2048, recent=600), window=1024)
+    # The number that would be the default is a setting too, once a user gives it.
+    with pytest.raises(TriAttentionError, match="--triattention-recent is 409"):
+        complete(Config(budget=2048, recent=409), window=1024)
 
 
 def test_latents_have_no_values():
     """Prevents tokens that are chosen by the lengths of latents, and a setting of the user that is overruled."""
-    assert for_latents(Config()).value_share == 0
-    assert for_latents(Config(value_share=0)) == for_latents(Config())
-    assert for_latents(Config(selection="shared-mean")).value_share == 0
-    with pytest.raises(TriAttentionError, match=r"--triattention-value-share is 0\.5, but this model has latent KV"):
-        for_latents(Config(value_share=0.5))
+    assert complete(Config(), latent=True).value_share == 0
+    assert complete(Config(value_share=0), latent=True) == complete(Config(), latent=True)
+    assert complete(Config(selection="shared-mean"), latent=True).value_share == 0
+    # The number that is the default of other models is a setting too, once a user gives it.
+    for share in (0.5, 0.8):
+        with pytest.raises(TriAttentionError, match=f"value-share is {share}, but this model has latent KV"):
+            complete(Config(value_share=share), latent=True)
 
 
 @pytest.mark.parametrize("name", ["window", "round_to", "images"])

@@ -11,6 +11,7 @@ from documents import DOCS, code, table
 from sglang_triattn.config import Config, add_flags, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.profiles import PROFILES
+from sglang_triattn.rounds.rules import RoundRules, complete
 
 MEASURED = {"interval": 128, "selection": "per-layer-head", "value_share": 0.8}
 """What every measurement behind a profile had, besides a fifth of newest tokens; see docs/quality.md."""
@@ -27,7 +28,7 @@ def settings(**given: object) -> Config:
 )
 def test_a_profile_is_what_was_measured(name, budget, recent):
     """Prevents a default that changes and takes a profile along, away from the measurements behind it."""
-    found = dataclasses.asdict(settings(profile=name))
+    found = dataclasses.asdict(complete(settings(profile=name)))
     assert found["profile"] == name
     assert {key: found[key] for key in ("budget", "recent", *MEASURED)} == {
         "budget": budget,
@@ -46,10 +47,10 @@ def test_without_a_profile_nothing_changes():
 def test_what_is_given_wins():
     """Prevents a flag that looks like a default from being overruled, and values left over from the profile."""
     assert settings(profile="aggressive", budget=2048).budget == 2048
-    assert settings(profile="aggressive", budget=2048).recent == 409
-    assert settings(profile="aggressive", recent=0).recent == 0
+    assert complete(settings(profile="aggressive", budget=2048)).recent == 409
+    assert complete(settings(profile="aggressive", recent=0)).recent == 0
     assert settings(profile="conservative", budget=None).budget == 4096
-    shared = settings(profile="conservative", selection="union")
+    shared = complete(settings(profile="conservative", selection="union"))
     assert (shared.budget, shared.selection, shared.value_share) == (4096, "union", 0)
 
 
@@ -77,11 +78,11 @@ def test_config_file_and_command_line(tmp_path):
     values = {"enable-triattention": True, "triattention-profile": "aggressive", "triattention-interval": 64}
     file.write_text(yaml.safe_dump(values))
 
-    def read(*words: str) -> Config:
+    def read(*words: str) -> RoundRules:
         merged = ConfigArgumentMerger(parser).merge_config_with_args(["--config", str(file), *words])
         config = read_settings(vars(parser.parse_args(merged)))
         assert config is not None
-        return config
+        return complete(config)
 
     config = read()
     assert (config.profile, config.budget, config.interval) == ("aggressive", 1024, 64)
@@ -115,5 +116,5 @@ def test_the_documents_show_them():
     """Prevents a table of other values than those that a profile sets."""
     rows = table(DOCS / "configuration.md", "Profiles", "profile")
     shown = {code(row[0])[0]: tuple(int(cell.replace(",", "")) for cell in row[1:4]) for row in rows}
-    found = {name: settings(profile=name) for name in PROFILES}
+    found = {name: complete(settings(profile=name)) for name in PROFILES}
     assert shown == {name: (c.budget, c.recent, c.trigger(0)) for name, c in found.items()}

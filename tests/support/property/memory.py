@@ -29,7 +29,7 @@ from sglang_triattn.patches.scheduler import window_pool
 from sglang_triattn.patches.scheduler.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
-from sglang_triattn.rounds.plan import in_whole_pages
+from sglang_triattn.rounds.rules import complete
 
 POOL, ROWS, CONTEXT = 192, 6, 160
 BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
@@ -69,11 +69,8 @@ class Memory:
     ) -> None:
         self.page_size, self.pool_size = page_size, pool
         self.strip_thinking, self.force_miss = strip_thinking, force_miss
-        self.config = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
-        if window:
-            self.config = self.config.for_windows(window, page_size)
-        if queued:
-            self.config = in_whole_pages(self.config, page_size)
+        asked = Config(**{"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "sinks": SINKS, **settings})
+        self.config = complete(asked, window=window, page_size=page_size, whole_pages=bool(queued))
         self.radix, self.reserve, self.queued = radix, reserve, queued
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
         self.pool = MHATokenToKVPool(

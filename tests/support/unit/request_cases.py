@@ -8,8 +8,9 @@ from sglang_triattn.config import Config
 from sglang_triattn.request.lifecycle import CompressedRequest, Stage
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import Report
+from sglang_triattn.rounds.rules import complete
 
-CONFIG = Config("s", budget=100, interval=30, recent=10)
+CONFIG = complete(Config("s", budget=100, interval=30, recent=10))
 COMPACT = dataclasses.replace(CONFIG, prompt="compact")
 REPORT = Report(0, 0, 0, 0, 0, 0)
 PROMPT = 20

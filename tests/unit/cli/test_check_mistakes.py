@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from plan_cases import CONFIGS
 from sglang_triattn.cli.check import _read_flags
+from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, SETTING_FIELDS, Server
+from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.compatibility.verdict import attention_words, judge, scored_words
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.launch_settings import GIVEN, SETTINGS
-from sglang_triattn.verdict import Server, attention_words, judge, scored_words
 
-FLAGS = ["--" + field.replace("_", "-") for field in sorted(GIVEN)]
+FLAGS = ["--" + field.replace("_", "-") for field in sorted(SETTING_FIELDS)]
 KNOWN = {file.stem: json.loads(file.read_text()) for file in sorted(CONFIGS.glob("*.json"))}
 FIELDS = sorted({name for known in KNOWN.values() for name in (*known, *(known.get("text_config") or ()))})
 INNER = ["rope_type", "factor", "full_attention", "partial_rotary_factor", "attention", "full_attn_layers", "no_op"]
@@ -109,7 +110,7 @@ def test_no_file_breaks_it(data):
         else:
             place[name] = data.draw(VALUES)
     try:
-        verdict = judge(config, "m", Server(Config(budget=4096), ranks=data.draw(st.integers(1, 8))))
+        verdict = judge(config, "m", Config(budget=4096), {"tp_size": data.draw(st.integers(1, 8))})
     except TriAttentionError as error:
         return is_one_line(error)
     json.dumps(verdict.to_dict())
@@ -127,7 +128,7 @@ def test_no_flags_break_it(words):
     except TriAttentionError as error:
         return is_one_line(error)
     assert set(others) <= {"--x"}
-    assert given_.keys() <= GIVEN
-    for each in SETTINGS:
-        if each.field in given_:
-            each.applies(given_[each.field])
+    assert given_.keys() <= {*SETTING_FIELDS, "dp_size"}
+    server = Server(Config(), given_, Traits("m"))
+    for rule in (*FIRST_RULES, *RULES):
+        rule.refuses(server)

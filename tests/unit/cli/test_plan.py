@@ -16,6 +16,7 @@ from sglang_triattn.cli import main as cli
 from sglang_triattn.config import Config
 from sglang_triattn.model.sizes import read_sizes
 from sglang_triattn.rounds.plan import plan_round
+from sglang_triattn.rounds.rules import complete
 
 
 @pytest.mark.parametrize("scope", ["private", "total"])
@@ -23,7 +24,7 @@ from sglang_triattn.rounds.plan import plan_round
 @pytest.mark.parametrize("prompt", [1, 77, 128, 500])
 def test_peak_is_that_of_the_product(scope, page_size, prompt):
     """Prevents a bound that differs from what rounds enforce, tokens in flight and pages included."""
-    config = Config(budget=200, interval=30, recent=20, budget_scope=scope)
+    config = complete(Config(budget=200, interval=30, recent=20, budget_scope=scope))
     frozen = max(prompt - prompt % page_size, config.sinks)
     length, evicted, peak = prompt, 0, prompt
     while length + evicted < 2000:
@@ -135,7 +136,7 @@ def test_a_smaller_budget_never_fits_fewer_requests(budgets, interval, prompt, p
         plan(
             sizes,
             gpus,
-            Config(budget=b, interval=interval, recent=0, budget_scope=scope),
+            complete(Config(budget=b, interval=interval, recent=0, budget_scope=scope)),
             Workload(prompt, 32768),
             "bfloat16",
         )

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from plan_cases import CONFIGS
+from sglang_triattn.compatibility.rules import why_uncovered
+from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
-from sglang_triattn.model.support import unsupported
 
 MLA, STATES, AFTER = "none of the models for which that is covered", "state-space", "after their rotation"
 
@@ -93,7 +94,7 @@ def test_layers(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_accepted_or_why_not(name):
     """Prevents accepting a model that compression does not cover, and refusing one that it does."""
-    expected, found = MODELS[name][-1], unsupported(content(name))
+    expected, found = MODELS[name][-1], why_uncovered(uncovered_in_file(content(name)))
     assert found is None if expected is None else expected in str(found)
 
 

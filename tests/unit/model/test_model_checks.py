@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
+from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.support import unsupported
 from sglang_triattn.patches.launch.model_config import check_model_file
 
 BASE = {
@@ -31,7 +31,7 @@ REFUSED = [
     ("Gemma3nForCausalLM", {"text_config": {"layer_types": [SLIDING, FULL], "num_kv_shared_layers": 1}}, "share KV"),
     ("Gemma4ForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
     ("Gemma4UnifiedForConditionalGeneration", {"vision_config": {"x": 1}}, "images or sound"),
-    ("Gemma4ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": "all"}}, "those behind them"),
+    ("Gemma4ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": "all"}}, "attend to later ones"),
     ("MiMoV2ForCausalLM", {"vision_config": {"depth": 2}, "audio_config": {"x": 1}}, "images or sound"),
     ("LlamaForCausalLM", {"v_head_dim": 16}, "different widths"),
     ("Step3p7ForConditionalGeneration", {"layer_types": [FULL, SLIDING]}, "a KV pool of their own"),
@@ -188,4 +188,4 @@ def test_other_files_are_left_to_sglang(tmp_path, content):
 
 def test_a_plain_model_has_no_reason():
     """Prevents a check that refuses everything."""
-    assert unsupported(BASE) is None
+    assert uncovered_in_file(BASE) == {}

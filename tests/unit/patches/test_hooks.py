@@ -15,6 +15,7 @@ from sglang_triattn.patches.hooks import Hook
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.observability.census import VARIABLE
+from sglang_triattn.rounds.rules import complete
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_nothing_is_hooked_without_the_flag(target, monkeypatch):
         return set(HookRegistry._hooks)
 
     plain = types.SimpleNamespace()
-    asked = types.SimpleNamespace(_triattention=Config("s"))
+    asked = types.SimpleNamespace(_triattention=complete(Config("s")))
     assert run_scheduler_process(plain) == set()
     assert run_detokenizer_process(asked) == set()
     assert "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run" in run_scheduler_process(asked)
@@ -189,7 +190,7 @@ def test_a_scheduler_that_the_environment_passed_by_ends(target, monkeypatch, ca
 
     run_scheduler_process(types.SimpleNamespace())
     monkeypatch.setenv(variable.VARIABLE, "--enable-triattention")
-    run_scheduler_process(types.SimpleNamespace(_triattention=Config("s")))
+    run_scheduler_process(types.SimpleNamespace(_triattention=complete(Config("s"))))
     with pytest.raises(SystemExit) as ended:
         run_scheduler_process(types.SimpleNamespace())
     assert ended.value.code == 2

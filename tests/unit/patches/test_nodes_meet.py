@@ -14,6 +14,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch import nodes, same_launch
 from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, Nodes, nodes_of, tell_others
+from sglang_triattn.rounds.rules import complete
 
 REASON = "a reason."
 
@@ -159,7 +160,7 @@ def compared(monkeypatch):
 
 def test_equal_launches(compared):
     """Prevents a launch from being refused without a difference, plain ones among them."""
-    assert compared(Config(), Config()) == [None, None]
+    assert compared(complete(Config()), complete(Config())) == [None, None]
 
 
 @pytest.mark.parametrize("other", [None, "absent"])
@@ -170,7 +171,7 @@ def test_plain_launches(compared, other):
 
 def test_one_that_never_answers(compared):
     """Prevents a wait for a node that does not have the package."""
-    first, _ = compared(Config(), "absent")
+    first, _ = compared(complete(Config()), "absent")
     assert first.startswith("Rank 1, on another node, did not say within 5 s whether it compresses, as rank 0 does: ")
 
 
@@ -178,13 +179,19 @@ def test_one_that_never_answers(compared):
     ("other", "words"),
     [
         (None, "Rank 0 compresses and rank 1, on another node, does not: give --enable-triattention and its other"),
-        (Config(budget=65), "--triattention-budget is 2048 for rank 0 and 65 for rank 1, on another node: give all"),
-        (Config(images=False), "What follows from its model, images, is True for rank 0 and False for rank 1"),
+        (
+            complete(Config(budget=65)),
+            "--triattention-budget is 2048 for rank 0 and 65 for rank 1, on another node: give all",
+        ),
+        (
+            complete(Config(), images=False),
+            "What follows from its model, images, is True for rank 0 and False for rank 1",
+        ),
     ],
 )
 def test_launches_that_differ(compared, other, words):
     """Prevents ranks that keep different tokens, or wait for one that does not compress; every rank must refuse."""
-    first, second = compared(Config(), other)
+    first, second = compared(complete(Config()), other)
     assert words in first
     assert second
 
@@ -195,7 +202,7 @@ def test_statistics(compared, tmp_path, contents):
     files = [tmp_path / name for name in ("first", "second")]
     for file, content in zip(files, contents, strict=True):
         file.write_text(content)
-    found = compared(*(Config(stats=str(file)) for file in files))
+    found = compared(*(complete(Config(stats=str(file))) for file in files))
     if contents == ("a", "a"):
         assert found == [None, None]
     else:

@@ -8,6 +8,7 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.launch.notices import active, at_launch, of_stats
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.stats.file import QueryStats
 
 
@@ -22,7 +23,7 @@ def scheduler(
     )
 
 
-CONFIG = Config("s", budget=192, interval=64, recent=64)
+CONFIG = complete(Config("s", budget=192, interval=64, recent=64))
 """A request without a prompt holds 256 slots at most."""
 
 
@@ -53,7 +54,7 @@ def test_unscored_dims_are_said():
     assert "old.safetensors holds no means of them; measure the model again" in line
     assert list(of_stats(CONFIG, spread_stats(0.9, dims=16, unrotated=True))) == []
     assert list(of_stats(CONFIG, spread_stats(0.9))) == []
-    assert list(of_stats(Config("s", value_share=1.0), spread_stats(0.9, dims=16))) == []
+    assert list(of_stats(complete(Config("s", value_share=1.0)), spread_stats(0.9, dims=16))) == []
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_prompts_that_are_prefilled_whole_are_said():
 )
 def test_spread_queries_are_said(mean, value_share, said):
     """Prevents a model whose queries foretell little from looking like any other, and a meaningless warning."""
-    lines = list(of_stats(Config("s", value_share=value_share), spread_stats(mean)))
+    lines = list(of_stats(complete(Config("s", value_share=value_share)), spread_stats(mean)))
     assert len(lines) == said
     for line in lines:
         assert f"poor (mean concentration {mean:.2f}, below 0.6)" in line

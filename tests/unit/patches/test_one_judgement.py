@@ -10,11 +10,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from plan_cases import CONFIGS
+from sglang_triattn.compatibility.resolve import resolve
+from sglang_triattn.compatibility.traits import uncovered_in_file
+from sglang_triattn.compatibility.verdict import judge
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.support import unsupported
-from sglang_triattn.patches.launch.checks import rules_for
-from sglang_triattn.verdict import Server, judge
+from sglang_triattn.patches.launch.checks import values_of
+from sglang_triattn.patches.launch.traits import traits_of
 
 DRAFTS = {"speculative_eagle_topk": 1, "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
 SETTINGS = {
@@ -26,6 +28,8 @@ SETTINGS = {
     "host tier": {"enable_hierarchical_cache": True},
     "mixed chunks": {"enable_mixed_chunk": True},
     "stages and mixed chunks": {"pp_size": 2, "enable_mixed_chunk": True},
+    "decode server, two ranks": {"disaggregation_mode": "decode", "tp_size": 2},
+    "decode server, two replicas": {"disaggregation_mode": "decode", "dp_size": 2},
     "decode server and LoRA": {"disaggregation_mode": "decode", "enable_lora": True},
     "drafts and LoRA": {"speculative_algorithm": "EAGLE", **DRAFTS, "enable_lora": True},
     "measuring in stages": {"pp_size": 2},
@@ -47,7 +51,10 @@ class Settings:
     """SGLang's settings with some given, and some that a launch completes."""
 
     def __init__(self, given: dict[str, Any]) -> None:
-        self._record, self._given = ServerArgs(model_path="dummy"), {"attn_dp_size": 1, "page_size": 1, **given}
+        self._record, self._given = (
+            ServerArgs(model_path="dummy"),
+            {"attn_dp_size": 1, "device": "cuda", "page_size": 1, **given},
+        )
 
     def __getattr__(self, name: str) -> Any:
         return self._given[name] if name in self._given else getattr(self._record, name)
@@ -66,6 +73,8 @@ def test_check_and_launch_agree(name, tmp_path):
     for case, given in SETTINGS.items():
         config = CONFIG.get(case, Config())
         # A launch reads the file first.
-        launch = unsupported(content) is not None or refused(rules_for, Settings(given), model, config)
-        check = refused(judge, content, name, Server(config, given=given))
+        launch = bool(uncovered_in_file(content)) or refused(
+            resolve, config, values_of(Settings(given)), traits_of(model)
+        )
+        check = refused(judge, content, name, config, given)
         assert check == launch, case

@@ -13,6 +13,7 @@ from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model import warm_up
 from sglang_triattn.patches.scheduler import plugin as scheduler_patch
+from sglang_triattn.rounds.rules import complete
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
@@ -82,7 +83,9 @@ def compressor(
 
     return SimpleNamespace(
         device=torch.device("cpu"),
-        config=Config("s", **{"budget": 64, "interval": 32, "recent": 16, "selection": "shared-mean", **settings}),
+        config=complete(
+            Config("s", **{"budget": 64, "interval": 32, "recent": 16, "selection": "shared-mean", **settings})
+        ),
         strategies=("slide", "fill") if moves else ("remap",),
         windows=None,
         workspace_plan=WorkspacePlan(4, 8, 2, 16, num_tokens, longest, limit),
@@ -153,7 +156,7 @@ def start(monkeypatch, build, scheduler=None) -> str:
     monkeypatch.setattr(scheduler_patch, "served_stats", lambda *_: None)
     monkeypatch.setattr(scheduler_patch, "build_compressor", build)
     # With one kept set for all heads, which ranks have to merge.
-    compression = scheduler_patch.Compression(Config("s", selection="shared-mean"))
+    compression = scheduler_patch.Compression(complete(Config("s", selection="shared-mean")))
     compression._on_built(None, scheduler or pretended())
     assert compression.compressor is None
     return compression.refusal
@@ -177,12 +180,12 @@ def test_what_goes_wrong_while_measuring_is_refused_too(monkeypatch):
     """Prevents a traceback if the model, measured at launch, fails or needs more memory than there is."""
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", out_of_memory)
-    compression = scheduler_patch.Compression(Config(AUTO))
+    compression = scheduler_patch.Compression(complete(Config(AUTO)))
     compression._on_built(None, pretended())
     assert_one_sentence(compression.refusal)
     with pytest.raises(torch.OutOfMemoryError):
         # The other ranks are in the middle of the same pass: only the end of this process ends theirs.
-        scheduler_patch.Compression(Config(AUTO))._on_built(None, pretended(world_size=2))
+        scheduler_patch.Compression(complete(Config(AUTO)))._on_built(None, pretended(world_size=2))
 
 
 def out_of_memory(*_) -> None:

@@ -11,8 +11,9 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration.weight_updates import WeightUpdates
 from sglang_triattn.rounds.plan import Totals
+from sglang_triattn.rounds.rules import complete
 
-CONFIG = Config("s")
+CONFIG = complete(Config("s"))
 
 
 class Server:

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.launch.incompatible import check_window_pool
 from sglang_triattn.patches.scheduler.batched_rounds import Kind
 from sglang_triattn.patches.scheduler.window_pool import WindowPool, check_reach
 from sglang_triattn.rounds.plan import Plan
-
-GPT_OSS = SimpleNamespace(is_hybrid_swa=True)
 
 
 def scheduler(*, size=400, page_size=16, reach=127):
@@ -24,16 +21,6 @@ def scheduler(*, size=400, page_size=16, reach=127):
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 8)),
         tree_cache=SimpleNamespace(swa_retain_window=reach),
     )
-
-
-def test_host_memory_is_refused_for_such_models_alone():
-    """Prevents rounds beside copies of the window layers' pool that no test has seen."""
-    with pytest.raises(TriAttentionError, match=r"--enable-hierarchical-cache .* window layers. own KV pool"):
-        check_window_pool(SimpleNamespace(enable_hierarchical_cache=True, pp_size=1), GPT_OSS)
-    check_window_pool(SimpleNamespace(enable_hierarchical_cache=False, pp_size=1), GPT_OSS)
-    with pytest.raises(TriAttentionError, match=r"--pp-size 2 .* not tested in stages: use --pp-size 1"):
-        check_window_pool(SimpleNamespace(enable_hierarchical_cache=False, pp_size=2), GPT_OSS)
-    check_window_pool(SimpleNamespace(enable_hierarchical_cache=True), SimpleNamespace(is_hybrid_swa=False))
 
 
 def test_a_pool_too_small_for_one_request_is_refused():

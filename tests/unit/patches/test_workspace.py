@@ -7,6 +7,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.model.workspace import Workspace
+from sglang_triattn.rounds.rules import complete
 
 
 def configurator(device: str, layers: int = 3) -> SimpleNamespace:
@@ -21,7 +22,7 @@ def configurator(device: str, layers: int = 3) -> SimpleNamespace:
 
 def test_reserved_once_and_as_planned():
     """Prevents a workspace that comes on top of the pool's share, or grows when SGLang measures again."""
-    workspace = Workspace(Config("s", budget=500, interval=12))
+    workspace = Workspace(complete(Config("s", budget=500, interval=12)))
     (hook,) = workspace.hooks()
     hook.function(configurator("meta"), 1.0)
     memory, plan = workspace.memory, workspace.plan
@@ -35,7 +36,7 @@ def test_what_decides_has_room():
     """Prevents sizing a pool without the memory for values, or with memory for scores that nobody computes."""
     needs = []
     for share in (0.0, 0.5, 1.0):
-        workspace = Workspace(Config("s", selection="per-layer-head", value_share=share))
+        workspace = Workspace(complete(Config("s", selection="per-layer-head", value_share=share)))
         workspace.hooks()[0].function(configurator("meta"), 1.0)
         needs.append(workspace.plan.needs(1, 2176, 3))
     assert needs[1] == needs[0] + needs[2]
@@ -45,6 +46,6 @@ def test_what_decides_has_room():
 def test_nothing_where_no_kernel_runs():
     """Prevents holding memory for nothing on a CPU, and a crash instead of the refusal of an unsupported model."""
     for other in (configurator("cpu"), configurator("meta", layers=0)):
-        workspace = Workspace(Config("s"))
+        workspace = Workspace(complete(Config("s")))
         workspace.hooks()[0].function(other, 1.0)
         assert workspace.memory is None

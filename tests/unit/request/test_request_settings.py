@@ -7,8 +7,9 @@ import pytest
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.request.options import FIELDS, CompressionOptions, read_request, with_media
+from sglang_triattn.rounds.rules import complete
 
-CONFIG = Config("s", budget=256, interval=64, recent=32)
+CONFIG = complete(Config("s", budget=256, interval=64, recent=32))
 
 
 def ask(**fields):
@@ -81,7 +82,7 @@ def test_null_is_not_given(name):
 
 def test_requests_keep_at_least_the_window():
     """Prevents a request from dropping tokens that the model's window layers still see."""
-    server = Config("s", budget=2048).for_windows(512, 16)
+    server = complete(Config("s", budget=2048), window=512, page_size=16)
     asked = read_request(server, {"triattention": {"budget": 600}}).settings
     assert (asked.recent, asked.window, asked.round_to) == (512, 512, 16)
     for field, words in (({"budget": 500}, "budget is 500"), ({"recent": 511}, "recent is 511")):

@@ -7,9 +7,10 @@ import torch
 
 from sglang_triattn.config import Config
 from sglang_triattn.patches.scheduler.batched_rounds import Kind, kind_for, snapshot
-from sglang_triattn.rounds.plan import Plan, ceil_align, in_whole_pages
+from sglang_triattn.rounds.plan import Plan, ceil_align
+from sglang_triattn.rounds.rules import complete
 
-CONFIG = Config("s", budget=64, interval=32, recent=48)
+CONFIG = complete(Config("s", budget=64, interval=32, recent=48))
 
 
 def plan_of(frozen: int, length: int, page_size: int, keep: int = 64) -> Plan:
@@ -41,7 +42,7 @@ def test_rows_are_cut_where_whole_pages_can_go(page_size, frozen, length, recent
 
 def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
     """Prevents a slide for tokens that have all been appended since the last round."""
-    settings = Config("s", budget=64, interval=32, recent=32)
+    settings = complete(Config("s", budget=64, interval=32, recent=32))
     kind = kind_for(settings, plan_of(16, 109, 16), 32, moves=True, page_size=16)
     assert (kind.strategy, kind.cut) == ("fill", 64)
     kind = kind_for(settings, plan_of(16, 109, 16), 32, moves=False, page_size=1)
@@ -50,12 +51,12 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
 
 def test_newest_tokens_of_window_layers_are_never_copied():
     """Prevents window layers from reading K/V that a round has left behind."""
-    check_newest_stay(CONFIG.for_windows(48, 16))
+    check_newest_stay(complete(Config("s", budget=64, interval=32, recent=48), window=48, page_size=16))
 
 
 def test_newest_tokens_before_queued_drafts_are_never_copied():
     """Prevents a queued step from writing K/V where a round no longer looks for it."""
-    check_newest_stay(in_whole_pages(CONFIG, 16))
+    check_newest_stay(complete(Config("s", budget=64, interval=32, recent=48), page_size=16, whole_pages=True))
 
 
 def check_newest_stay(settings):
@@ -96,7 +97,7 @@ def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
             kv=SimpleNamespace(req_pool_idx=row, kv_allocated_len=16 + length), multimodal_inputs=None
         )
         rounds.append((request, plan_of(16, 16 + length, page_size, keep)))
-    settings, before = Config("s", budget=64, interval=16, recent=32), rows.clone()
+    settings, before = complete(Config("s", budget=64, interval=16, recent=32)), rows.clone()
 
     def kind_of(_, plan):
         return kind_for(settings, plan, 32, moves=True, page_size=page_size)

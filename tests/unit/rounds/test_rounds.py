@@ -8,8 +8,9 @@ import pytest
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column
 from sglang_triattn.rounds.plan import frozen_length, max_kv_tokens, plan_eviction, plan_round
+from sglang_triattn.rounds.rules import complete
 
-CONFIG = Config("s", budget=100, interval=30, recent=10)
+CONFIG = complete(Config("s", budget=100, interval=30, recent=10))
 
 
 def plan(**changes):
@@ -86,7 +87,7 @@ def test_rounds_under_pressure_keep_less():
 def test_rounds_of_models_with_windows_evict_whole_pages(page_size, scope):
     """Prevents a round that would have to copy the newest tokens, on whose places window layers rely, and a bound that
     leaves no room for the page that cannot go."""
-    config = Config("s", budget=100, interval=30, budget_scope=scope).for_windows(48, page_size)
+    config = complete(Config("s", budget=100, interval=30, budget_scope=scope), window=48, page_size=page_size)
     for frozen in (4, 64, 90, 500):
         due = frozen + config.trigger(frozen)
         arguments = {"frozen": frozen, "evicted_before": 0, "page_size": page_size}

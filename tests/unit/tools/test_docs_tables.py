@@ -1,7 +1,6 @@
 """Tables in README.md and docs/, compared with the code."""
 
 import argparse
-import ast
 import dataclasses
 import inspect
 import re
@@ -9,12 +8,11 @@ import re
 import pytest
 
 from documents import DOCS, README, code, section, table, tables
-from sglang_triattn import launch_settings
 from sglang_triattn.cli import top
+from sglang_triattn.compatibility.rules import ENVIRONMENT, FIRST_RULES, RULES, UNCOVERED
 from sglang_triattn.config import OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
 from sglang_triattn.kernels.compact.reference import STRATEGIES
-from sglang_triattn.model import support
-from sglang_triattn.patches.launch import incompatible
+from sglang_triattn.model.families import FAMILIES
 from sglang_triattn.patches.observability import metrics
 from sglang_triattn.request import lifecycle
 from sglang_triattn.request.options import FIELDS, LONGEST_NAME, REASONS
@@ -119,48 +117,26 @@ def test_transitions():
 def test_refused_settings():
     """Prevents a refusal that is missing from the documents, or explained differently."""
     rows = table(COMPATIBILITY, "Refused settings", "setting")
-    told = {
+    others = ", with `--(?:pp-size|disaggregation-mode|triattention)"
+    shown = {
         (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
-        for name in re.findall(r"`--([\w-]+)", re.split(", with `--(?:pp-size|disaggregation-mode)", names)[0])
+        for name in re.findall(
+            r"`--([\w-]+)", re.split(", with `--(?:pp-size|disaggregation-mode|triattention)", names)[0]
+        )
     }
-    beside = (*launch_settings.BESIDE_WINDOW_POOL, *launch_settings.BESIDE_IMAGES, *launch_settings.BESIDE_STAGES)
-    beside = (*beside, *launch_settings.BESIDE_LATENTS, *launch_settings.BESIDE_STATES)
-    beside = (*beside, *launch_settings.BESIDE_PREFILL_ELSEWHERE)
-    beside = (*beside, *launch_settings.BESIDE_SPECULATION, *launch_settings.BESIDE_DRAFT_MODEL)
-    beside = (*beside, *launch_settings.BESIDE_HIDDEN_STATES)
-    refusals = (*launch_settings.SETTINGS, *beside)
-    known = {(one.field.replace("_", "-"), one.reason, one.remedy) for one in refusals}
-    assert told == known
+    # A sentence of its own says of which model such a rule speaks.
+    rules = [rule for rule in (*FIRST_RULES, *RULES) if not rule.names_model]
+    known = {(rule.field.replace("_", "-"), rule.reason, rule.remedy) for rule in rules}
+    assert shown == known
     variables = table(COMPATIBILITY, "Refused settings", "environment variable")
-    assert {code(name)[0]: reason for name, reason in variables} == launch_settings.ENVIRONMENT
-
-
-def reasons_of(function) -> set[str]:
-    """The reasons in a function's tuple of (applies, reason), with ANY for what depends on the model."""
-    tree = ast.parse(inspect.getsource(function).lstrip())
-    (found,) = (
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "reasons"
-    )
-    return {_words(pair.elts[1]) for pair in found.elts}
-
-
-def _words(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return getattr(support, node.id)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else ANY for part in node.values)
-    assert isinstance(node, ast.Constant)
-    return node.value
+    assert {code(name)[0]: reason for name, reason in variables} == ENVIRONMENT
 
 
 def test_refused_models():
     """Prevents a refusal that is missing from the documents, and one that the code no longer makes."""
-    tabled = {reason for _, reason in support._ARCHITECTURES.values()}
-    found = [support._by_attention, support._by_position, incompatible.unsupported]
-    known = tabled.union(*map(reasons_of, found))
+    of_families = {family.refused.reason for family in FAMILIES.values() if family.refused}
+    known = of_families | {text.format(ANY) for mark, text in UNCOVERED.items() if mark != "family"}
     assert {row[0] for row in table(COMPATIBILITY, "Refused models", "refused, because")} == known
 
 
@@ -175,5 +151,5 @@ def test_options_of_top():
     """Prevents an option of `top` that nobody finds."""
     parser = argparse.ArgumentParser(add_help=False)
     top.add_options(parser)
-    told = {code(row[0])[0].split()[0] for row in table(DOCS / "operations.md", "Top", "option")}
-    assert told == {name for action in parser._actions for name in action.option_strings}
+    shown = {code(row[0])[0].split()[0] for row in table(DOCS / "operations.md", "Top", "option")}
+    assert shown == {name for action in parser._actions for name in action.option_strings}

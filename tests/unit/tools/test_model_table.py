@@ -4,7 +4,7 @@ import pytest
 
 import model_table
 from documents import generated
-from sglang_triattn.model import support
+from sglang_triattn.model.families import FAMILIES, Family, Refused
 
 
 def test_it_is_not_stale():
@@ -14,7 +14,7 @@ def test_it_is_not_stale():
 
 def test_another_answer_makes_it_stale(monkeypatch):
     """Prevents a check that passes whatever is supported."""
-    monkeypatch.setitem(support._ARCHITECTURES, "LlamaForCausalLM", (lambda _: True, "it is a llama"))
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Family(refused=Refused("it is a llama")))
     assert model_table.is_stale()
     assert "| refused: it is a llama |" in "".join(model_table.lines())
 

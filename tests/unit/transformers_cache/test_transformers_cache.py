@@ -10,6 +10,7 @@ from documents import DOCS, example
 from oracle import Oracle, oracle_of
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.rounds.plan import max_kv_tokens
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.stats.file import StatsError, load_stats
 from sglang_triattn.transformers_cache.feed import compute_dense, feed, forward, replay
 from sglang_triattn.transformers_cache.policy import CacheError, Setting
@@ -65,7 +66,9 @@ def tensors_of(cache):
 @pytest.mark.parametrize("config", [*ALL, *BY_VALUES], ids=[*SELECTIONS, "values-and-scores", "values"])
 def test_logits_equal_a_masked_forward_pass(model, stats, tiny, ids, config):
     """Prevents rounds at other steps, kept sets, masks or positions than in an account without our code."""
-    cache = make_cache(model, [config], stats, capacity=max_kv_tokens(config, frozen=PROMPT, logical_end=TOKENS))
+    cache = make_cache(
+        model, [config], stats, capacity=max_kv_tokens(complete(config), frozen=PROMPT, logical_end=TOKENS)
+    )
     logits = torch.cat([feed(model, cache, ids[:PROMPT]), feed(model, cache, ids[PROMPT:], logits=TOKENS - PROMPT)], 1)
     settings = {"selection": config.selection, "value_share": config.value_share}
     oracle = Oracle(**{**vars(oracle_of(tiny)), **settings})

@@ -8,6 +8,7 @@ import math
 import pytest
 
 from sglang_triattn.config import Config
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.verify.checks import CHECKS, any_failed
 from sglang_triattn.verify.checks_of_memory import active, bound, counters, freed, metrics, report
 from sglang_triattn.verify.client import Answer, Ask, State, metric_sum
@@ -37,7 +38,7 @@ def state(rounds=0, **more) -> State:
 
 
 def evidence(report=REPORT, *, page_size=1, shared=False, rounds=2) -> Evidence:
-    found = Evidence(Config(), page_size, 1e-4, state(), Load(0, 0), shared, tree=True)
+    found = Evidence(complete(Config()), page_size, 1e-4, state(), Load(0, 0), shared, tree=True)
     compressed = answer(output=[1] * 34, logprobs=[-0.1] * 34, **report)
     found.small = compressed
     found.after = state(rounds)
@@ -53,7 +54,8 @@ def test_metric_sum():
 
 def test_settings_come_from_the_server():
     """Prevents a failure with a server that reports more than settings."""
-    assert config_of({"budget": 512, "recent": 99, "rounds": 7}) == Config(budget=512, recent=99)
+    rules = complete(Config(budget=512, recent=99), window=64, page_size=16)
+    assert config_of({**dataclasses.asdict(rules), "rounds": 7}) == rules
 
 
 def test_difference():

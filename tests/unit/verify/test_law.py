@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from sglang_triattn.config import Config
 from sglang_triattn.rounds.plan import plan_round
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.verify.law import Outcome, first_round, frozen_length, is_possible, replay, tokens_to_generate
 
 
 def test_at_page_size_1():
     """Prevents a law that is off by one: 24 private entries make a round due, and 16 stay."""
-    config = Config(budget=16, interval=8, recent=4)
+    config = complete(Config(budget=16, interval=8, recent=4))
     given = {"prompt": 48, "frozen": 48, "page_size": 1}
     assert replay(config, logical=72, **given) == Outcome(0, 0, 0, 72)
     assert replay(config, logical=73, **given) == Outcome(1, 8, 8, 65)
@@ -26,7 +27,7 @@ def test_at_page_size_1():
 
 def test_pages_that_nothing_divides():
     """Prevents counting evicted tokens as freed where only whole pages are."""
-    config = Config(budget=10, interval=5, recent=2)
+    config = complete(Config(budget=10, interval=5, recent=2))
     # 15 private entries behind 16: 31 entries are 4 pages of 8, and so are 26.
     assert replay(config, prompt=16, frozen=16, logical=32, page_size=8) == Outcome(1, 5, 0, 27)
     assert replay(config, prompt=16, frozen=16, logical=38, page_size=8) == Outcome(2, 10, 0, 28)
@@ -41,7 +42,7 @@ def test_law_and_plan_agree(data):
     draw = data.draw
     budget, interval, page = draw(st.integers(4, 40)), draw(st.integers(1, 30)), draw(st.sampled_from([1, 2, 8, 16]))
     scope, prompt_rule = draw(st.sampled_from(["private", "total"])), draw(st.sampled_from(["frozen", "compact"]))
-    config = Config(budget=budget, interval=interval, recent=2, budget_scope=scope, prompt=prompt_rule)
+    config = complete(Config(budget=budget, interval=interval, recent=2, budget_scope=scope, prompt=prompt_rule))
     prompt, generated = draw(st.integers(1, 90)), draw(st.integers(2, 120))
     frozen, logical = frozen_length(config, prompt, 0, page), prompt + generated
     length, evicted, freed, rounds = prompt + 1, 0, 0, 0
@@ -62,7 +63,7 @@ def test_chunks_of_any_size_are_right(data):
     too many, or keep too much or too little."""
     draw = data.draw
     budget, interval, page = draw(st.integers(16, 64)), draw(st.integers(4, 32)), draw(st.sampled_from([1, 16]))
-    config = Config(budget=budget, interval=interval, recent=8, prompt="compact")
+    config = complete(Config(budget=budget, interval=interval, recent=8, prompt="compact"))
     frozen = frozen_length(config, 0, draw(st.sampled_from([0, 48])), page)
     prompt = frozen + config.trigger(frozen) + draw(st.integers(1, 90))
     generated = 3 * interval + draw(st.integers(0, 20))
@@ -108,7 +109,7 @@ def compacted(draw, config: Config, prompt: int, generated: int, frozen: int, pa
 @pytest.mark.parametrize("least", range(30, 50))
 def test_requests_end_between_rounds(interval, least):
     """Prevents blaming a server that looked once more at a request which was over."""
-    config = Config(budget=16, interval=interval, recent=4)
+    config = complete(Config(budget=16, interval=interval, recent=4))
     tokens = tokens_to_generate(config, prompt=50, frozen=48, least=least)
     assert least <= tokens < least + interval
     rounds = {replay(config, prompt=50, frozen=48, logical=50 + tokens + at, page_size=1).rounds for at in (-1, 0, 1)}

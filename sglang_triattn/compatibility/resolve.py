@@ -1,0 +1,80 @@
+"""Settings and a model in, the rules of rounds out, or a refusal: the one judgement of a launch and of `check`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_triattn.compatibility.rules import (
+    CHAIN,
+    FIRST_RULES,
+    RULES,
+    Server,
+    refusals,
+    refused_model,
+    why_uncovered,
+)
+from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.plan import check_reach
+from sglang_triattn.rounds.rules import RoundRules, complete
+
+# SGLang's `speculative_eagle_topk` by default for models whose drafts branch.
+_BRANCHES = 4
+
+
+def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> RoundRules:
+    """The rules of rounds for a model on a server.
+
+    Args:
+        config: what the user set.
+        settings: SGLang's settings by field: of a command line, those that were given; of a launch, those of
+            `rules.SETTING_FIELDS`.
+
+    Raises:
+        TriAttentionError: the model, or a setting with such a model, does not work with compression.
+    """
+    server = Server(config, settings, traits)
+    for error in refusals(FIRST_RULES, server):
+        raise error
+    reason = why_uncovered(traits.uncovered)
+    if reason is not None:
+        raise refused_model(traits.name, reason)
+    _check_heads(traits, settings.get("tp_size", 1) // settings.get("attn_dp_size", 1))
+    for error in refusals(RULES, server):
+        raise error
+    rules = complete(
+        config,
+        window=traits.window,
+        latent=traits.latent,
+        images=traits.image_prompts,
+        page_size=settings.get("page_size", 1),
+        whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),
+    )
+    context = settings.get("context_length") or traits.context
+    for most, what in ((context, "the context limit is"), (settings.get("max_total_tokens"), "the KV pool holds")):
+        if most is not None:
+            check_reach(rules, most, what)
+    return rules
+
+
+def with_draft_defaults(settings: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
+    """Settings of a command line with the draft numbers that SGLang would choose by itself, as far as they matter."""
+    algorithm = settings.get("speculative_algorithm")
+    if algorithm is None or any(field in settings for field in CHAIN):
+        return dict(settings)
+    branches = traits.branching_drafts and str(algorithm).upper() != "STANDALONE"
+    return {**settings, "speculative_eagle_topk": _BRANCHES if branches else 1}
+
+
+def _check_heads(traits: Traits, ranks: int) -> None:
+    """Raises TriAttentionError unless the heads split evenly over the ranks that share a batch."""
+    if traits.heads is None:
+        return
+    q_heads, kv_heads = traits.heads
+    if q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        raise TriAttentionError(
+            f"The {q_heads} query heads and {kv_heads} KV heads of {traits.name} do not split evenly over --tp-size "
+            f"{ranks}: use a number that divides them."
+        )

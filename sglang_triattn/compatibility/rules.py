@@ -1,0 +1,465 @@
+"""What is refused: one table of models, one of SGLang's settings, one of environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.config import PREFIX, Config
+from sglang_triattn.errors import TriAttentionError
+
+UNCOVERED = {
+    "family": "{}",
+    "does_not_generate": "it does not generate text",
+    "encoder_decoder": "it is an encoder-decoder model",
+    "other_media": "it takes images or sound, and is none of the models whose images are covered",
+    "indexed": "its layers attend to the tokens that an indexer selects (DeepSeek sparse attention)",
+    "states": "it is a state-space model, or has state-space or linear-attention layers",
+    "latent": "it has multi-head latent attention (MLA), and is none of the models for which that is covered",
+    "unknown_layers": "some of its layers are of the type {}",
+    "window_pool": "some of its layers attend to a sliding window, and have a KV pool of their own",
+    "windows_alone": "it attends to a sliding window of {} tokens",
+    "no_full_attention": "none of its layers attends to all tokens",
+    "chunks": "its attention is local to chunks",
+    "blocks": "its layers attend to selected blocks of tokens",
+    "unequal_layers": "its layers differ from one another",
+    "shared_kv": "its layers share KV with one another",
+    "bidirectional": "its tokens attend to later ones",
+    "scaled_by_length": "it scales its attention by length",
+    "row_length": "its embeddings look up the tokens before by the length of the row, which a round changes",
+    "widths": "its keys and values have different widths",
+    "alibi": "it has ALiBi in place of rotation",
+    "no_rope": "its attention has no rotary embedding",
+    "unequal_rope": "its layers rotate in different ways",
+    "axes": "its rotary embedding has several position axes",
+    "rope_kind": "its rotary embedding is of the kind {}, which cannot be scored yet",
+}
+"""Why a model is not compressed, by the names of `Traits.uncovered`, to complete "because ..."."""
+
+
+def why_uncovered(uncovered: Mapping[str, str]) -> str | None:
+    """The first of the reasons, to complete "because ..."; None if there is none."""
+    return next((UNCOVERED[mark].format(detail) for mark, detail in uncovered.items()), None)
+
+
+def refused_model(name: str, reason: str) -> TriAttentionError:
+    return TriAttentionError(
+        f"The model {name} does not work with --enable-triattention, because {reason}: serve a decoder-only model with "
+        "ordinary multi-head or grouped-query attention, or start without --enable-triattention."
+    )
+
+
+@dataclass(frozen=True)
+class Server:
+    """What a rule may depend on besides the setting that it refuses.
+
+    Attributes:
+        settings: SGLang's settings by field; of a command line, those that were given.
+    """
+
+    config: Config
+    settings: Mapping[str, Any]
+    traits: Traits
+
+    def is_above_one(self, field: str) -> bool:
+        return _many(self.settings.get(field))
+
+    def value_of(self, name: str) -> object:
+        """Of a setting of SGLang, or of this package by its full name."""
+        return self.settings[name] if name in self.settings else getattr(self.config, name.removeprefix(PREFIX))
+
+    @property
+    def drafts(self) -> str | None:
+        """The way of drafting tokens, in capitals; None without speculative decoding."""
+        algorithm = self.settings.get("speculative_algorithm")
+        return None if algorithm is None else str(algorithm).upper()
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _always(_: Server) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A setting that is refused if `applies(value)`, of the servers for which `when` holds.
+
+    Attributes:
+        field: SGLang's name.
+        reason: completes "... does not work with ... because".
+        remedy: what to do, if not to leave the setting out.
+        other: setting, of SGLang or of this package, without which this one would be accepted; shown with its value.
+        names_model: whether the message names the model, because with another the setting would be accepted.
+    """
+
+    field: str
+    applies: Callable[[Any], bool]
+    reason: str
+    remedy: str = ""
+    when: Callable[[Server], bool] = _always
+    other: str = ""
+    names_model: bool = False
+
+    def refuses(self, server: Server) -> bool:
+        settings = server.settings
+        return self.field in settings and self.applies(settings[self.field]) and self.when(server)
+
+    def message(self, server: Server) -> str:
+        """One sentence for the user."""
+        value, name, others = server.settings[self.field], _flag(self.field), "--enable-triattention"
+        if self.other:
+            others = f"{others} and {_flag(self.other)} {server.value_of(self.other)}"
+        if self.names_model:
+            others = f"{others} for {server.traits.name}"
+        # A switch has no value of its own.
+        shown = name if value is True else f"{name} {value}"
+        remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
+        return f"{shown} does not work with {others}, because {self.reason}: {remedy}."
+
+
+def _set(value: object) -> bool:
+    return bool(value)
+
+
+def _many(value: int | None) -> bool:
+    return value is not None and value > 1
+
+
+_OWN_KV = "it reads a request's KV by token position, which a round changes"
+_OTHER_POOL = "it keeps the KV in a pool that rounds cannot compact"
+_OTHER_LOOP = "it schedules batches in a way for which the safe point of rounds is not known"
+_NO_PLUGIN = "its processes do not load SGLang plugins"
+_OWN_STEP = "it runs whole decode steps in kernels that take a request's length for its next position"
+_DATA_OF_ROWS = "it keeps data of each request's row that a round does not compact"
+
+DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Ways of drafting tokens by a model of its own that work with rounds. SGLang takes NEXTN for EAGLE."""
+
+# These attach a cache of their own to the row table.
+_SPARSE_BACKENDS = ("minicpm_flashattn", "minicpm_flashinfer")
+
+
+def _sparse(value: object) -> bool:
+    return value in _SPARSE_BACKENDS
+
+
+_ALWAYS = (
+    Rule(
+        "speculative_algorithm",
+        lambda value: value is not None and str(value).upper() not in ("NGRAM", *DRAFT_MODELS),
+        "what such drafts keep of a request's row is not tested with rounds",
+        "use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or leave --speculative-algorithm out",
+    ),
+    Rule(
+        "disaggregation_mode",
+        lambda value: value == "prefill",
+        "a prefill server does not decode",
+        "use --enable-triattention on the decode server alone",
+    ),
+    Rule("dcp_size", _many, _OTHER_POOL),
+    Rule("attn_cp_size", _many, _OTHER_POOL),
+    Rule("enable_two_batch_overlap", _set, _OTHER_LOOP),
+    Rule("enable_pdmux", _set, _OTHER_LOOP),
+    Rule("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
+    Rule("enable_unified_memory", _set, _OTHER_POOL),
+    Rule("enable_page_major_kv_layout", _set, _OTHER_POOL),
+    Rule("enable_kv_cache_sharding", _set, _OTHER_POOL),
+    Rule("enable_hisparse", _set, _OTHER_POOL),
+    Rule("prefill_only_disable_kv_cache", _set, "there is no KV cache to compress"),
+    Rule(
+        "kv_cache_dtype",
+        lambda value: value not in (None, "auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"),
+        "its keys cannot be scored",
+        "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
+    ),
+    Rule(
+        "hicache_host_memory_mode",
+        lambda value: value == "buffer_only",
+        "the copies that it stages for a storage are not tested with rounds",
+        "use --hicache-host-memory-mode cache",
+    ),
+    Rule("enable_lmcache", _set, _OWN_KV),
+    Rule("enable_flexkv", _set, _OWN_KV),
+    Rule("enable_unified_cache_external_linker", _set, _OWN_KV),
+    Rule("radix_cache_backend", _set, "only SGLang's own radix tree is known to keep frozen prefixes separate"),
+    Rule("enable_streaming_session", _set, _OWN_KV),
+    Rule("enable_session_radix_cache", _set, "a session's reference to the tree assumes uncompacted requests"),
+    Rule("kv_canary", lambda value: value not in (None, "none"), _OWN_KV),
+    Rule("enable_return_routed_experts", _set, _OWN_KV),
+    Rule("enable_return_indexer_topk", _set, _OWN_KV),
+    Rule("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
+    Rule("encoder_only", _set, "an encoder does not decode"),
+    Rule("language_only", _set, "images that another server has encoded are not tested with rounds"),
+    Rule("use_ray", _set, _NO_PLUGIN),
+    Rule("smg_grpc_mode", _set, _NO_PLUGIN),
+    Rule("grpc_mode", _set, _NO_PLUGIN),
+    Rule("is_embedding", _set, "an embedding model does not decode"),
+    Rule("enable_nvidia_megakernel", _set, _OWN_STEP),
+    Rule("enable_amd_monokernel", _set, _OWN_STEP),
+    Rule("attention_backend", _sparse, _DATA_OF_ROWS),
+    Rule("prefill_attention_backend", _sparse, _DATA_OF_ROWS),
+    Rule("decode_attention_backend", _sparse, _DATA_OF_ROWS),
+    Rule(
+        "model_impl",
+        lambda value: value not in ("auto", "sglang", "transformers"),
+        "its attention layers are not known",
+        "use --model-impl auto",
+    ),
+)
+
+
+def _only(
+    rules: tuple[Rule, ...], when: Callable[[Server], bool], other: str = "", *, names_model: bool = False
+) -> tuple[Rule, ...]:
+    return tuple(replace(rule, when=when, other=other, names_model=names_model) for rule in rules)
+
+
+_STAGES = _only(
+    (
+        Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
+        Rule("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
+        Rule("enable_hierarchical_cache", _set, "the copies that each pipeline stage makes are not tested with rounds"),
+        Rule("enable_mixed_chunk", _set, "what decodes in a step with a prefill is not tested with rounds in stages"),
+        Rule(
+            "enable_dynamic_chunking",
+            _set,
+            "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
+        ),
+    ),
+    lambda server: server.is_above_one("pp_size"),
+)
+
+_NOT_ON_DECODE_SERVERS = "it is not tested on a decode server"
+
+
+def _is_decode_server(server: Server) -> bool:
+    return server.settings.get("disaggregation_mode") == "decode"
+
+
+_DECODE_SERVERS = (
+    *_only(
+        (
+            Rule(
+                "disaggregation_decode_enable_radix_cache",
+                _set,
+                "prefixes that a decode server shares are not tested with rounds",
+            ),
+            Rule("disaggregation_decode_enable_offload_kvcache", _set, _OWN_KV),
+            Rule("enable_pd_role_switch", _set, "a prefill server does not decode"),
+            Rule(
+                "disaggregation_decode_host_receive_threshold",
+                lambda value: value is not None and value < 1,
+                _NOT_ON_DECODE_SERVERS,
+            ),
+            Rule(
+                "disaggregation_decode_allocation_policy",
+                lambda value: value == "prefill_complete",
+                _NOT_ON_DECODE_SERVERS,
+            ),
+            Rule("enable_hierarchical_cache", _set, _NOT_ON_DECODE_SERVERS),
+            Rule("speculative_algorithm", _set, _NOT_ON_DECODE_SERVERS),
+            Rule("pp_size", _many, _NOT_ON_DECODE_SERVERS, "use --pp-size 1"),
+            Rule("tp_size", _many, _NOT_ON_DECODE_SERVERS, "use --tp-size 1"),
+            Rule("dp_size", _many, _NOT_ON_DECODE_SERVERS, "use --dp-size 1"),
+            Rule("enable_lora", _set, _NOT_ON_DECODE_SERVERS),
+        ),
+        _is_decode_server,
+        "disaggregation_mode",
+    ),
+    Rule(
+        "disaggregation_mode",
+        lambda value: value == "decode",
+        "models that take images, whose window layers have a KV pool of their own, or whose layers keep a state "
+        "instead of KV are not tested on a decode server",
+        "leave --disaggregation-mode out",
+        lambda server: server.traits.window_pool or server.traits.states or server.traits.images,
+        names_model=True,
+    ),
+)
+
+_IMAGES = _only(
+    (Rule("pp_size", _many, "models that take images are not tested in stages", "use --pp-size 1"),),
+    lambda server: server.traits.images,
+)
+
+_WINDOW_POOL = _only(
+    (
+        Rule(
+            "enable_hierarchical_cache",
+            _set,
+            "the copies that it makes of the window layers' own KV pool are not tested with rounds",
+        ),
+        Rule("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
+    ),
+    lambda server: server.traits.window_pool,
+)
+
+_LATENT = _only(
+    (Rule("enable_hierarchical_cache", _set, "the copies that it makes of latent KV are not tested with rounds"),),
+    lambda server: server.traits.latent,
+)
+
+_STATES = _only(
+    (
+        Rule("enable_hierarchical_cache", _set, "the copies that it makes of states are not tested with rounds"),
+        Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
+        Rule("attn_dp_size", _many, "layers that keep a state are not tested in groups with batches of their own"),
+        Rule("enable_mixed_chunk", _set, "layers that keep a state are not tested in steps that prefill and decode"),
+        Rule(
+            "mamba_radix_cache_strategy",
+            lambda value: value == "extra_buffer_lazy",
+            "the states that it gives to the tree late are not tested with rounds",
+            "use --mamba-radix-cache-strategy auto",
+        ),
+        Rule("enable_int8_mamba_checkpoint", _set, "the states that it gives to the tree are not tested with rounds"),
+        Rule("enable_linear_replayssm", _set, "it counts a state's tokens by the row's length, which a round changes"),
+    ),
+    lambda server: server.traits.states,
+)
+
+_NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
+_MEASURING = _only(
+    (
+        Rule("pp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+        Rule("attn_dp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+    ),
+    lambda server: server.config.stats_after_update == "measure",
+    "triattention_stats_after_update",
+)
+
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+"""A draft that does not branch, by SGLang's settings."""
+
+_USE_CHAIN = "use " + " ".join(f"{_flag(field)} {number}" for field, number in CHAIN.items())
+
+
+def _has_draft_model(server: Server) -> bool:
+    return server.drafts in DRAFT_MODELS
+
+
+_DRAFTS = (
+    *_only(
+        (
+            Rule(
+                "enable_deterministic_inference",
+                _set,
+                "the numbers that a seed draws follow from the row's length there, which a round changes",
+            ),
+        ),
+        lambda server: server.drafts is not None,
+        "speculative_algorithm",
+    ),
+    *_only(
+        (
+            Rule(
+                "speculative_eagle_topk",
+                _many,
+                "drafts of a model are not tested with rounds if they branch",
+                _USE_CHAIN,
+            ),
+            Rule("enable_hierarchical_cache", _set, "the copies that it makes of a draft model's KV are not tested"),
+            Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
+            Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
+            Rule(
+                "speculative_draft_window_size",
+                _set,
+                "draft models with a window are not tested with rounds",
+            ),
+            Rule("enable_lora", _set, "adapters are not tested with a draft model"),
+            Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
+            *(
+                Rule(
+                    f"{kind}attention_backend",
+                    lambda value: value == "aiter",
+                    "it takes the positions of drafted tokens for the lengths of rows, which rounds shorten",
+                    "use triton",
+                )
+                for kind in ("", "decode_", "speculative_draft_")
+            ),
+        ),
+        _has_draft_model,
+        "speculative_algorithm",
+    ),
+    # Of drafts that read no hidden states, SGLang turns it off by itself.
+    *_only(
+        (
+            Rule(
+                "enable_mixed_chunk",
+                _set,
+                "what decodes in a step with a prefill takes its logical length for its row's there",
+            ),
+        ),
+        lambda server: _has_draft_model(server) and server.drafts != "STANDALONE",
+        "speculative_algorithm",
+    ),
+    *(
+        Rule("speculative_algorithm", _set, reason, "leave --speculative-algorithm out", when, names_model=True)
+        for reason, when in (
+            (
+                "its layers with a sliding window are not tested with drafted tokens",
+                lambda server: bool(server.traits.window or server.traits.window_pool),
+            ),
+            (
+                "its layers that keep a state instead of KV are not tested with drafted tokens",
+                lambda server: server.traits.states,
+            ),
+            (
+                "positions that follow images are not tested with drafted tokens",
+                lambda server: server.traits.images,
+            ),
+        )
+    ),
+)
+
+FIRST_RULES = _ALWAYS
+"""Those for every model and server, which need no traits."""
+RULES = (
+    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_STATES),
+    *(*_MEASURING, *_DRAFTS),
+)
+"""Those for some, in the order in which they are applied."""
+
+SETTING_FIELDS = frozenset(
+    {
+        *(rule.field for rule in (*FIRST_RULES, *RULES)),
+        *CHAIN,
+        "context_length",
+        "disable_overlap_schedule",
+        "max_total_tokens",
+        "page_size",
+    }
+)
+"""SGLang's settings that matter."""
+
+ENVIRONMENT = {
+    "SGLANG_RUST_SERVER": _NO_PLUGIN,
+    "SGLANG_USE_HND_KVCACHE": _OTHER_POOL,
+    "SGLANG_USE_MLX": _OTHER_LOOP,
+}
+"""Environment variables that select another KV layout, server or engine, and why they are refused."""
+
+
+def refusals(rules: tuple[Rule, ...], server: Server) -> Iterator[TriAttentionError]:
+    return (TriAttentionError(rule.message(server)) for rule in rules if rule.refuses(server))
+
+
+def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
+    """Raises TriAttentionError for numbers of a draft model's drafts that lack one which SGLang then demands.
+
+    Args:
+        given: settings that the user gave, by field; others are absent or None.
+    """
+    numbers = {field: given[field] for field in CHAIN if given.get(field) is not None}
+    missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
+    if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
+        return
+    name, lacking = _flag(next(iter(numbers))), _flag(missing[0])
+    raise TriAttentionError(
+        f"{name} {next(iter(numbers.values()))} does not work without {lacking}, because SGLang takes the numbers of a "
+        f"draft together: {_USE_CHAIN}."
+    )

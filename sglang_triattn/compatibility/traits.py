@@ -1,0 +1,191 @@
+"""What of a model decides whether compression works with it, read from its config.json before any weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.families import Family, family_of
+from sglang_triattn.model.fields import Fields, text_fields
+from sglang_triattn.model.kinds import (
+    CHUNK,
+    FULL,
+    KINDS,
+    LINEAR,
+    WINDOW,
+    block_attention,
+    has_window_pool,
+    layer_kinds,
+)
+from sglang_triattn.model.layout import AttentionLayout
+from sglang_triattn.model.sizes import context_limit
+
+_STATE_SPACE = (
+    *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
+    *("hybrid_override_pattern", "layers_block_type", "mamba2_"),
+)
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
+_MEDIA = ("vision_config", "audio_config", "sound_config", "thinker_config")
+# Value of a mark that says all by its name.
+PLAIN = ""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """One model.
+
+    Attributes:
+        name: for messages: what the user called it, and its architectures.
+        uncovered: reasons of `rules.UNCOVERED` that hold, each with the detail that its sentence shows.
+        window: most tokens that a query of a window layer sees; 0 without such layers.
+        window_pool: window layers have a KV pool of their own.
+        latent: the layers that attend to all tokens have latent KV (MLA).
+        states: some layers keep a state instead of KV, or with it.
+        images: it takes images, or its rotary embedding has the several axes of a model that does.
+        image_prompts: requests with images may be compressed.
+        context: most tokens of a request; None if the file does not say.
+        branching_drafts: SGLang's default drafts for it branch.
+        heads: query and KV heads of a scored layer; None where SGLang has checked them.
+    """
+
+    name: str
+    uncovered: Mapping[str, str] = field(default_factory=dict)
+    window: int = 0
+    window_pool: bool = False
+    latent: bool = False
+    states: bool = False
+    images: bool = False
+    image_prompts: bool = True
+    context: int | None = None
+    branching_drafts: bool = False
+    heads: tuple[int, int] | None = None
+
+
+def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits:
+    """The traits in the content of a config.json.
+
+    Args:
+        name: of the model.
+        layout: of the same file.
+
+    Raises:
+        TriAttentionError: a field has a type that it cannot have.
+    """
+    fields = text_fields(config)
+    family = family_of(fields.get("architectures"))
+    first = layout.layers[layout.scored[0]] if layout.scored else None
+    known = fields.get("max_position_embeddings") is not None
+    return Traits(
+        name=name,
+        uncovered=uncovered_in_file(config) or ({} if first else {"no_full_attention": PLAIN}),
+        window=layout.window,
+        window_pool=layout.window_pool,
+        latent=layout.latent,
+        states=layout.states,
+        images=any(fields.get(each) for each in _MEDIA) or _has_axes(_scored_rope(fields)),
+        image_prompts=family.images != "text",
+        context=context_limit(fields) if known else None,
+        branching_drafts=family.branching_drafts,
+        heads=(first.q_heads, first.kv_heads) if first else None,
+    )
+
+
+def uncovered_in_file(config: Fields) -> dict[str, str]:
+    """The reasons in a config.json why compression does not cover a model, as `Traits.uncovered`.
+
+    Args:
+        config: content of the file; fields in `text_config` take precedence over those outside it.
+
+    Raises:
+        TriAttentionError: a field has a type that it cannot have.
+    """
+    fields = text_fields(config)
+    family = family_of(fields.get("architectures"))
+    try:
+        kinds = layer_kinds(fields)
+    except TriAttentionError:
+        kinds = []
+    by_attention, by_position = _by_attention(fields, family, kinds), _by_position(fields, family, kinds)
+    return dict([*_by_family(fields, family), *by_attention, *by_position])
+
+
+def _by_family(fields: Fields, family: Family) -> Iterator[tuple[str, str]]:
+    if family.refused is not None and family.refused.when(fields):
+        yield "family", family.refused.reason
+
+
+def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[tuple[str, str]]:
+    others = [kind for kind in kinds if kind not in KINDS]
+    widths = fields.get("v_head_dim") not in (None, 0, fields.get("head_dim")) and not fields.get("kv_lora_rank")
+    marks = {
+        "encoder_decoder": fields.get("is_encoder_decoder"),
+        "other_media": any(fields.get(each) for each in _MEDIA) and family.images is None,
+        "indexed": fields.get("index_topk"),
+        "states": _has_states(fields, kinds) and not family.states,
+        "latent": fields.get("kv_lora_rank") and not family.latent,
+        "unknown_layers": others,
+        "window_pool": WINDOW in kinds and has_window_pool(fields) and not family.pool_covered,
+        "windows_alone": WINDOW in kinds and FULL not in kinds,
+        "chunks": CHUNK in kinds or fields.get("attention_chunk_size") or fields.get("dual_chunk_attention_config"),
+        "blocks": fields.get("sparse_config") and "minicpm4" in (fields.get("mixer_types") or ()),
+        "unequal_layers": len(_group_sizes(fields, kinds)) > 1,
+        "shared_kv": fields.get("use_cla") or (fields.get("num_kv_shared_layers") and not family.shares_kv),
+        "bidirectional": fields.get("use_bidirectional_attention") == "all",
+        "scaled_by_length": (fields.get("attn_temperature_len") or 0) > 0 or fields.get("attn_temperature_tuning"),
+        "row_length": fields.get("use_ngram_embedding") or fields.get("ngram_vocab_size_ratio"),
+        "widths": widths and not family.asymmetric,
+    }
+    details = {"unknown_layers": min(others, default=""), "windows_alone": str(fields.get("sliding_window"))}
+    return ((mark, details.get(mark, PLAIN)) for mark, holds in marks.items() if holds)
+
+
+def _by_position(fields: Fields, family: Family, kinds: list[str]) -> Iterator[tuple[str, str]]:
+    embedding = fields.get("position_embedding_type")
+    rope = _scored_rope(fields)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = _ROPE_KINDS + (("proportional",) if family.proportional_rope else ())
+    missing = embedding in ("absolute", "learned_absolute") or fields.get("attn_use_rope") is False
+    marks = {
+        "alibi": fields.get("alibi") or fields.get("use_alibi") or embedding == "alibi",
+        "no_rope": missing or (embedding in ("nope", "none") and not family.may_lack_rope),
+        "unequal_rope": _rotates_unequally(fields, rope, kinds),
+        "axes": _has_axes(rope) and family.images is None,
+        "rope_kind": kind not in known or rope.get("use_fope"),
+    }
+    detail = "fope" if rope.get("use_fope") else kind
+    return ((mark, detail if mark == "rope_kind" else PLAIN) for mark, holds in marks.items() if holds)
+
+
+def _has_states(fields: Fields, kinds: list[str]) -> bool:
+    named = any(key.startswith(_STATE_SPACE) and value for key, value in fields.items())
+    named &= not fields.get("layer_types") or bool(set(kinds) > {FULL})
+    return named or LINEAR in kinds or any(word in str(fields.get("model_type")) for word in ("mamba", "rwkv"))
+
+
+def _group_sizes(fields: Fields, kinds: list[str]) -> set[str]:
+    """Different numbers of query heads per KV head, of layers that the file describes one by one."""
+    blocks: Iterable[Fields] = fields.get("block_configs") or ()
+    attending = (block for block, kind in zip(blocks, kinds, strict=False) if kind == FULL)
+    return {str(block_attention(block).get("n_heads_in_group")) for block in attending}
+
+
+def _scored_rope(fields: Fields) -> dict[str, Any]:
+    """What the file says of the rotation of layers with full attention: only these are scored."""
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    own = rope.get("full_attention")
+    return dict(own) if isinstance(own, Mapping) else rope
+
+
+def _has_axes(rope: Mapping[str, Any]) -> bool:
+    return "mrope_section" in rope or (rope.get("rope_type") or rope.get("type")) == "mrope"
+
+
+def _rotates_unequally(fields: Fields, rope: Mapping[str, Any], kinds: list[str]) -> bool:
+    unlike = any(isinstance(value, Mapping) for value in rope.values())
+    for name in ("rope_theta", "layer_rope_theta", "partial_rotary_factors"):
+        values = fields.get(name)
+        if isinstance(values, list):
+            unlike |= len({value for value, kind in zip(values, kinds, strict=False) if kind == FULL}) > 1
+    return unlike

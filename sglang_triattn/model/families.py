@@ -1,0 +1,237 @@
+"""How SGLang serves each architecture, where its config.json does not say, and what of it rounds are known to fit.
+
+One row per architecture; one without a row is a plain decoder. From SGLang 0.5.23: sglang/srt/models,
+`is_hybrid_swa_model` in sglang/srt/configs/model_config.py, and `_auto_choose_speculative_params` in
+sglang/srt/arg_groups/speculative_hook.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _always(_: Mapping[str, Any]) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why compression does not cover an architecture, to complete "because ...", if `when` holds for its fields."""
+
+    reason: str
+    when: Callable[[Mapping[str, Any]], Any] = _always
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        windows: whether SGLang serves the sliding window that a config.json names; else every layer sees all tokens.
+        window_extra: tokens that a query of a window layer sees more than the file says: some models give
+            RadixAttention the window as the number of tokens before the query.
+        window_field: where the file has the window.
+        full_every: in a file that names no layer types, the last of each so many layers attends to all tokens and the
+            others have the window; 0 if no layer differs from the others.
+        full_heads, window_heads: sizes of layers of this kind that differ from those of the others ("q_heads",
+            "kv_heads", "head_dim", "v_head_dim"), each with the field that has it; a dot leads into an object.
+        window_pool: window layers have a KV pool of their own (SWAKVPool).
+        pool_covered: rounds are known to leave that pool whole.
+        rope_in: the layers that RoPE turns, if some have a window.
+        rotary_share: share of a head's dims that RoPE turns, where the file does not say.
+        interleaved: RoPE pairs neighbouring dims, where the file does not say.
+        may_lack_rope: no layer needs a rotary embedding, because states carry positions.
+        proportional_rope: RoPE may leave out dims between those that it turns.
+        sinks: the softmax has one more, learned, logit per head.
+        asymmetric: SGLang reads the widths of keys and of values separately, and its pools hold them so.
+        shares_kv: layers may read the KV of earlier ones, and are scored by the queries of all that read them.
+        latent: queries meet latent KV (MLA) in the way that scores assume.
+        states: some layers may keep a state instead of KV, which rounds leave alone.
+        state_in_every_layer: each layer has a state and attention.
+        attentions: attentions, each with KV of its own, per layer that the file counts.
+        images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
+            "text": only requests without images are covered; None: not covered.
+        branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
+        refused: a reason that no general field shows.
+    """
+
+    windows: bool = True
+    window_extra: int = 0
+    window_field: str = "sliding_window"
+    full_every: int = 0
+    full_heads: Mapping[str, str] = field(default_factory=dict)
+    window_heads: Mapping[str, str] = field(default_factory=dict)
+    window_pool: bool = False
+    pool_covered: bool = False
+    rope_in: Literal["all", "windows", "none"] = "all"
+    rotary_share: float = 1.0
+    interleaved: bool = False
+    may_lack_rope: bool = False
+    proportional_rope: bool = False
+    sinks: bool = False
+    asymmetric: bool = False
+    shares_kv: bool = False
+    latent: bool = False
+    states: bool = False
+    state_in_every_layer: bool = False
+    attentions: int = 1
+    images: Literal["prompt", "text"] | None = None
+    branching_drafts: bool = False
+    refused: Refused | None = None
+
+
+NO_ROPE = "its attention has no rotary embedding"
+_LOOPS = Refused("it runs its layers several times, with KV of its own each time")
+_DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
+_NORM_AFTER_ROPE = Refused(
+    "it normalises queries and keys after their rotation", lambda fields: fields.get("use_qk_norm")
+)
+_OTHER_DIMS = Refused(
+    "it rotates other dims of a head than the leading ones",
+    lambda fields: fields.get("rope_head_dim") not in (None, fields.get("head_dim")),
+)
+# The 7B model uses RoPE, the larger ones do not.
+_ALIBI = Refused("it has ALiBi in place of rotation", lambda fields: fields.get("hidden_size") != 4096)
+
+_PLAIN = Family(windows=False)
+_OWN_POOL = Family(window_pool=True)
+_MIMO = Family(
+    window_pool=True,
+    pool_covered=True,
+    window_extra=1,
+    window_field="sliding_window_size",
+    window_heads={
+        "q_heads": "swa_num_attention_heads",
+        "kv_heads": "swa_num_key_value_heads",
+        "head_dim": "swa_head_dim",
+        "v_head_dim": "swa_v_head_dim",
+    },
+    asymmetric=True,
+)
+_GEMMA_4 = {
+    "kv_heads": "num_global_key_value_heads",
+    "head_dim": "global_head_dim",
+    "v_head_dim": "global_head_dim",
+}
+_SINKS = Family(window_pool=True, sinks=True)
+_INTERLEAVED = Family(interleaved=True)
+_LATENT = Family(latent=True)
+_STATES = Family(states=True)
+_QWEN_VL = Family(windows=False, images="prompt")
+_QWEN_35 = Family(states=True, images="text")
+_GEMMA_3 = Family(full_every=6)
+_LONGCAT = Family(attentions=2)
+
+FAMILIES: dict[str, Family] = {
+    "BaichuanForCausalLM": Family(refused=_ALIBI),
+    "BeamForCausalLM": _OWN_POOL,
+    "ChatGLMModel": Family(interleaved=True, rotary_share=0.5),
+    "Cohere2ForCausalLM": Family(interleaved=True, window_extra=1, full_every=4, rope_in="windows"),
+    "CohereForCausalLM": _INTERLEAVED,
+    "DeciLMForCausalLM": _PLAIN,
+    "DeepseekV3ForCausalLM": _LATENT,
+    "Ernie4_5ForCausalLM": _INTERLEAVED,
+    "Ernie4_5_MoeForCausalLM": _INTERLEAVED,
+    "Exaone4ForCausalLM": Family(rope_in="windows"),
+    "ExaoneMoEForCausalLM": Family(rope_in="windows"),
+    "FalconH1ForCausalLM": Family(states=True, state_in_every_layer=True),
+    "GPT2LMHeadModel": Family(refused=Refused(NO_ROPE)),
+    "GPTBigCodeForCausalLM": Family(refused=Refused(NO_ROPE)),
+    "GPTJForCausalLM": _INTERLEAVED,
+    "Gemma2ForCausalLM": Family(full_every=2),
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": _GEMMA_3,
+    "Gemma4ForCausalLM": Family(window_pool=True, full_heads=_GEMMA_4),
+    # Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
+    "Gemma4ForConditionalGeneration": Family(
+        window_pool=True,
+        pool_covered=True,
+        full_heads=_GEMMA_4,
+        shares_kv=True,
+        proportional_rope=True,
+        images="text",
+    ),
+    "Gemma4UnifiedForConditionalGeneration": _OWN_POOL,
+    "Glm4ForCausalLM": _INTERLEAVED,
+    "Glm4MoeForCausalLM": Family(rotary_share=0.5),
+    "Glm4MoeLiteForCausalLM": _LATENT,
+    "Glm4vForConditionalGeneration": Family(images="prompt"),
+    "Glm4vMoeForConditionalGeneration": Family(images="prompt"),
+    "GptOssForCausalLM": Family(window_pool=True, pool_covered=True, sinks=True),
+    "GraniteMoeHybridForCausalLM": Family(states=True, may_lack_rope=True),
+    "GraniteMoeSWAForCausalLM": _SINKS,
+    "GraniteSWAForCausalLM": _SINKS,
+    "Grok1ForCausalLM": Family(branching_drafts=True),
+    "Grok1VForCausalLM": Family(branching_drafts=True),
+    "HrmTextForCausalLM": Family(refused=_LOOPS),
+    "HunYuanDenseV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
+    "HunYuanMoEV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
+    "IQuestLoopCoderForCausalLM": Family(refused=_LOOPS),
+    "IQuestQ1ForCausalLM": _SINKS,
+    "InklingForConditionalGeneration": _OWN_POOL,
+    "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
+    "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
+    "KimiLinearForCausalLM": Family(rope_in="none"),
+    "LLaDA2MoeModelLM": Family(refused=_DIFFUSION),
+    "LagunaForCausalLM": _OWN_POOL,
+    "Lfm2ForCausalLM": _STATES,
+    "Llama4ForConditionalGeneration": _OWN_POOL,
+    "LlamaForCausalLM": Family(windows=False, branching_drafts=True),
+    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashForCausalLMNextN": _LONGCAT,
+    "MellumForCausalLM": _OWN_POOL,
+    "MiMoV2FlashForCausalLM": _MIMO,
+    "MiMoV2ForCausalLM": _MIMO,
+    "MiniMaxM3SparseForCausalLM": Family(refused=Refused("its layers attend to selected blocks of tokens")),
+    "Ministral3ForCausalLM": _PLAIN,
+    "Mistral3ForConditionalGeneration": _QWEN_VL,
+    "MistralForCausalLM": _PLAIN,
+    "MixtralForCausalLM": _PLAIN,
+    "MuseGlimmerForCausalLM": _OWN_POOL,
+    "MuseGlimmerForConditionalGeneration": _OWN_POOL,
+    "NanbeigeForCausalLM": Family(refused=_LOOPS),
+    "NemotronHForCausalLM": Family(states=True, may_lack_rope=True, rope_in="none"),
+    "OPTForCausalLM": Family(refused=Refused(NO_ROPE)),
+    "Olmo3ForCausalLM": Family(full_every=4),
+    "Phi3ForCausalLM": _PLAIN,
+    "PhiMoEForCausalLM": _PLAIN,
+    "Qwen2ForCausalLM": _PLAIN,
+    "Qwen2MoeForCausalLM": _PLAIN,
+    "Qwen2VLForConditionalGeneration": _QWEN_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
+    "Qwen3ForCausalLM": _PLAIN,
+    "Qwen3MoeForCausalLM": _PLAIN,
+    "Qwen3NextForCausalLM": Family(states=True, rotary_share=0.25),
+    "Qwen3VLForConditionalGeneration": _QWEN_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN_VL,
+    # Served without images.
+    "Qwen3_5ForCausalLM": Family(states=True, images="prompt"),
+    # Images are not tested with layers that keep a state.
+    "Qwen3_5ForConditionalGeneration": _QWEN_35,
+    "Qwen3_5MoeForCausalLM": Family(states=True, images="prompt"),
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_35,
+    "SDARForCausalLM": Family(refused=_DIFFUSION),
+    "SDARMoeForCausalLM": Family(refused=_DIFFUSION),
+    "Starcoder2ForCausalLM": _PLAIN,
+    "Step3p5ForCausalLM": Family(
+        window_pool=True,
+        pool_covered=True,
+        window_extra=1,
+        window_heads={
+            "q_heads": "attention_other_setting.num_attention_heads",
+            "kv_heads": "attention_other_setting.num_attention_groups",
+        },
+    ),
+    "Step3p7ForConditionalGeneration": _OWN_POOL,
+    "XllmForCausalLM": Family(refused=_OTHER_DIMS),
+    "ZayaForCausalLM": Family(refused=Refused("its attention keeps a state beside the KV cache")),
+}
+
+_OTHER = Family()
+
+
+def family_of(architectures: list[str] | None) -> Family:
+    """The row of the first of `architectures`, as a config.json lists them; a plain decoder's if there is none."""
+    return FAMILIES.get(architectures[0], _OTHER) if architectures else _OTHER

@@ -1,0 +1,92 @@
+"""The rules of rounds: a server's settings, completed by what follows from its model and from how it decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sglang_triattn.config import Config, flag
+from sglang_triattn.errors import TriAttentionError
+
+
+@dataclass(frozen=True)
+class RoundRules(Config):
+    """A Config without open defaults; lengths are in tokens of one request. `complete` makes one.
+
+    Attributes:
+        window: most tokens that a query of a window layer sees; 0 without such layers.
+        round_to: the tokens that a round evicts are a multiple of this.
+        images: whether requests with images may be compressed.
+    """
+
+    recent: int = 0
+    value_share: float = 0.0
+    window: int = 0
+    round_to: int = 1
+    images: bool = True
+
+    def budget_for(self, frozen: int) -> int:
+        """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0.
+
+        Up to `round_to` - 1 more stay if the private tokens do not divide evenly.
+        """
+        budget = self.budget if self.budget_scope == "private" else max(self.budget - frozen, self.recent, 1)
+        # The page in which the newest tokens begin is never emptied.
+        return max(budget, self.recent + self.round_to - 1)
+
+    def trigger(self, frozen: int) -> int:
+        """Private tokens at which a round is due for a request with `frozen` frozen ones."""
+        return self.budget_for(frozen) + max(self.interval, self.round_to)
+
+    def under_pressure(self) -> RoundRules:
+        """Rules for a round that runs because memory is short."""
+        if self.pressure_budget is None:
+            return self
+        return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None)
+
+
+def complete(
+    config: Config,
+    *,
+    window: int = 0,
+    latent: bool = False,
+    images: bool = True,
+    page_size: int = 1,
+    whole_pages: bool = False,
+) -> RoundRules:
+    """The rules of rounds for a model and its server.
+
+    A window layer counts its tokens along the row, so the newest `window` tokens must stay, in order. Rounds keep at
+    least as many and, at page sizes above 1, evict whole pages, so that they never have to copy those tokens.
+
+    Of latent KV, no token is chosen by its value: what a head reads as a value is a projection of the latent, and what
+    lengths of latents say about it has not been measured.
+
+    Args:
+        window: most tokens that a query of a window layer sees; 0 without such layers.
+        latent: whether the scored layers have latent KV (MLA).
+        images: whether requests with images may be compressed.
+        page_size: slots per page.
+        whole_pages: whether rounds evict whole pages before the newest tokens: queued steps of speculative decoding
+            write to pages of which a round does not know how many tokens will hold.
+
+    Raises:
+        TriAttentionError: the budget or the newest tokens are fewer than the window, or there are no values to choose
+            by.
+    """
+    recent = max(config.default_recent, window) if config.recent is None else config.recent
+    for name, value in (("budget", config.budget), ("recent", recent)):
+        if value < window:
+            raise TriAttentionError(
+                f"{flag(name)} is {value}, but some layers of this model attend to a sliding window of {window} "
+                f"tokens, and a round must keep that many of the newest: use at least {window}."
+            )
+    if latent and config.value_share:
+        raise TriAttentionError(
+            f"{flag('value_share')} is {config.value_share}, but this model has latent KV, in which key and value are "
+            f"one: leave {flag('value_share')} out, or set it to 0."
+        )
+    share = config.default_value_share if config.value_share is None else config.value_share
+    settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
+    facts = {"window": window, "round_to": page_size if window or whole_pages else 1, "images": images}
+    return RoundRules(**{**settings, **facts, "recent": recent, "value_share": 0.0 if latent else share})
