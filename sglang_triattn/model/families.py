@@ -181,7 +181,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(windows=False, branching_drafts=True),
     "LongcatFlashForCausalLM": _LONGCAT,
     "LongcatFlashForCausalLMNextN": _LONGCAT,
-    "MellumForCausalLM": _OWN_POOL,
+    "MellumForCausalLM": Family(window_pool=True, pool_covered=True),
     "MiMoV2FlashForCausalLM": _MIMO,
     "MiMoV2ForCausalLM": _MIMO,
     "MiniMaxM3SparseForCausalLM": Family(refused=Refused("its layers attend to selected blocks of tokens")),

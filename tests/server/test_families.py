@@ -28,7 +28,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 # Tokens of a prompt that are prefilled at once: whole pages, and a window of the measured text.
 CHUNK = 320
 # Window layers of these have a KV pool of their own.
-POOLS = ("gpt-oss", "mimo-v2", "step-3.5", "gemma-4", "gemma-4-shared")
+POOLS = ("gpt-oss", "mimo-v2", "step-3.5", "gemma-4", "gemma-4-shared", "mellum")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ CASES = [
     Case("gpt-oss", 16, "per-layer-head", plain=True),
     Case("mimo-v2", 16, "per-layer-head"),
     wide(Case("step-3.5", 64, "per-layer-head")),
+    wide(Case("mellum", 16, "per-layer-head", plain=True)),
     Case("gemma-4", 16, "per-layer-head"),
     Case("gemma-4-shared", 1, "per-layer-head"),
     Case("deepseek-v3", 16, "per-layer-head", plain=True),

@@ -157,6 +157,18 @@ FAMILIES = {
         seed=1,
         code=OWN_CONFIG,
     ),
+    "mellum": Family(
+        "MellumConfig",
+        "mellum",
+        {
+            "moe_intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "rope_parameters": {"sliding_attention": PLAIN_ROPE, "full_attention": {**YARN, **BETAS}},
+        },
+    ),
     "deepseek-v3": Family(
         "DeepseekV3Config",
         "deepseek_v2",

@@ -69,7 +69,8 @@ def rope_of(model: torch.nn.Module, family: str) -> Rope:
     rotary = model.model.rotary_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
-    scaling, style = getattr(rotary, "attention_scaling", 1.0), "interleaved" if family == "cohere2" else "half"
+    scaling = getattr(rotary, "full_attention_attention_scaling", getattr(rotary, "attention_scaling", 1.0))
+    style = "interleaved" if family == "cohere2" else "half"
     return Rope(frequencies, scaling, 2 * frequencies.numel(), style)
 
 

@@ -117,7 +117,6 @@ def test_transitions():
 def test_refused_settings():
     """Prevents a refusal that is missing from the documents, or explained differently."""
     rows = table(COMPATIBILITY, "Refused settings", "setting")
-    others = ", with `--(?:pp-size|disaggregation-mode|triattention)"
     shown = {
         (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
