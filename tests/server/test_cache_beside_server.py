@@ -14,6 +14,7 @@ from harness import BUDGET, INTERVAL, RECENT, compression, prompt
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.value_size import value_count, value_size_torch
 from sglang_triattn.kernels.select.reference import importance_torch
+from sglang_triattn.rounds.rules import RoundRules, complete
 from sglang_triattn.rounds.scoring import build_scorer
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.transformers_cache.cache import CompactedCache
@@ -71,7 +72,7 @@ def kept_by_server(batches: list[dict], rid: str) -> list[torch.Tensor]:
 class Watched:
     """The server's scorer, which also records how clear its decisions were."""
 
-    def __init__(self, config: Config, stats, pools) -> None:
+    def __init__(self, config: RoundRules, stats, pools) -> None:
         self.config, self.kv_heads, self.pools, self.margins = config, stats.num_kv_heads, pools, []
         self.scorer = build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=len(pools.k_buffers[0]))
 
@@ -125,7 +126,7 @@ def test_a_live_server_keeps_the_same_positions(watched, tiny, case):
     policies, kept = [], []
 
     def make_policy(pools):
-        policies.append(Watched(config, load_stats(tiny.stats), pools))
+        policies.append(Watched(complete(config), load_stats(tiny.stats), pools))
         return policies[-1]
 
     model, everything = tiny.load(), ids + response["output_ids"][:-1]
