@@ -65,7 +65,7 @@ soak-properties: ## random histories under random settings for STEPS=100000 step
 	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -P -m pytest -q --timeout 0 --show-capture=no -W ignore tests/property/soak.py
 
 conformance: ## run SGLang's own tests against three servers: plain, budget never reached, small budget
-	@$(ENV) && OMP_NUM_THREADS=1 "$$py" benchmarks/conformance.py $(ARGS)
+	@$(ENV) && OMP_NUM_THREADS=1 "$$py" -m benchmarks.conformance $(ARGS)
 
 kernels: ## compile every kernel for sm_80, sm_90 and sm_100; print registers, spills and shared memory
 	@$(ENV) && "$$py" tools/compile_kernels.py

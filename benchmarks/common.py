@@ -15,13 +15,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
-
-import checkout
-
-# Before a benchmark imports the package: it need not be installed.
-checkout.make_importable()
-
 
 @dataclass(frozen=True)
 class Model:
@@ -65,6 +58,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def program() -> str:
+    """How this process was started: `python -m benchmarks.NAME`, or the name of a script."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+
+
 def report(rows: list[dict], path: str | None, quick: bool) -> None:
     """Prints `rows`, one table per run of equal keys, and writes them to `path` with what produced them."""
     for header, table in itertools.groupby(rows, key=lambda row: tuple(row)):
@@ -76,7 +75,7 @@ def write(results: dict, path: str | None, quick: bool) -> None:
     """Writes `results` to `path`, if given, with what produced them."""
     if path:
         content = {
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": " ".join([program(), *sys.argv[1:]]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "quick": quick,
             "machine": machine(),

@@ -1,9 +1,9 @@
-"""What do the kernels and decode cost on this GPU? Runs score_speed, compact and gpu_decode, and keeps the figures.
+"""What do the kernels and decode cost on this GPU? Runs score_speed, compact and decode, and keeps the figures.
 
 Each of them exits without a figure if its answers are wrong. The JSON files are named after the benchmark and the GPU.
 Needs torch and Triton, but neither SGLang nor an installed package.
 
-    python benchmarks/gpu.py
+    python -m benchmarks.gpu
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 
-import compact
-import gpu_decode
-import score_speed
-from common import machine
+from benchmarks.common import machine
+from benchmarks.decode import cli as decode
+from benchmarks.rounds import compact, score_speed
 
-BENCHMARKS = {module.__name__: module for module in (score_speed, compact, gpu_decode)}
+BENCHMARKS = {"score_speed": score_speed, "compact": compact, "decode": decode}
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -1,6 +1,6 @@
 """Draw the committed figures: each JSON in results/ becomes a PNG.
 
-python benchmarks/plot.py
+python -m benchmarks.plot
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ DRAWN = {
     "score_speed": draw_speed,
     "compact": draw_compact,
     "capacity": draw_capacity,
-    "gpu_decode": draw_decode,
+    "decode": draw_decode,
     "quality": draw_quality,
     "serve": draw_serve,
     "soak": draw_soak,

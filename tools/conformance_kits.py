@@ -19,10 +19,10 @@ class Case:
     """One class of tests, as it is run."""
 
     kit: str
-    """Below `sglang.test`: `kits.FILE.CLASS`, or a module whose functions `tests` of benchmarks/conformance_cases.py
+    """Below `sglang.test`: `kits.FILE.CLASS`, or a module whose functions `tests` of benchmarks/conformance/cases.py
     call."""
     adapter: str = ""
-    """The class in benchmarks/conformance_cases.py that gives the kit what it expects, or calls the functions."""
+    """The class in benchmarks/conformance/cases.py that gives the kit what it expects, or calls the functions."""
     launch: str = "usual"
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Class attributes of the kit that differ from its defaults."""
@@ -234,7 +234,7 @@ NOT_RUN = {
 OTHER_MODULES = {
     "run by the kits that use it": ("kl_multiturn_utils",),
     "run by tests/server/test_jitter.py": ("cache_consistency_jitter",),
-    "starts servers and clients of larger models for the kits; here benchmarks/conformance.py does that": (
+    "starts servers and clients of larger models for the kits; here benchmarks.conformance does that": (
         "server_fixtures", "runners", "test_deterministic_utils", "send_one", "gpt_oss_common", "dsv41_flash_common",
         "glm53_flash_common", "muse_spark_utils", "gb300_utils", "ci", "external_models",
     ),

@@ -1,4 +1,4 @@
-"""Write the tables of docs/conformance.md, from a run of benchmarks/conformance.py and tools/conformance_kits.py and
+"""Write the tables of docs/conformance.md, from a run of benchmarks.conformance and tools/conformance_kits.py and
 conformance_failures.py beside it.
 
 python tools/conformance_table.py            writes them

@@ -149,9 +149,11 @@ class Checkout:
         found = {}
         for file in self.files:
             path = Path(file)
+            parts = [*path.parent.parts, *(() if path.stem == "__init__" else (path.stem,))]
             if path.parts[0] in PRODUCT:
-                parts = [*path.parent.parts, *(() if path.stem == "__init__" else (path.stem,))]
                 found[".".join(parts if parts[0] == "sglang_triattn" else ["sglang_triattn", *parts])] = file
+            elif path.parts[0] == "benchmarks":
+                found[".".join(parts)] = file
             elif str(path.parent) in self._bare_folders and path.stem != "conftest":
                 found[path.stem] = file
         return found
@@ -183,12 +185,18 @@ class Checkout:
         for text in source.strings:
             for word in WORD.findall(text):
                 found |= self._places.get(word.rstrip("/"), set()) if "/" in word or word.endswith(".py") else set()
+                found |= self._benchmarks(word)
             if loads and text in self.modules and "." not in text:
                 found.add(self.modules[text])
-            # The beginning of an f-string.
-            if loads and text.endswith("_"):
-                found |= {file for name, file in self.modules.items() if name.startswith(text)}
         return found
+
+    def _benchmarks(self, word: str) -> set[str]:
+        """Files of the benchmark that `word` names as `python -m` does; all of a package if an f-string goes on."""
+        if not word.startswith("benchmarks."):
+            return set()
+        if word.endswith("."):
+            return {file for name, file in self.modules.items() if name.startswith(word)} | self.imported(word[:-1])
+        return self.imported(f"{word}.__main__")
 
     def needs(self, file: str) -> set[str]:
         """Files that this one needs itself, without what those need in turn."""

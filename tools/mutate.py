@@ -11,7 +11,6 @@ on where an earlier run of the same seed and count ended, and adds stages that i
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import signal
 import subprocess
@@ -26,8 +25,8 @@ from import_graph import Checkout
 from mutant_stages import STAGES, Clone, files_of
 from mutations import Mutation, draw
 
-# How the benchmarks write what they measured.
-sys.path.append(str(ROOT / "benchmarks"))
+# For `benchmarks.common`, which writes results.
+sys.path.append(str(ROOT))
 SURVIVED = "survived"
 
 
@@ -89,7 +88,8 @@ def run(arguments: argparse.Namespace) -> None:
 def save(arguments: argparse.Namespace, rows: dict[int, dict]) -> None:
     """Writes what is known so far, as the benchmarks do."""
     if arguments.json:
-        common = importlib.import_module("common")
+        from benchmarks import common
+
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         content = {"commit": commit, "seed": arguments.seed, "count": arguments.count}
         common.write({**content, "rows": [rows[number] for number in sorted(rows)]}, str(arguments.json), quick=False)

@@ -1,9 +1,9 @@
 """How alike a model's queries are, and what that predicts about scores.
 
-`benchmarks/foretell.py` measured it on Qwen2.5-Coder-0.5B and SmolLM2-135M, on prose and code: the attention that a
-quarter of the older tokens gets when scores choose it, as a fraction of what the best quarter gets. On SmolLM2 it was
-0.91 to 0.95 whatever the concentration of a head; on Qwen it fell with concentration, as in `MEASURED`. No head below
-0.6 was seen.
+`benchmarks/quality/predict_attention.py` measured it on Qwen2.5-Coder-0.5B and SmolLM2-135M, on prose and code: the
+attention that a quarter of the older tokens gets when scores choose it, as a fraction of what the best quarter gets. On
+SmolLM2 it was 0.91 to 0.95 whatever the concentration of a head; on Qwen it fell with concentration, as in `MEASURED`.
+No head below 0.6 was seen.
 """
 
 import torch
@@ -37,7 +37,7 @@ def outlook(stats: QueryStats) -> str:
         return (
             f"poor (mean concentration {mean:.2f}, below {SPREAD}): the queries of this model are spread, and how well "
             "scores foretell attention there has not been measured: compare --triattention-value-share 1, which does "
-            "without scores, by benchmarks/quality.py"
+            "without scores, by benchmarks/quality"
         )
     part = max(part for least, part in MEASURED if mean >= least)
     return (

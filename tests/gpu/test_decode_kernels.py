@@ -1,25 +1,16 @@
-"""The kernels of benchmarks/gpu_decode.py, compared with their torch references."""
-
-import importlib
-from pathlib import Path
+"""The kernels of the decode benchmark, compared with their torch references."""
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.decode import kernels
+from benchmarks.decode.attention_triton import SplitAttention
+from benchmarks.decode.model import SHAPES, Model, TorchOps
 
 
 @pytest.fixture
-def part(monkeypatch):
-    """Imports a file of benchmarks/ by its name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
-
-
-@pytest.fixture
-def model(part, device):
-    module = part("decode_model")
-    return module.Model(module.SHAPES["Toy"], 2, 64, device)
+def model(device):
+    return Model(SHAPES["Toy"], 2, 64, device)
 
 
 def random(*shape: int, dtype=torch.bfloat16, device: str) -> torch.Tensor:
@@ -27,27 +18,26 @@ def random(*shape: int, dtype=torch.bfloat16, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_norm(part, model, device, add):
+def test_norm(model, device, add):
     """Prevents a decode loop that is fast because it drops the residual or the norm's weight."""
     x, residual = random(3, 64, device=device), random(1, 3, 64, device=device)[0] if add else None
-    expected = part("decode_model").TorchOps.add_norm(x, residual, model.norm, 1e-6)
-    for got, wanted in zip(part("decode_kernels").add_norm(x, residual, model.norm, 1e-6), expected, strict=True):
+    expected = TorchOps.add_norm(x, residual, model.norm, 1e-6)
+    for got, wanted in zip(kernels.add_norm(x, residual, model.norm, 1e-6), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-3)
 
 
-def test_gate(part, device):
+def test_gate(device):
     """Prevents swapped halves."""
     x = random(3, 2 * 1500, device=device)
-    expected = part("decode_model").TorchOps.gate(x)
-    torch.testing.assert_close(part("decode_kernels").gate(x), expected, rtol=2e-2, atol=1e-3)
+    expected = TorchOps.gate(x)
+    torch.testing.assert_close(kernels.gate(x), expected, rtol=2e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["Toy", "Llama-3-8B"])
-def test_rotation_and_stores(part, device, name):
+def test_rotation_and_stores(device, name):
     """Prevents keys at other slots, heads or positions than named, and a norm in models that have none."""
-    module = part("decode_model")
-    shape = module.SHAPES[name]
-    model = module.Model(module.SHAPES["Toy"], 1, 64, device)
+    shape = SHAPES[name]
+    model = Model(SHAPES["Toy"], 1, 64, device)
     model.shape = shape
     turn = torch.arange(64)[:, None] * 100.0 ** -torch.linspace(0, 1, shape.head_dim // 2)
     cos_sin = torch.cat([turn.cos(), turn.sin()], 1).to(device)
@@ -56,7 +46,7 @@ def test_rotation_and_stores(part, device, name):
     pools = torch.zeros(4, 12, shape.kv_heads, shape.head_dim, dtype=torch.bfloat16, device=device)
     answers = [
         ops.rotate_and_store(qkv, shape, model.layers[0], positions, cos_sin, slots, *pair)
-        for ops, pair in ((module.TorchOps, pools[:2]), (part("decode_kernels"), pools[2:]))
+        for ops, pair in ((TorchOps, pools[:2]), (kernels, pools[2:]))
     ]
     torch.testing.assert_close(answers[1], answers[0], rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(pools[2:], pools[:2], rtol=2e-2, atol=1e-2)
@@ -65,7 +55,7 @@ def test_rotation_and_stores(part, device, name):
 
 @pytest.mark.parametrize("parts", [1, 4, 16])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 2), (6, 2), (2, 2)])
-def test_attention(part, device, parts, q_heads, kv_heads):
+def test_attention(device, parts, q_heads, kv_heads):
     """Prevents attention over other slots than the row's first ones, and parts that are lost or counted twice."""
     dim, lengths = 16, [1, 64, 130, 333]
     # The interpreter cannot multiply matrices in bf16.
@@ -76,7 +66,7 @@ def test_attention(part, device, parts, q_heads, kv_heads):
         row[length:] = 699
     k[699] = v[699] = float("nan")
     queries = random(len(lengths), q_heads, dim, dtype=dtype, device=device)
-    split = part("decode_attention_triton").SplitAttention(len(lengths), q_heads, kv_heads, dim, parts, device)
+    split = SplitAttention(len(lengths), q_heads, kv_heads, dim, parts, device)
     held = torch.tensor(lengths, dtype=torch.int32, device=device)
     got = split(queries, k, v, slots, held).float()
     for r, length in enumerate(lengths):
@@ -86,13 +76,13 @@ def test_attention(part, device, parts, q_heads, kv_heads):
         assert (got[r] - expected).norm() < 1e-2 * expected.norm()
 
 
-def test_flat_rows(part, device):
+def test_flat_rows(device):
     """Prevents slots of one request from landing in another's part of the list that FlashInfer reads."""
     slots = torch.arange(3 * 2000, dtype=torch.int32, device=device).view(3, 2000)
     lengths = torch.tensor([1, 1300, 900], dtype=torch.int32, device=device)
     indptr = torch.tensor([0, 1, 1301, 2201], dtype=torch.int32, device=device)
     indices = torch.full((2300,), -1, dtype=torch.int32, device=device)
-    part("decode_kernels").flatten_rows(slots, lengths, indptr, indices, 1300)
+    kernels.flatten_rows(slots, lengths, indptr, indices, 1300)
     expected = torch.cat([slots[0, :1], slots[1, :1300], slots[2, :900]])
     assert torch.equal(indices[:2201], expected)
     assert (indices[2201:] == -1).all()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from benchmarks.quality.cells import Cell
+from benchmarks.quality.choices import read_choice
+from benchmarks.quality.server import AskError, ServerRunner
+from benchmarks.quality.tokens import Asked, Tokens
 from checkout import ROOT
 from harness import BUDGET, INTERVAL, RECENT, prompt
 from sglang_triattn.config import Config
@@ -19,30 +21,20 @@ from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.feed import feed
 from words import text
 
-FOLDER = ROOT / "benchmarks"
 CHUNKS = ("--chunked-prefill-size", str(INTERVAL))
 PROMPT, PRIVATE = 40, 200
 SHARE = BUDGET / PRIVATE
 
 
 @pytest.fixture(scope="module")
-def bench():
-    """Modules of the benchmark by the last part of their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        names = ("cells", "choices", "server", "tokens")
-        yield type("Bench", (), {name: importlib.import_module(f"quality_{name}") for name in names})
+def streams():
+    asked = tuple(Asked("facts", prompt(100 + n, 5), prompt(200 + n, 1 + n % 2)) for n in range(3))
+    questions = Tokens("asked", prompt(1, PROMPT), prompt(2, PRIVATE), asked)
+    return questions, Tokens("scored", prompt(3, PROMPT), prompt(4, PRIVATE), score_last=160)
 
 
-@pytest.fixture(scope="module")
-def streams(bench):
-    asked = tuple(bench.tokens.Asked("facts", prompt(100 + n, 5), prompt(200 + n, 1 + n % 2)) for n in range(3))
-    questions = bench.tokens.Tokens("asked", prompt(1, PROMPT), prompt(2, PRIVATE), asked)
-    return questions, bench.tokens.Tokens("scored", prompt(3, PROMPT), prompt(4, PRIVATE), score_last=160)
-
-
-def cells_of(bench, *names):
-    return [bench.cells.Cell(SHARE, bench.choices.read_choice(name)) for name in names]
+def cells_of(*names):
+    return [Cell(SHARE, read_choice(name)) for name in names]
 
 
 def expected(tiny, model, config, ids, answer, *, evicts):
@@ -61,11 +53,11 @@ def expected(tiny, model, config, ids, answer, *, evicts):
     return right, sum(logprobs) / len(logprobs)
 
 
-def test_answers_are_those_behind_what_the_server_kept(bench, serve, tiny, streams):
+def test_answers_are_those_behind_what_the_server_kept(serve, tiny, streams):
     """Prevents prompts found in the tree, chunks without rounds, and answers about another token."""
     client, model = serve(*CHUNKS), tiny.load()
-    runner = bench.server.ServerRunner(client.url, progress=lambda line: None)
-    cells = cells_of(bench, "dense", "default", "settings:recent=0")
+    runner = ServerRunner(client.url, progress=lambda line: None)
+    cells = cells_of("dense", "default", "settings:recent=0")
     whole = Config(budget=10_000)
     settings = Config(budget=BUDGET, interval=INTERVAL, recent=RECENT, prompt="compact")
     newest = Config(budget=BUDGET, interval=INTERVAL, recent=0, prompt="compact")
@@ -81,11 +73,11 @@ def test_answers_are_those_behind_what_the_server_kept(bench, serve, tiny, strea
     assert again == {cell: found[cell] for cell in cells[:2]}
 
 
-def test_scored_text(bench, serve, tiny, streams):
+def test_scored_text(serve, tiny, streams):
     """Prevents tokens from being scored one place off, and agreement with anything but dense."""
     client, model = serve(*CHUNKS), tiny.load()
-    runner = bench.server.ServerRunner(client.url, progress=lambda line: None)
-    cells = cells_of(bench, "dense", "default")
+    runner = ServerRunner(client.url, progress=lambda line: None)
+    cells = cells_of("dense", "default")
     found = runner.run(streams[1], cells)
     ids = streams[1].prompt + streams[1].private
     settings = Config(budget=BUDGET, interval=INTERVAL, recent=RECENT, prompt="compact")
@@ -103,16 +95,10 @@ def test_the_command(serve, chat_model, tmp_path):
         {"id": "b", "prompt": text(5, PROMPT), "private": text(6, PRIVATE), "score_last": 100},
     ]  # fmt: skip
     (tmp_path / "streams.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [
-        sys.executable,
-        str(FOLDER / "quality.py"),
-        "--server",
-        serve(*CHUNKS).url,
-        "--model",
-        str(chat_model.path),
-    ]
+    command = [sys.executable, "-m", "benchmarks.quality", "--server", serve(*CHUNKS).url]
+    command += ["--model", str(chat_model.path)]
     command += ["--streams", str(tmp_path / "streams.jsonl"), "--shares", str(SHARE), "--json", str(tmp_path / "out")]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "out").read_text())
     assert content["setting"]["server"]["budget"] == BUDGET
@@ -120,20 +106,20 @@ def test_the_command(serve, chat_model, tmp_path):
     assert found == [("facts", "dense", 1), ("facts", "default", 1), ("text", "dense", 2), ("text", "default", 2)]
 
 
-def test_what_a_server_cannot_be_asked(bench, serve, streams):
+def test_what_a_server_cannot_be_asked(serve, streams):
     """Prevents figures under the name of settings that the server did not run, and dense ones in disguise."""
-    runner = bench.server.ServerRunner(serve(*CHUNKS).url, progress=lambda line: None)
+    runner = ServerRunner(serve(*CHUNKS).url, progress=lambda line: None)
     for name in ("union", "value-norm", "settings:aggregation=max"):
-        with pytest.raises(bench.server.AskError, match="compacts as it was started"):
-            runner.run(streams[0], cells_of(bench, "dense", name))
-    with pytest.raises(bench.server.AskError, match="--triattention-budget 100"):
-        runner.run(streams[0], [bench.cells.Cell(0.5, bench.choices.read_choice("default"))])
-    with pytest.raises(bench.server.AskError, match=r"refuses a request: .*interval"):
-        runner.run(streams[0], cells_of(bench, "settings:interval=99"))
+        with pytest.raises(AskError, match="compacts as it was started"):
+            runner.run(streams[0], cells_of("dense", name))
+    with pytest.raises(AskError, match="--triattention-budget 100"):
+        runner.run(streams[0], [Cell(0.5, read_choice("default"))])
+    with pytest.raises(AskError, match=r"refuses a request: .*interval"):
+        runner.run(streams[0], cells_of("settings:interval=99"))
     said = []
-    coarse = bench.server.ServerRunner(serve().url, progress=said.append)
+    coarse = ServerRunner(serve().url, progress=said.append)
     assert f"--chunked-prefill-size {INTERVAL}" in said[0]
-    with pytest.raises(bench.server.AskError, match="ran no round on 205 tokens"):
-        coarse.run(streams[0], cells_of(bench, "dense", "default"))
-    with pytest.raises(bench.server.AskError, match="does not compress"):
-        bench.server.ServerRunner(serve(compressed=False).url)
+    with pytest.raises(AskError, match="ran no round on 205 tokens"):
+        coarse.run(streams[0], cells_of("dense", "default"))
+    with pytest.raises(AskError, match="does not compress"):
+        ServerRunner(serve(compressed=False).url)

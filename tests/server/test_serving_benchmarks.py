@@ -11,29 +11,29 @@ from pathlib import Path
 import pytest
 
 import warm
+from benchmarks import plot
+from benchmarks.serving import capacity, modes, serve, servers, soak_watch
 from checkout import ROOT
 from harness import own_core
 from plan_cases import QWEN3_32B
 from sglang_triattn.cli import main as cli
 
-FOLDER = ROOT / "benchmarks"
 ONE_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": str(own_core())}
 
 
 @pytest.fixture
 def run_quick(forkserver, monkeypatch, tmp_path):
     """`run_quick(name, *options)` runs a benchmark with servers that start in seconds, and returns what it wrote."""
-    monkeypatch.syspath_prepend(str(FOLDER))
 
     def running_server(model: str, args: list[str], env: dict[str, str] | None, log_path: Path):
         return warm.running_server(forkserver, Path(model), args, {**ONE_CORE, **(env or {})}, log_path)
 
     def run(name: str, *options: str) -> dict:
-        monkeypatch.setattr(importlib.import_module("serving"), "running_server", running_server)
+        monkeypatch.setattr(servers, "running_server", running_server)
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--quick", "--json", str(tmp_path / "out.json"), *options])
-        importlib.import_module(name).main()
+        importlib.import_module(f"benchmarks.serving.{name}").main()
         content = json.loads((tmp_path / "out.json").read_text())
-        if draw := importlib.import_module("plot").DRAWN.get(name):
+        if draw := plot.DRAWN.get(name):
             draw(content, tmp_path / "out.png")
             assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
         return content
@@ -44,7 +44,8 @@ def run_quick(forkserver, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["agents", "capacity", "modes", "serve", "soak"])
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
-    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), "--help"], capture_output=True, text=True)
+    command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--quick" in done.stdout
 
@@ -63,7 +64,6 @@ def test_capacity(run_quick):
 def test_modes(run_quick):
     """Prevents ratios of servers that do not finish the same requests."""
     content = run_quick("modes", "--only", "overlap off")
-    capacity = importlib.import_module("capacity")
     (row,) = content["rows"]
     assert row["flags"] == "--disable-overlap-schedule"
     for name in ("plain", "compressed"):
@@ -77,10 +77,9 @@ def test_modes(run_quick):
     assert ratios["mean_running"] > 1
 
 
-def test_the_modes_are_compressed(monkeypatch):
+def test_the_modes_are_compressed():
     """Prevents a way of serving in the benchmark that the launch refuses."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    for name, mode in importlib.import_module("modes").MODES.items():
+    for name, mode in modes.MODES.items():
         assert cli.main(["check", "--model", str(QWEN3_32B), *mode.args]) == 0, name
 
 
@@ -116,10 +115,8 @@ def test_serve(run_quick):
     assert len(judged) == 4
 
 
-def test_the_gap_of_a_round_is_found(monkeypatch):
+def test_the_gap_of_a_round_is_found():
     """Prevents the longest step at a round from being read where there is none."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    serve = importlib.import_module("serve")
     sizes = serve.Sizes(budget=8, interval=4, rounds=2)
     gaps = [[0.1] * 24 for _ in range(2)]
     gaps[0][5], gaps[1][11], gaps[0][15] = 9.0, 0.4, 0.7
@@ -139,13 +136,11 @@ def test_soak(run_quick):
     assert content["samples"][-1]["seconds"] > content["samples"][0]["seconds"]
 
 
-def test_the_soak_sees_what_grows(monkeypatch):
+def test_the_soak_sees_what_grows():
     """Prevents a soak that calls everything flat, or noise growth."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    watch = importlib.import_module("soak_watch")
     seconds = [float(second) for second in range(400)]
     noise = [(37 * number) % 11 / 10 for number in range(400)]
-    still, growing = (watch.slope(seconds, [n + rate * s for n, s in zip(noise, seconds, strict=True)])
+    still, growing = (soak_watch.slope(seconds, [n + rate * s for n, s in zip(noise, seconds, strict=True)])
                       for rate in (0, 0.02))  # fmt: skip
     assert still["low"] < 0 < still["high"]
     assert growing["low"] < 72 < growing["high"]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-import conformance
 import conformance_kits as kits
+from benchmarks.conformance import runner as conformance
 from harness import STRICT
 from sets import wide
 from warm import running_server

@@ -52,7 +52,8 @@ def test_the_checkout_hides_no_package():
     """Prevents the top-level `kernels` from hiding the PyPI package of that name, which SGLang imports, and `patches`
     from not being found when Python starts in the checkout's folder."""
     code = (
-        "import kernels, sglang_triattn.patches.plugin, sglang_triattn.kernels.score.reference; print(kernels.__file__)"
+        "import benchmarks, kernels, sglang_triattn.patches.plugin, sglang_triattn.kernels.score.reference; "
+        "print(kernels.__file__)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

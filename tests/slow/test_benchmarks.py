@@ -1,32 +1,33 @@
 """The scorer benchmarks run, check what they time, and the traffic stays within its bound."""
 
-import importlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu, plot
+from benchmarks.overhead import census, step
+from benchmarks.quality import latent_spread
+from benchmarks.rounds import compact, score_speed
 from checkout import ROOT
+from sglang_triattn.kernels import mover
 
-FOLDER = ROOT / "benchmarks"
 
-
-def run_in_a_process(script: str, out: Path, *options: str) -> tuple[dict, str]:
-    """What the script wrote as JSON, and what it printed."""
-    # Not -P: a benchmark imports its neighbours.
-    command = [sys.executable, str(FOLDER / script), "--quick", "--json", str(out), *options]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+def run_in_a_process(name: str, out: Path, *options: str) -> tuple[dict, str]:
+    """What the benchmark wrote as JSON, and what it printed."""
+    command = [sys.executable, "-m", name, "--quick", "--json", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(out.read_text())
     assert set(content) == {"command", "date", "quick", "machine", "versions", "rows"}
+    assert content["command"].startswith(f"python -m {name} --quick")
     return content, done.stdout
 
 
-def run(script: str, out: Path, *options: str) -> dict:
-    content, printed = run_in_a_process(script, out, *options)
+def run(name: str, out: Path, *options: str) -> dict:
+    content, printed = run_in_a_process(name, out, *options)
     assert all(str(row["shape"]) in printed for row in content["rows"])
     return content
 
@@ -34,7 +35,7 @@ def run(script: str, out: Path, *options: str) -> dict:
 @pytest.mark.wide
 def test_traffic_is_near_the_minimum(tmp_path):
     """Prevents a launch that reads keys, slots or columns more often than it must."""
-    rows = run("score_traffic.py", tmp_path / "traffic.json")["rows"]
+    rows = run("benchmarks.rounds.score_traffic", tmp_path / "traffic.json")["rows"]
     shapes = {row["shape"] for row in rows}
     for model in ("Qwen3-8B", "Llama-3-8B", "SmolLM2-135M", "GLM-4.5"):
         for tokens in (2176, 16384):
@@ -49,7 +50,7 @@ def test_traffic_is_near_the_minimum(tmp_path):
 @pytest.mark.wide
 def test_speed_is_measured_on_equal_answers(tmp_path):
     """Prevents a speed-up over a rival that computes something else; its size depends on the machine."""
-    content = run("score_speed.py", tmp_path / "speed.json", "--device", "cpu")
+    content = run("benchmarks.rounds.score_speed", tmp_path / "speed.json", "--device", "cpu")
     assert len(content["rows"]) == 6
     for row in content["rows"]:
         assert row["relative_error"] < 2e-3
@@ -60,7 +61,7 @@ def test_speed_is_measured_on_equal_answers(tmp_path):
 @pytest.mark.wide
 def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
     """Prevents copies beyond those that a strategy needs, and counting evicted tokens as memory."""
-    rows = run("compact.py", tmp_path / "compact.json")["rows"]
+    rows = run("benchmarks.rounds.compact", tmp_path / "compact.json")["rows"]
     moves = {(row["strategy"], row["selection"], row["recent"]): row for row in rows if "bytes_moved" in row}
     assert moves["remap", "shared-mean", 512]["bytes_moved"] == 0
     for (strategy, _, recent), row in moves.items():
@@ -75,12 +76,11 @@ def test_compaction_moves_little_and_frees_whole_pages(tmp_path):
 
 
 @pytest.mark.wide
-def test_the_census_is_timed(monkeypatch, tmp_path):
+def test_the_census_is_timed(tmp_path):
     """Prevents a benchmark that no longer runs on SGLang's own tree and allocators."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     # In this process, which needs SGLang for the test below anyway: importing it takes longer than everything else.
     out = tmp_path / "census.json"
-    importlib.import_module("census").main(["--quick", "--json", str(out)])
+    census.main(["--quick", "--json", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert {(row["requests"], row["page_size"]) for row in rows} == {(1, 1), (1, 16), (8, 1), (8, 16)}
     assert all(row["milliseconds"] > 0 for row in rows)
@@ -90,7 +90,7 @@ def test_the_census_is_timed(monkeypatch, tmp_path):
 def test_the_cost_of_metrics_is_measured(tmp_path):
     """Prevents a benchmark that no longer runs on the scheduler's metrics."""
     # It tells prometheus_client where to write, which servers started from here would inherit.
-    content, _ = run_in_a_process("metrics_cost.py", tmp_path / "cost.json")
+    content, _ = run_in_a_process("benchmarks.overhead.metrics", tmp_path / "cost.json")
     rows = content["rows"]
     assert [row["requests"] for row in rows] == [1, 32, 128]
     assert all(row["share"] < row["microseconds"] for row in rows)
@@ -98,23 +98,19 @@ def test_the_cost_of_metrics_is_measured(tmp_path):
 
 def test_the_cost_of_a_step_is_measured(monkeypatch, tmp_path):
     """Prevents a benchmark that no longer runs the hooks of a step, and figures for hooks that see nothing."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    step_cost = importlib.import_module("step_cost")
     out = tmp_path / "step.json"
-    step_cost.main(["--quick", "--json", str(out)])
+    step.main(["--quick", "--json", str(out)])
     rows = json.loads(out.read_text())["rows"]
     assert [row["requests"] for row in rows] == [1, 32, 128]
     assert all(set(row) == {"shape", "requests", "microseconds", "share"} for row in rows)
-    monkeypatch.setattr(step_cost.Hooked, "finds_rounds", lambda _: False)
+    monkeypatch.setattr(step.Hooked, "finds_rounds", lambda _: False)
     with pytest.raises(SystemExit, match="plan no round"):
-        step_cost.measure(1, 1, 1)
+        step.measure(1, 1, 1)
 
 
 @pytest.mark.wide
-def test_the_spread_of_latents_is_measured(monkeypatch, tmp_path):
+def test_the_spread_of_latents_is_measured(tmp_path):
     """Prevents a choice by something else than the attention that is then measured, and a term that is never added."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    latent_spread = importlib.import_module("latent_spread")
     out = tmp_path / "spread.json"
     latent_spread.main(["--quick", "--json", str(out)])
     rows = json.loads(out.read_text())["rows"]
@@ -127,8 +123,6 @@ def test_the_spread_of_latents_is_measured(monkeypatch, tmp_path):
 
 def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
     """Prevents figures for a check that is fast because it checks nothing."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    census = importlib.import_module("census")
     census.publish_settings()
     case = 2, 256, 4096, 1, "cpu"
     assert census.milliseconds(census.scheduler_with(*case), 1) > 0
@@ -139,26 +133,21 @@ def test_no_time_for_a_census_that_sees_nothing(monkeypatch):
 
 def test_no_figure_for_unequal_answers(monkeypatch):
     """Prevents reporting a speed-up that comes from computing something else."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    speed = importlib.import_module("score_speed")
-    plain = speed.rival
-    shape = (speed.MODELS[2], 1, 1, 64, "cpu", 1)
-    assert speed.measure(*shape)["relative_error"] < 2e-3
-    monkeypatch.setattr(speed, "rival", lambda *given: [1.01 * answer for answer in plain(*given)])
+    plain = score_speed.rival
+    shape = (score_speed.MODELS[2], 1, 1, 64, "cpu", 1)
+    assert score_speed.measure(*shape)["relative_error"] < 2e-3
+    monkeypatch.setattr(score_speed, "rival", lambda *given: [1.01 * answer for answer in plain(*given)])
     with pytest.raises(SystemExit, match="differ"):
-        speed.measure(*shape)
+        score_speed.measure(*shape)
 
 
 def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
     """Prevents figures for copies that leave a kept token behind."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    compact = importlib.import_module("compact")
     plain = compact.list_moves
     for selection, strategy in (("shared-mean", "remap"), ("shared-mean", "fill"), ("per-layer-head", "slide")):
         shape = (compact.MODELS[2], selection, strategy, 2, 300, 200, 128, "cpu", 2, 1)
         assert compact.milliseconds(*shape) > 0
         with monkeypatch.context() as broken:
-            mover = importlib.import_module("sglang_triattn.kernels.mover")
             broken.setattr(mover, "list_moves", lambda *given, **cut: [x[..., 1:] for x in plain(*given, **cut)])
             broken.setattr(compact, "remap", lambda slots, kept: slots)
             with pytest.raises(SystemExit, match="loses kept tokens"):
@@ -167,8 +156,6 @@ def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
 
 def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
     """Prevents CPU figures under a GPU's name, figures that are lost, and a quick run replacing a whole one."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="There is no CUDA device here"):
         gpu.main(["--json", str(tmp_path)])
@@ -177,17 +164,17 @@ def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
         gpu.main(["--json", str(tmp_path / "none")])
     given = []
     monkeypatch.setattr(gpu, "machine", lambda: {"gpu": "NVIDIA H200 (80 GB)"})
-    names = ("score_speed", "compact", "gpu_decode")
+    names = ("score_speed", "compact", "decode")
     for name in names:
         monkeypatch.setattr(gpu.BENCHMARKS[name], "main", given.append)
     gpu.main(["--json", str(tmp_path), "--layers", "3", "--repeats", "2"])
     gpu.main(["--json", str(tmp_path), "--quick"])
-    gpu.main(["--json", str(tmp_path), "--only", "gpu_decode"])
+    gpu.main(["--json", str(tmp_path), "--only", "decode"])
     files = [Path(arguments[-1]) for arguments in given]
     assert [file.parent for file in files] == [tmp_path] * 7
     assert [file.stem for file in files] == [
         *(f"{name}-nvidia-h200-80-gb{end}" for end in ("", "-quick") for name in names),
-        "gpu_decode-nvidia-h200-80-gb",
+        "decode-nvidia-h200-80-gb",
     ]
     assert given[0][:-2] == ["--device", "cuda", "--repeats", "2", "--layers", "3"]
     assert given[3][:-2] == ["--device", "cuda", "--quick"]
@@ -195,13 +182,11 @@ def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
 
 def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
     """Prevents figures and the script that draws them from drifting apart."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    plot = importlib.import_module("plot")
     for path in plot.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
-    # gpu_decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
-    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"gpu_decode", "quality"}:
+    # decode needs a GPU and none of its figures are committed; tests/slow/test_gpu_decode.py draws a toy's.
+    for name in {*plot.DRAWN, "compact-some-gpu", "quality-held-out"} - {"decode", "quality"}:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

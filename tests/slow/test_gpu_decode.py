@@ -1,27 +1,26 @@
-"""gpu_decode.py runs from start to end on a CPU, and reports no figure for wrong answers."""
+"""The decode benchmark runs from start to end on a CPU, and reports no figure for wrong answers."""
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from decode_runs import FOLDER, SMALL, Parts
-
-
-@pytest.fixture
-def part(monkeypatch) -> Parts:
-    return Parts(monkeypatch)
+from benchmarks import plot
+from benchmarks.decode import batch, bench, cli, model, step, tables
+from benchmarks.decode.attention import TorchAttention
+from checkout import ROOT
+from decode_runs import SMALL, TOY, run_decode
+from sglang_triattn.kernels.scorer import Scorer
 
 
 @pytest.mark.wide
-def test_whole_run(part, tmp_path, capsys, monkeypatch):
+def test_whole_run(tmp_path, capsys, monkeypatch):
     """Prevents a table that cannot be produced end to end, and cells that are silently left out."""
-    out = tmp_path / "gpu_decode-toy.json"
-    content = part.run(out, "--batches", "1", "3", "--contexts", "4096", "8192", "--budgets", "1024", "4096")
+    out = tmp_path / "decode-toy.json"
+    content = run_decode(out, "--batches", "1", "3", "--contexts", "4096", "8192", "--budgets", "1024", "4096")
     rows = {(r["batch"], r["context"], r["budget"], r["page_size"]): r for r in content["rows"]}
     assert set(rows) == {(b, c, k, 1) for b in (1, 3) for c in (256, 512) for k in (64, 256)} | {
         (b, 512, k, 16) for b in (1, 3) for k in (64, 256)
@@ -39,7 +38,7 @@ def test_whole_run(part, tmp_path, capsys, monkeypatch):
             assert 0 < row["round_share"] < 1
             assert row["note"] == ""
     # One step of one dense request in the middle of its run, at the bandwidth that the run saw.
-    setting, shape = content["setting"], part.toy()
+    setting, shape = content["setting"], TOY
     middle = 512 - 8 / 2 + 0.5
     count = shape.read_bytes(2) + middle * shape.kv_bytes(2)
     assert rows[1, 512, 64, 1]["dense_ceiling"] == pytest.approx(setting["copy_gb_s"] * 1e9 / count)
@@ -58,29 +57,27 @@ def test_whole_run(part, tmp_path, capsys, monkeypatch):
     assert content["goals"] == content["goal_rows"] == []
     assert content["complete"]
     assert "no round yet at this context" in capsys.readouterr().out
-    plot = part("plot")
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_weights_counted_for_the_ceiling(part):
+def test_weights_counted_for_the_ceiling():
     """Prevents a ceiling computed from another model's bytes."""
-    module = part("decode_model")
-    model = module.Model(module.SHAPES["Toy"], 2, 16, "cpu")
-    tensors = [x for layer in model.layers for x in vars(layer).values()] + [model.norm, model.head]
-    assert model.shape.read_bytes(2) == sum(x.nbytes for x in tensors)
-    assert model.shape.held_bytes(2) == model.shape.read_bytes(2) + model.embedding.nbytes
+    made = model.Model(TOY, 2, 16, "cpu")
+    tensors = [x for layer in made.layers for x in vars(layer).values()] + [made.norm, made.head]
+    assert made.shape.read_bytes(2) == sum(x.nbytes for x in tensors)
+    assert made.shape.held_bytes(2) == made.shape.read_bytes(2) + made.embedding.nbytes
     published = {"Qwen3-8B": 8_190_735_360, "Llama-3-8B": 8_030_261_248}
     for name, count in published.items():
-        shape = module.SHAPES[name]
+        shape = model.SHAPES[name]
         assert shape.held_bytes(shape.layers) == 2 * count
 
 
-def test_cells_beyond_the_memory(part, tmp_path):
+def test_cells_beyond_the_memory(tmp_path):
     """Prevents a crash, and figures for fewer requests, when a batch's KV does not fit."""
-    kv = part.toy().kv_bytes(2)
-    content = part.run(tmp_path / "small.json", "--memories", "16", "--pool", str(600 * kv / 1e9))
+    kv = TOY.kv_bytes(2)
+    content = run_decode(tmp_path / "small.json", "--memories", "16", "--pool", str(600 * kv / 1e9))
     row = content["rows"][0]
     assert row["dense_tokens_s"] is row["speedup"] is None
     assert "of KV" in row["note"]
@@ -89,19 +86,18 @@ def test_cells_beyond_the_memory(part, tmp_path):
     assert "the pool holds 600 of" in content["capacity"][0]["note"]
 
 
-def test_memory_that_runs_out(part, tmp_path, monkeypatch):
+def test_memory_that_runs_out(tmp_path, monkeypatch):
     """Prevents a crash that loses all figures, including those measured before a run is cut short."""
-    attention, gpu_decode = part("decode_attention").TorchAttention, part("gpu_decode")
-    plain = attention.__call__
+    plain = TorchAttention.__call__
 
     def limited(self, queries, *pools):
         if len(queries) > 1:
             raise torch.OutOfMemoryError
         return plain(self, queries, *pools)
 
-    monkeypatch.setattr(attention, "__call__", limited)
+    monkeypatch.setattr(TorchAttention, "__call__", limited)
     out = tmp_path / "limited.json"
-    content = part.run(out, "--batches", "1", "2")
+    content = run_decode(out, "--batches", "1", "2")
     one, two = ([row for row in content["rows"] if row["batch"] == batch] for batch in (1, 2))
     assert all(row["speedup"] > 0 and not row["note"] for row in one)
     assert {(row["dense_tokens_s"], row["note"]) for row in two} == {
@@ -112,27 +108,24 @@ def test_memory_that_runs_out(part, tmp_path, monkeypatch):
     def ended(*given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_decode, "time_rounds", ended)
+    monkeypatch.setattr(cli, "time_rounds", ended)
     with pytest.raises(KeyboardInterrupt):
-        part.run(out)
+        run_decode(out)
     content = json.loads(out.read_text())
     assert content["rows"]
     assert not content["complete"]
 
 
-def test_goals(part):
+def test_goals():
     """Prevents a goal from being met by another cell, or lost because not all layers fit."""
-    bench, cells, setting = part("decode_bench"), part("decode_cells"), None
-    shape = part.toy()
-    setting = bench.Setting(shape, 2, [32], [16384 // 64], [2048 // 64], 8, [], 1, "cpu", scale=64)
-    tight = dataclasses.replace(setting, pool=(32 * 290 + 200) * shape.kv_bytes(1))
-    torch_attention = part("decode_attention").TorchAttention
+    setting = bench.Setting(TOY, 2, [32], [16384 // 64], [2048 // 64], 8, [], 1, "cpu", scale=64)
+    tight = dataclasses.replace(setting, pool=(32 * 290 + 200) * TOY.kv_bytes(1))
     for one, layers in ((setting, 2), (tight, 1)):
-        made, errors = bench.Bench(one, torch_attention), cells.Errors()
-        rows = cells.grid(made, errors, 32)
-        fewer = cells.goal_rows(made, errors, rows)
+        made, errors = bench.Bench(one, TorchAttention), tables.Errors()
+        rows = tables.grid(made, errors, 32)
+        fewer = tables.goal_rows(made, errors, rows)
         assert [row["layers"] for row in fewer] == [1] * (layers == 1)
-        table = cells.goals(made, rows, fewer, 0.81)
+        table = tables.goals(made, rows, fewer, 0.81)
         seen = [row["seen"] for row in table]
         cell = (fewer or rows)[0]
         assert seen == [0.81, rows[0]["round_share"], cell["speedup"], cell["compressed_share"]]
@@ -140,18 +133,16 @@ def test_goals(part):
         assert [row["met"] for row in table] == ["yes" if good else "no" for good in met]
         assert ("(1 layers)" in table[2]["goal"]) == (layers == 1)
     other = dataclasses.replace(setting, batches=[2])
-    made = bench.Bench(other, torch_attention)
-    assert len(cells.goals(made, cells.grid(made, cells.Errors(), 2), [], None)) == 1
+    made = bench.Bench(other, TorchAttention)
+    assert len(tables.goals(made, tables.grid(made, tables.Errors(), 2), [], None)) == 1
 
 
-def physical_positions(part, patch):
-    batch = part("decode_batch").Batch
-    plain = batch._extend
-    patch.setattr(batch, "_extend", lambda self: [plain(self), self.positions.copy_(self.rows.lengths - 1)])
+def physical_positions(patch):
+    plain = batch.Batch._extend
+    patch.setattr(batch.Batch, "_extend", lambda self: [plain(self), self.positions.copy_(self.rows.lengths - 1)])
 
 
-def an_evicted_token(part, patch):
-    batch = part("decode_batch")
+def an_evicted_token(patch):
     plain = batch.remap
 
     def wrong(slots, kept):
@@ -162,13 +153,12 @@ def an_evicted_token(part, patch):
     patch.setattr(batch, "remap", wrong)
 
 
-def nothing_moved(part, patch):
-    patch.setattr(part("decode_batch").Mover, "move", lambda self, *given: None)
+def nothing_moved(patch):
+    patch.setattr(batch.Mover, "move", lambda self, *given: None)
 
 
-def a_token_too_few(part, patch):
-    attention = part("decode_attention").TorchAttention
-    plain = attention.__call__
+def a_token_too_few(patch):
+    plain = TorchAttention.__call__
 
     def wrong(self, *given):
         self._rows.lengths.sub_(1)
@@ -176,34 +166,33 @@ def a_token_too_few(part, patch):
         self._rows.lengths.add_(1)
         return answers
 
-    patch.setattr(attention, "__call__", wrong)
+    patch.setattr(TorchAttention, "__call__", wrong)
 
 
-def other_tokens_kept(part, patch):
-    scorer = part("sglang_triattn.kernels.scorer").Scorer
-    plain = scorer.keep
+def other_tokens_kept(patch):
+    plain = Scorer.keep
 
     def wrong(self, slots, lengths, *given):
         kept = plain(self, slots, lengths, *given)
         # The second one made is the reference.
         return kept if self.reference else torch.arange(kept.shape[-1]).expand(kept.shape)
 
-    made = scorer.__init__
+    made = Scorer.__init__
 
     def init(self, *given, kernels=None, **options):
         self.reference = kernels is False
         made(self, *given, kernels=kernels, **options)
 
-    patch.setattr(scorer, "__init__", init)
-    patch.setattr(scorer, "keep", wrong)
+    patch.setattr(Scorer, "__init__", init)
+    patch.setattr(Scorer, "keep", wrong)
 
 
-def a_stale_graph(part, patch):
+def a_stale_graph(patch):
     def capture(self, work):
         work()
         return lambda: None
 
-    patch.setattr(part("decode_step").Eager, "capture", capture)
+    patch.setattr(step.Eager, "capture", capture)
 
 
 MISTAKES = {
@@ -217,11 +206,11 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_no_figure_for_wrong_answers(part, monkeypatch, tmp_path, capsys, mistake):
+def test_no_figure_for_wrong_answers(monkeypatch, tmp_path, capsys, mistake):
     """Prevents tokens per second for a decode that reads, keeps or rotates something else."""
-    mistake(part, monkeypatch)
+    mistake(monkeypatch)
     with pytest.raises(SystemExit, match=MISTAKES[mistake]) as ended:
-        part.run(tmp_path / "wrong.json")
+        run_decode(tmp_path / "wrong.json")
     assert ended.value.code != 0
     assert not (tmp_path / "wrong.json").exists()
     assert "tokens_s" not in capsys.readouterr().out
@@ -237,12 +226,11 @@ def test_no_figure_for_wrong_answers(part, monkeypatch, tmp_path, capsys, mistak
         (["--device", "cuda"], "There is no CUDA device here"),
     ],
 )
-def test_options_that_cannot_be_measured(part, monkeypatch, options, sentence):
+def test_options_that_cannot_be_measured(monkeypatch, options, sentence):
     """Prevents a traceback for a user's mistake."""
-    gpu_decode = part("gpu_decode")
-    monkeypatch.setattr(gpu_decode.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        gpu_decode.main([*SMALL, *options])
+        cli.main([*SMALL, *options])
     assert sentence in str(ended.value)
     assert "\n" not in str(ended.value)
 
@@ -250,8 +238,9 @@ def test_options_that_cannot_be_measured(part, monkeypatch, options, sentence):
 def test_a_bare_machine(tmp_path):
     """Prevents a benchmark that runs only where SGLang, FlashInfer and their dependencies are installed."""
     absent = ("sglang", "flashinfer", "transformers", "safetensors", "huggingface_hub", "matplotlib", "tqdm", "psutil")
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); sys.path.insert(0, {str(FOLDER)!r}); "
-    code += f"import gpu_decode; gpu_decode.main({[*SMALL, '--json', str(tmp_path / 'bare.json')]})"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=300)
+    code = f"import runpy, sys; sys.modules.update(dict.fromkeys({absent})); "
+    code += "runpy.run_module('benchmarks.decode', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, *SMALL, "--json", str(tmp_path / "bare.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "bare.json").read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The parts of gpu_decode.py that need a GPU, on a fake one: graphs, streams and FlashInfer's wrapper."""
+"""The parts of the decode benchmark that need a GPU, on a fake one: graphs, streams and FlashInfer's wrapper."""
 
 import inspect
 import io
@@ -9,22 +9,17 @@ import pytest
 import torch
 
 import captured
-from decode_runs import Parts
+from benchmarks.decode import attention, bench, cli, model, step, tables
+from decode_runs import TOY, run_decode
 
 
-@pytest.fixture
-def part(monkeypatch) -> Parts:
-    return Parts(monkeypatch)
-
-
-def test_graphs_on_a_pretended_device(part, monkeypatch, tmp_path):
+def test_graphs_on_a_pretended_device(monkeypatch, tmp_path):
     """Prevents calls of torch.cuda that do not exist, and a captured step that reads the host's values at capture.
 
     A recorded graph replays the operations of its capture on the very same tensors.
     """
-    step, attention = part("decode_step"), part("decode_attention")
     log = captured.pretend_cuda(monkeypatch)
-    monkeypatch.setattr(part("decode_bench"), "Eager", step.CudaGraphs)
+    monkeypatch.setattr(bench, "Eager", step.CudaGraphs)
 
     class Whole(attention.TorchAttention):
         """Reads lengths only on the device."""
@@ -34,25 +29,24 @@ def test_graphs_on_a_pretended_device(part, monkeypatch, tmp_path):
         def plan(self, lengths):
             self._longest = self._rows.slots.shape[1]
 
-    monkeypatch.setattr(part("gpu_decode"), "choose", lambda *given: Whole)
-    content = part.run(tmp_path / "graphs.json", "--memories", "2")
+    monkeypatch.setattr(cli, "choose", lambda *given: Whole)
+    content = run_decode(tmp_path / "graphs.json", "--memories", "2")
     assert content["rows"][0]["compressed_tokens_s"] > 0
     assert content["rows"][0]["round_us"] > 0
     # One graph for the grid's batch size, and one for each batch size at a fixed memory.
     assert len(log.graphs) == 3
     assert all(graph.replays > 10 for graph in log.graphs)
 
-    monkeypatch.setattr(part("gpu_decode"), "choose", lambda *given: attention.TorchAttention)
+    monkeypatch.setattr(cli, "choose", lambda *given: attention.TorchAttention)
     with pytest.raises(SystemExit, match=r"launched one by one differ|exactly the kept tokens"):
-        part.run(tmp_path / "stale.json")
+        run_decode(tmp_path / "stale.json")
 
 
-def test_flashinfer_is_planned_as_its_signatures_are(part, monkeypatch):
+def test_flashinfer_is_planned_as_its_signatures_are(monkeypatch):
     """Prevents arguments that the pinned FlashInfer does not take, and tables of other slots than the rows hold."""
     flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer has no wheel for this platform")
     real = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     fast = flashinfer.decode.fast_decode_plan
-    step_bench, attention = part("decode_bench"), part("decode_attention")
     plans = []
 
     class Wrapper:
@@ -96,20 +90,19 @@ def test_flashinfer_is_planned_as_its_signatures_are(part, monkeypatch):
 
     monkeypatch.setattr(flashinfer, "BatchDecodeWithPagedKVCacheWrapper", Wrapper)
     monkeypatch.setattr(flashinfer.decode, "fast_decode_plan", fast_plan)
-    shape = part.toy()
-    kind = attention.choose("flashinfer", shape, "cpu")
-    setting = step_bench.Setting(shape, 2, [3], [256], [64], 8, [], 1, "cpu", scale=16)
-    bench, errors = step_bench.Bench(setting, kind), part("decode_cells").Errors()
+    kind = attention.choose("flashinfer", TOY, "cpu")
+    setting = bench.Setting(TOY, 2, [3], [256], [64], 8, [], 1, "cpu", scale=16)
+    made, errors = bench.Bench(setting, kind), tables.Errors()
     plans.clear()
-    rows = part("decode_cells").grid(bench, errors, 3)
+    rows = tables.grid(made, errors, 3)
     assert rows[0]["compressed_tokens_s"] > 0
     assert plans[0] == "indptr"
     assert set(plans[1:]) == {"global_override_indptr_cpu"}
 
 
-def test_flashinfer_that_fails(part, monkeypatch, capsys):
+def test_flashinfer_that_fails(monkeypatch, capsys):
     """Prevents figures for another attention than requested, and a traceback if FlashInfer cannot compile."""
-    attention, shape = part("decode_attention"), part("decode_model").SHAPES["Qwen3-8B"]
+    shape = model.SHAPES["Qwen3-8B"]
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
     failing = lambda *given: (_ for _ in ()).throw(RuntimeError("no nvcc\nand more"))  # noqa: E731
     monkeypatch.setattr(attention, "_try_out", failing)
@@ -124,7 +117,7 @@ def test_flashinfer_that_fails(part, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, architecture):
+def test_the_kernel_that_attends_is_fit_for_a_gpu(monkeypatch, tmp_path, architecture):
     """Prevents a dense rival that is slow because its kernel spills or copies keys in small pieces."""
     triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
@@ -133,8 +126,8 @@ def test_the_kernel_that_attends_is_fit_for_a_gpu(part, monkeypatch, tmp_path, a
     # Imported for the whole process, with a variable for its own: no other test may see it.
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     import compile_kernels
+    from benchmarks.decode.attention_triton import attend_kernel as kernel
 
-    kernel = part("decode_attention_triton").attend_kernel
     pointers = {"queries": "*bf16", "k_pool": "*bf16", "v_pool": "*bf16", "rows": "*i32", "lengths": "*i32"}
     pointers |= {"partial": "*fp32", "sizes": "*fp32"}
     constants = {"GROUP": 4, "PADDED": 16, "DIM": 128, "HEADS": 8, "PARTS": 4, "BLOCK": 64}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-import plot
-from quality_cases import FOLDER, random_stats
+from benchmarks import plot
+from checkout import ROOT
+from quality_cases import random_stats
 from sglang_triattn.stats.file import save_stats
 
 
@@ -19,9 +19,9 @@ def test_a_quick_run_of_quality(folder, model, tmp_path):
     """Prevents a benchmark that does not run as users run it, leaves a policy out, or cannot be drawn."""
     save_stats(random_stats(model), tmp_path / "stats.safetensors")
     out = tmp_path / "quality.json"
-    command = [sys.executable, str(FOLDER / "quality.py"), "--quick", "--model", str(folder), "--json", str(out)]
+    command = [sys.executable, "-m", "benchmarks.quality", "--quick", "--model", str(folder), "--json", str(out)]
     command += ["--stats", str(tmp_path / "stats.safetensors")]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads(out.read_text())
     assert set(content) == {"command", "date", "quick", "machine", "versions", "setting", "rows"}
@@ -42,14 +42,15 @@ def test_a_quick_run_of_quality(folder, model, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("script", ["foretell.py", "calibration_texts.py"])
-def test_a_quick_run_of_foretelling(folder, model, tmp_path, script):
+@pytest.mark.parametrize("name", ["predict_attention", "calibration_texts"])
+def test_a_quick_run_of_predictions(folder, model, tmp_path, name):
     """Prevents a benchmark that does not run as users run it."""
     save_stats(random_stats(model), tmp_path / "stats.safetensors")
     out = tmp_path / "out.json"
-    command = [sys.executable, str(FOLDER / script), "--quick", "--model", str(folder), "--json", str(out)]
-    command += ["--stats", str(tmp_path / "stats.safetensors")] if script == "foretell.py" else []
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", f"benchmarks.quality.{name}", "--quick"]
+    command += ["--model", str(folder), "--json", str(out)]
+    command += ["--stats", str(tmp_path / "stats.safetensors")] if name == "predict_attention" else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     captures = [row[kind] for row in rows if "criterion" in row for kind in ("attention", "output")]

@@ -1,4 +1,4 @@
-"""For all unit tests: the commands `sglang-triattn plan` and `check`, and the quality benchmark's modules."""
+"""For all unit tests: the commands `sglang-triattn plan` and `check`."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 
 from plan_cases import CONFIGS
-from quality_cases import modules
 from random_model import folder, model
 from sglang_triattn.cli import main as cli
 
-__all__ = ["bench", "folder", "model", "run_check", "run_plan"]
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The quality benchmark's modules."""
-    return modules()
+__all__ = ["folder", "model", "run_check", "run_plan"]
 
 
 @pytest.fixture

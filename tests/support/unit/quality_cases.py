@@ -1,28 +1,19 @@
-"""Shared by the tests of the quality benchmark: its modules, a random model, and streams of random tokens."""
+"""Shared by the tests of the quality benchmark: a random model, and streams of random tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from types import SimpleNamespace
 
-import pytest
 import torch
 
-from checkout import ROOT
+from benchmarks.quality.cells import Cell
+from benchmarks.quality.choices import read_choice
+from benchmarks.quality.run import Runner
+from benchmarks.quality.tokens import Asked, Tokens
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.cache import shape_of
 
-FOLDER = ROOT / "benchmarks"
 INTERVAL = 32
-
-
-def modules() -> SimpleNamespace:
-    """Modules of the benchmark by the last part of their names."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        names = ("ask", "cells", "choices", "policies", "queries", "run", "table", "tokens")
-        return SimpleNamespace(**{name: importlib.import_module(f"quality_{name}") for name in names})
 
 
 def random_stats(model) -> QueryStats:
@@ -39,23 +30,23 @@ def words(seed: int, count: int) -> list[int]:
     return torch.randint(2, 102, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def stream_of(bench, model, *, prompt: int = 20, private: int = 200, questions: int = 40):
+def stream_of(model, *, prompt: int = 20, private: int = 200, questions: int = 40):
     """Random tokens; every other answer is how the model itself continues."""
-    stream = bench.tokens.Tokens("random", words(1, prompt), words(2, private))
+    stream = Tokens("random", words(1, prompt), words(2, private))
     asked = []
     for number in range(questions):
         text, answer = words(100 + number, 3 + number % 4), words(200 + number, 1 + number % 3)
         if number % 2:
             ids = torch.tensor([stream.prompt + stream.private + text])
             answer = model.generate(ids, max_new_tokens=len(answer), do_sample=False)[0, ids.shape[1] :].tolist()
-        asked.append(bench.tokens.Asked("odd" if number % 2 else "even", text, answer))
+        asked.append(Asked("odd" if number % 2 else "even", text, answer))
     return dataclasses.replace(stream, questions=tuple(asked))
 
 
-def cells_of(bench, names, *shares):
-    return [bench.cells.Cell(share, bench.choices.read_choice(name)) for share in shares for name in names]
+def cells_of(names, *shares):
+    return [Cell(share, read_choice(name)) for share in shares for name in names]
 
 
-def runner_of(bench, model, **changes):
+def runner_of(model, **changes):
     options = {"interval": INTERVAL, "progress": lambda line: None, **changes}
-    return bench.run.Runner(model, random_stats(model), **options)
+    return Runner(model, random_stats(model), **options)

@@ -5,16 +5,20 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.quality.cells import Unit
+from benchmarks.quality.choices import ALL
+from benchmarks.quality.table import difference
+from benchmarks.quality.tokens import Asked, Tokens
 from quality_cases import cells_of, runner_of, stream_of
 from recalling import FILLER, QUESTION, recalling_model
 
 
 @pytest.mark.parametrize("fed", [False, True])
-def test_dense_answers_are_the_models_own(bench, model, fed):
+def test_dense_answers_are_the_models_own(model, fed):
     """Prevents questions that see one another, wrong positions, and answers compared one token too early or late."""
-    stream = stream_of(bench, model)
-    cells = cells_of(bench, ["dense"], 0.5)
-    found = runner_of(bench, model, fed=fed).run(stream, cells)[cells[0]]
+    stream = stream_of(model)
+    cells = cells_of(["dense"], 0.5)
+    found = runner_of(model, fed=fed).run(stream, cells)[cells[0]]
     right = {"odd": [], "even": []}
     for number, one in enumerate(stream.questions):
         ids = torch.tensor([stream.prompt + stream.private + one.text + one.answer])
@@ -30,14 +34,14 @@ def test_dense_answers_are_the_models_own(bench, model, fed):
 
 
 @pytest.mark.parametrize("fed", [False, True])
-def test_a_whole_budget_changes_nothing(bench, model, fed):
+def test_a_whole_budget_changes_nothing(model, fed):
     """Prevents a policy that acts outside of rounds, and rows that see other tokens than they hold."""
-    names = (*bench.choices.ALL, "settings:selection=per-head,recent=0.25", "value-norm:recent=0")
-    cells = cells_of(bench, names, 1.0)
-    questions = stream_of(bench, model)
+    names = (*ALL, "settings:selection=per-head,recent=0.25", "value-norm:recent=0")
+    cells = cells_of(names, 1.0)
+    questions = stream_of(model)
     text = dataclasses.replace(questions, questions=(), score_last=150)
     for stream in (questions, text) if fed else (questions,):
-        found = runner_of(bench, model, fed=fed, rows=5).run(stream, cells)
+        found = runner_of(model, fed=fed, rows=5).run(stream, cells)
         assert set(found) == set(cells)
         for cell in cells:
             for task, units in found[cells[0]].items():
@@ -46,11 +50,11 @@ def test_a_whole_budget_changes_nothing(bench, model, fed):
                     assert mine.logprob == pytest.approx(dense.logprob, abs=1e-2)
 
 
-def test_scored_text_is_teacher_forced(bench, model):
+def test_scored_text_is_teacher_forced(model):
     """Prevents scores of shifted targets, and blocks that lose tokens."""
-    stream = dataclasses.replace(stream_of(bench, model, questions=0), score_last=200)
-    cells = cells_of(bench, ["dense", "newest"], 0.25)
-    found = runner_of(bench, model).run(stream, cells)
+    stream = dataclasses.replace(stream_of(model, questions=0), score_last=200)
+    cells = cells_of(["dense", "newest"], 0.25)
+    found = runner_of(model).run(stream, cells)
     ids = torch.tensor([stream.prompt + stream.private])
     with torch.no_grad():
         told = model(ids).logits[0, 19:-1].log_softmax(-1)
@@ -62,18 +66,18 @@ def test_scored_text_is_teacher_forced(bench, model):
     assert sum(unit.right for unit in found[cells[1]]["text"]) < 190
 
 
-def test_what_is_evicted_cannot_be_recalled(bench):
+def test_what_is_evicted_cannot_be_recalled():
     """Prevents figures that do not depend on what a policy keeps."""
     model = recalling_model()
     names = ("dense", "newest", "value-norm", "value-range", "key-norm", "random:recent=0")
-    cells = cells_of(bench, names, 0.25)
+    cells = cells_of(names, 0.25)
     right = dict.fromkeys(names, 0)
     for value in range(1, 8):
         private = [FILLER] * 200
         private[10 * value] = value
-        asked = bench.tokens.Asked("facts", [FILLER, QUESTION], [value])
-        stream = bench.tokens.Tokens(f"fact {value}", [FILLER] * 10, private, (asked,))
-        found = runner_of(bench, model).run(stream, cells)
+        asked = Asked("facts", [FILLER, QUESTION], [value])
+        stream = Tokens(f"fact {value}", [FILLER] * 10, private, (asked,))
+        found = runner_of(model).run(stream, cells)
         for cell in cells:
             right[cell.choice.name] += found[cell]["facts"][0].right
     # One head: a random sample of a quarter holds the fact or not.
@@ -81,12 +85,11 @@ def test_what_is_evicted_cannot_be_recalled(bench):
     assert right == {"dense": 7, "newest": 0, "value-norm": 7, "value-range": 7, "key-norm": 0}
 
 
-def test_intervals(bench):
+def test_intervals():
     """Prevents certainty about differences that a few answers, or one stream, decide."""
-    unit, difference = bench.cells.Unit, bench.table.difference
 
     def streams(*rows):
-        return [[unit(float(right), -1.0) for right in row] for row in rows]
+        return [[Unit(float(right), -1.0) for right in row] for row in rows]
 
     base = streams([1, 0, 1, 0] * 3, [0, 0, 1, 1] * 3, [1] * 12)
     assert difference(base, base) == (0, 0)
@@ -100,5 +103,5 @@ def test_intervals(bench):
     # The same gain in only one of three streams is less certain.
     assert difference(streams([1] * 12, *[[1, 0, 0, 1] * 3] * 2), half)[0] == 0
     # Blocks of text count by their number of tokens.
-    wide = [[unit(64.0, 0.0, 64), unit(0.0, 0.0, 8)]]
-    assert difference(wide, [[unit(0.0, 0.0, 64), unit(0.0, 0.0, 8)]])[1] == 1
+    wide = [[Unit(64.0, 0.0, 64), Unit(0.0, 0.0, 8)]]
+    assert difference(wide, [[Unit(0.0, 0.0, 64), Unit(0.0, 0.0, 8)]])[1] == 1

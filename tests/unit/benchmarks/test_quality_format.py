@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quality_format import StreamError, read_streams
+from benchmarks.quality.streams.format import StreamError, read_streams
 
 
 def line(**changes) -> str:

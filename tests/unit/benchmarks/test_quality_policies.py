@@ -6,6 +6,9 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.quality.choices import ChoiceError, read_choice
+from benchmarks.quality.policies import RowFacts
+from benchmarks.quality.queries import QueryLog, recording
 from quality_cases import INTERVAL, words
 from sglang_triattn.config import Config, read_settings
 from sglang_triattn.transformers_cache.cache import CompactedCache, shape_of
@@ -13,11 +16,11 @@ from sglang_triattn.transformers_cache.feed import compute_dense, replay
 from sglang_triattn.transformers_cache.policy import Setting
 
 
-def held_by(bench, model, name, budget, *, recent, tokens=400):
+def held_by(model, name, budget, *, recent, tokens=400):
     """Positions [L, H_kv, n] of the private tokens held right after the last round, and where that round ended."""
-    choice = bench.choices.read_choice(f"{name}:recent={recent}")
+    choice = read_choice(f"{name}:recent={recent}")
     ids = torch.tensor(words(5, tokens))
-    facts = bench.policies.RowFacts("seed", tokens, 20, shape_of(model).rope)
+    facts = RowFacts("seed", tokens, 20, shape_of(model).rope)
     setting = choice.setting(choice.config(budget, INTERVAL), facts)
     cache = CompactedCache.for_model(model, [setting], capacity=tokens, prompt_length=20)
     last = []
@@ -29,28 +32,28 @@ def held_by(bench, model, name, budget, *, recent, tokens=400):
 
 @pytest.mark.parametrize("recent", [0, 24])
 @pytest.mark.parametrize("name", ["random", "random-shared", "random-spans"])
-def test_random_samples_are_uniform_and_nested(bench, model, name, recent):
+def test_random_samples_are_uniform_and_nested(model, name, recent):
     """Prevents random controls that favour old or new tokens because priorities are drawn again at every round."""
-    found, end, policy = held_by(bench, model, name, 64, recent=recent)
+    found, end, policy = held_by(model, name, 64, recent=recent)
     ages = torch.arange(end - recent - 20)
     drawn = policy.drawn[..., ages // policy.span] if name != "random" else policy.drawn[..., 20 + ages]
     order = drawn.expand(2, 2, -1).sort(dim=-1, descending=True, stable=True).indices[..., : 64 - recent]
     assert torch.equal(found[..., : 64 - recent], 20 + order.sort(dim=-1).values)
     assert torch.equal(found[..., 64 - recent :], torch.arange(end - recent, end).expand(2, 2, -1))
-    more, same, _ = held_by(bench, model, name, 96, recent=recent)
+    more, same, _ = held_by(model, name, 96, recent=recent)
     assert same == end
     assert bool((found[..., None] == more[..., None, :]).any(-1).all())
     if name == "random":
         assert not torch.equal(found[0, 0], found[1, 1])
 
 
-def first_kept(bench, model, name, ids):
+def first_kept(model, name, ids):
     """What the first round keeps of 128 private tokens after 20 others: [L, H_kv, 48 - recent] of the aged ones."""
-    log = bench.queries.QueryLog(2, shape_of(model).rope)
-    with bench.queries.recording({0: log}):
+    log = QueryLog(2, shape_of(model).rope)
+    with recording({0: log}):
         dense = compute_dense(model, ids)
-    facts = bench.policies.RowFacts("seed", len(ids), 20, shape_of(model).rope, log)
-    setting = bench.choices.read_choice(f"{name}:recent=0").setting(Config(budget=48, interval=80, recent=0), facts)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, log)
+    setting = read_choice(f"{name}:recent=0").setting(Config(budget=48, interval=80, recent=0), facts)
     cache = CompactedCache.for_model(model, [setting], capacity=len(ids), prompt_length=20)
     kept = []
     cache.rows.after_round = lambda row, plan: kept.append(cache.rows.positions_of(0)[..., 20:])
@@ -64,7 +67,7 @@ def overlap(one, other):
     return float((one[..., None] == other[..., None, :]).any(-1).double().mean())
 
 
-def test_snapkv_reads_the_models_attention(bench, folder, model):
+def test_snapkv_reads_the_models_attention(folder, model):
     """Prevents a window, a mask, a scale or a pooling that is not SnapKV's."""
     ids = torch.tensor(words(6, 148))
     eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -73,10 +76,10 @@ def test_snapkv_reads_the_models_attention(bench, folder, model):
     weights = torch.stack(attention)[:, 0, :, -64:, 20:].mean(2)
     pooled = torch.nn.functional.avg_pool1d(weights, 5, stride=1, padding=2).unflatten(1, (2, 3)).mean(2)
     expected = pooled.topk(48).indices + 20
-    assert overlap(first_kept(bench, model, "snapkv", ids), expected) > 0.99
+    assert overlap(first_kept(model, "snapkv", ids), expected) > 0.99
 
 
-def test_expected_attention_by_its_definition(bench, model):
+def test_expected_attention_by_its_definition(model):
     """Prevents statistics of rotated queries, a rotation to other positions, or a softmax over other keys."""
     ids, queries = torch.tensor(words(6, 148)), []
     for layer in model.model.layers:
@@ -100,16 +103,16 @@ def test_expected_attention_by_its_definition(bench, model):
             logits = k @ mean / size**0.5 + torch.einsum("ni,ij,nj->n", k, covariance, k) / size / 2
             scores.append(logits.softmax(0) * v.norm(dim=-1))
         expected.append(torch.stack(scores).unflatten(0, (2, 3)).mean(1)[:, 16:].topk(48).indices + 20)
-    assert overlap(first_kept(bench, model, "expected-attention", ids), torch.stack(expected)) > 0.99
+    assert overlap(first_kept(model, "expected-attention", ids), torch.stack(expected)) > 0.99
 
 
-def test_default_is_what_a_server_derives(bench):
+def test_default_is_what_a_server_derives():
     """Prevents a default with other recent tokens, or another selection, than a user gets."""
     for budget in (64, 512):
         expected = read_settings({"enable_triattention": True, "triattention_budget": budget})
-        assert bench.choices.read_choice("default").config(budget, None) == expected
-        assert bench.choices.read_choice("default").setting(expected, None) == Setting(expected)
-    named = bench.choices.read_choice("settings:selection=per-layer-head,recent=0.25,aggregation=max,sinks=2")
+        assert read_choice("default").config(budget, None) == expected
+        assert read_choice("default").setting(expected, None) == Setting(expected)
+    named = read_choice("settings:selection=per-layer-head,recent=0.25,aggregation=max,sinks=2")
     found = named.config(64, 16)
     assert (found.budget, found.interval, found.recent) == (64, 16, 16)
     assert (found.selection, found.aggregation, found.sinks) == ("per-layer-head", "max", 2)
@@ -117,8 +120,8 @@ def test_default_is_what_a_server_derives(bench):
     for field in dataclasses.fields(Config):
         if field.name not in others and isinstance(field.default, int | float | str):
             name = f"settings:{field.name}={field.default if field.name != 'recent' else 8}"
-            assert bench.choices.read_choice(name).control is None
+            assert read_choice(name).control is None
     for wrong in ("sorted", "dense:recent=1", "settings:budget=3", "settings:recent", "newest:recent=two",
                   "settings:recent=100"):  # fmt: skip
-        with pytest.raises(bench.choices.ChoiceError):
-            bench.choices.read_choice(wrong)
+        with pytest.raises(ChoiceError):
+            read_choice(wrong)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import prepare_model
-import quality_prose
-import quality_streams
-import quality_text
-from quality_format import StreamError, read_streams, to_line, write_streams
-from quality_words import FORMS, WORDS
+from benchmarks.quality.streams.format import StreamError, read_streams, to_line, write_streams
+from benchmarks.quality.streams.make import length_in_characters, length_in_tokens, main, make_streams
+from benchmarks.quality.streams.prose import EARLY_TOKENS
+from benchmarks.quality.streams.text import SOURCES, TOPICS
+from benchmarks.quality.streams.words import FORMS, WORDS
 
 TOKENS = 2048
 COUNTS = {"mixed": 2, "state": 1, "dfs": 2, "variables": 1, "agent": 1, "text": 2}
@@ -24,8 +24,8 @@ def count(text: str) -> int:
 
 
 def make(form: str, seed: int = 1):
-    length = quality_streams.length_in_tokens(TOKENS, count)
-    return quality_streams.make_streams(form, seed, COUNTS, length)
+    length = length_in_tokens(TOKENS, count)
+    return make_streams(form, seed, COUNTS, length)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_statements_are_made_once_and_evenly(made, form):
             assert stream.private.count(stem) == 1
             assert len(re.findall(rf"\b{question.answer.strip()}\b", stream.private)) == 1
             if question.task == "early":
-                assert count(stream.private[: question.at + len(statement)]) <= quality_prose.EARLY_TOKENS
+                assert count(stream.private[: question.at + len(statement)]) <= EARLY_TOKENS
         places = sorted(question.at / len(stream.private) for question in stream.questions if question.task != "early")
         assert len(places) == 11
         assert max(abs(place - (i + 0.5) / 11) for i, place in enumerate(places)) < 0.06
@@ -219,31 +219,31 @@ def test_text_is_held_out():
         return {part.strip() for part in text.split("\n\n") if len(part) > 80}
 
     calibration = paragraphs(prepare_model.calibration_text())
-    seen = [paragraphs("\n\n".join(topics[name] for name in quality_text.TOPICS[form])) for form in FORMS]
+    seen = [paragraphs("\n\n".join(topics[name] for name in TOPICS[form])) for form in FORMS]
     assert all(len(part) > 50 for part in (calibration, *seen))
     assert not seen[0] & seen[1]
     assert not (seen[0] | seen[1]) & calibration
-    assert not set(quality_text.SOURCES["bench"]) & set(quality_text.SOURCES["held-out"])
+    assert not set(SOURCES["bench"]) & set(SOURCES["held-out"])
 
 
 def test_what_cannot_be_made_is_refused():
     """Prevents texts in which every other sentence is a statement, and kinds that are silently left out."""
-    length = quality_streams.length_in_tokens(TOKENS, count)
+    length = length_in_tokens(TOKENS, count)
     for changes, message in (
         ({"form": "other"}, "no form 'other'"),
         ({"streams": {"facts": 1}}, "facts=1 names no streams"),
         ({"length": replace(length, amount=500, tokens=500)}, "500 tokens is too short"),
-        ({"length": quality_streams.length_in_characters(10**7), "streams": {"text": 1}}, "No text of 10000000"),
+        ({"length": length_in_characters(10**7), "streams": {"text": 1}}, "No text of 10000000"),
     ):
         arguments = {"form": "bench", "seed": 1, "streams": {"state": 1}, "length": length} | changes
         with pytest.raises(StreamError, match=message):
-            quality_streams.make_streams(**arguments)
+            make_streams(**arguments)
 
 
 def test_the_command_writes_what_the_reader_reads(tmp_path, capsys):
     """Prevents a command whose options do not reach the streams."""
     out = tmp_path / "out.jsonl"
-    quality_streams.main(
+    main(
         ["--characters", "8000", "--form", "held-out", "--seed", "7", "--streams", "dfs=1", "text=1", "--out", str(out)]
     )
     streams = read_streams(out)

@@ -92,7 +92,10 @@ def test_the_table_names_what_exists(served):
         # By way of a fixture of tests/unit/conftest.py, and of a subcommand that the fixture names.
         ("sglang_triattn/cli/plan.py", ["unit/cli/test_plan"], ["unit/cli/test_top", "server/test_oracle"]),
         ("kernels/select/reference.py", ["unit/kernels/test_select", "slow/test_interpreted_selection"], []),
-        ("benchmarks/decode_step.py", ["slow/test_gpu_decode"], ["unit/benchmarks/test_quality"]),
+        ("benchmarks/decode/step.py", ["slow/test_gpu_decode"], ["unit/benchmarks/test_quality"]),
+        # By the name that `python -m` takes, whole or as the beginning of an f-string.
+        ("benchmarks/quality/__main__.py", ["slow/test_quality_runs"], ["slow/test_benchmarks"]),
+        ("benchmarks/serving/agents.py", ["server/test_serving_benchmarks"], ["server/test_quality_server"]),
         ("tests/support/server/oracle.py", ["server/test_oracle"], ["server/test_refusals"]),
         ("tests/server/conftest.py", ["server/test_wheel", "server/test_oracle"], ["unit/test_config"]),
         ("tests/unit/test_config.py", ["unit/test_config"], ["unit/test_profiles"]),

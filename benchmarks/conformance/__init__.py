@@ -1,0 +1,1 @@
+"""SGLang's own tests on servers that compress."""

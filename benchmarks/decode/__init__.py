@@ -1,0 +1,1 @@
+"""What decode costs on a GPU, dense and compressed."""

@@ -1,0 +1,1 @@
+"""What compression adds to the steps of a scheduler, without a model."""

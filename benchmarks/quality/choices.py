@@ -1,0 +1,130 @@
+"""What the quality benchmark compares, by name: `dense`, `default`, selections, controls, and any settings.
+
+A selection name means the server's scores alone, with no share for large values. Fields of Config may follow a name:
+`value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a server
+derives when started with only the budget. A number between 0 and 1 for a field that counts tokens, such as `recent`, is
+a share of the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.quality.policies import CONTROLS, Control, RowFacts
+from sglang_triattn.config import ENABLE, PREFIX, SELECTIONS, Config, read_settings
+from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.plan import frozen_length
+from sglang_triattn.rounds.rules import complete
+from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
+
+DENSE, DEFAULT, SETTINGS = "dense", "default", "settings"
+ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)
+# More tokens than any stream has.
+_UNLIMITED = Config(budget=1 << 40, recent=0)
+# The benchmark sets the first and takes the second from --stats.
+_TAKEN = ("budget", "stats")
+
+
+class ChoiceError(ValueError):
+    """No choice goes by this name; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing to compare.
+
+    Attributes:
+        name: as the user wrote it.
+        control: None if the server's own scorer decides.
+        fields: Config's fields by name, as text.
+    """
+
+    name: str
+    control: type[Control] | None
+    fields: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def scores(self) -> bool:
+        """Whether the choice needs the model's statistics."""
+        return self.control is None and self.name != DENSE
+
+    def config(self, budget: int, interval: int | None) -> Config:
+        """The settings at a budget in tokens; an `interval` of None means the server's.
+
+        Raises:
+            ChoiceError: the settings contradict one another.
+        """
+        if self.name == DENSE:
+            return _UNLIMITED
+        given: dict[str, Any] = {"budget": budget} | ({} if interval is None else {"interval": interval})
+        given |= {name: _value(self.name, name, text, budget) for name, text in self.fields}
+        try:
+            return read_settings({ENABLE: True, **{PREFIX + name: value for name, value in given.items()}})
+        except TriAttentionError as error:
+            raise ChoiceError(f"{self.name} cannot be used: {error}") from error
+
+    def setting(self, config: Config, row: RowFacts) -> Setting:
+        """What a row of a CompactedCache needs; equal for equal scorers, so that rows are computed once."""
+        if self.name == DENSE:
+            return Setting(config, _never)
+        return Setting(config) if self.control is None else Setting(config, partial(_make, self.control, row))
+
+
+def frozen_of(config: Config, prompt_length: int) -> int:
+    """First entry of a row that a round may touch if no tree holds the prompt and pages hold one token."""
+    return frozen_length(complete(config), 0, prompt_length, 1)
+
+
+def read_choice(text: str) -> Choice:
+    """Reads the choice that a name stands for.
+
+    Raises:
+        ChoiceError: the name or one of its fields is unknown.
+    """
+    head, colon, rest = text.partition(":")
+    if head not in (*ALL, SETTINGS) or (head == DENSE and colon):
+        raise ChoiceError(
+            f"There is no policy {text!r}: use {', '.join(ALL)}, or {SETTINGS}:FIELD=VALUE,... with fields of the "
+            "server's settings."
+        )
+    # Scores alone decide.
+    fields: dict[str, str] = {"selection": head, "value_share": "0"} if head in SELECTIONS else {}
+    known = [field.name for field in dataclasses.fields(Config) if field.name not in _TAKEN]
+    for entry in rest.split(",") if colon else ():
+        name, equals, value = entry.partition("=")
+        if not equals or name not in known:
+            raise ChoiceError(f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join(known)}.")
+        fields[name] = value
+    choice = Choice(text, CONTROLS.get(head), tuple(fields.items()))
+    choice.config(64, None)
+    return choice
+
+
+def _value(choice: str, name: str, text: str, budget: int) -> Any:
+    """`text` converted to the type that Config gives the field."""
+    kind = next(field.type for field in dataclasses.fields(Config) if field.name == name)
+    if kind.startswith("str"):
+        return text
+    if kind == "bool":
+        return {"true": True, "false": False}.get(text, text)
+    try:
+        number = float(text)
+    except ValueError:
+        raise ChoiceError(f"{name}={text} in {choice!r} is not a number.") from None
+    if kind.startswith("float"):
+        return number
+    if 0 < number < 1:
+        return round(number * budget)
+    return int(number) if number.is_integer() else number
+
+
+def _make(control: type[Control], row: RowFacts, pools: Pools) -> Policy:
+    return control(pools, row)
+
+
+def _never(pools: Pools) -> Policy:
+    """The policy of rows that no round ever touches."""
+    return None

@@ -1,0 +1,1 @@
+"""Texts with questions, made from a seed, and the file that holds them."""

@@ -1,0 +1,1 @@
+"""What a compaction round moves, and how long it takes."""

@@ -1,0 +1,1 @@
+"""What servers do with the freed memory, and what their users feel."""

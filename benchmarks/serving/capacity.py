@@ -1,0 +1,149 @@
+"""What does freed memory buy? The same requests on a pool of fixed size, with compression and without it.
+
+All requests arrive at once and share their first tokens, which the tree holds. `mean_running` is the time average of
+the number of requests that decode together, `tokens_per_second` all generated tokens over the whole run time. The two
+servers alternate, and figures are medians over the runs. On a CPU the tokens per second grow slowly with the batch,
+because SGLang's attention loops over requests there; the number of running requests is what carries over to a GPU.
+
+    python -m benchmarks.serving.capacity --json capacity.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import requests
+
+from benchmarks.common import print_table, write
+from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
+
+POOL, REQUESTS, SHARED, OWN = 4096, 12, 64, 8
+BUDGET, INTERVAL = 256, 64
+POLL_S = 0.1
+
+
+def server_args(compressed: bool, stats: str) -> list[str]:
+    args = ["--max-total-tokens", str(POOL)]
+    if compressed:
+        args += ["--enable-triattention", "--triattention-stats", stats]
+        args += ["--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
+    return args
+
+
+def prompts() -> list[list[int]]:
+    """Token ids: SHARED equal ones, then OWN of each request."""
+    stem = [3 + 7 * i % (VOCABULARY - 3) for i in range(SHARED)]
+    return [[*stem, *(3 + (11 * i + 37 * number) % (VOCABULARY - 3) for i in range(OWN))] for number in range(REQUESTS)]
+
+
+def generate(url: str, ids: list[int], tokens: int) -> dict:
+    sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = requests.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=3600)
+    response.raise_for_status()
+    return response.json()
+
+
+SEEN = ("num_running_reqs", "num_used_tokens")
+
+
+class Watch(threading.Thread):
+    """Polls what all replicas of these servers run and hold, into `seen` as [seconds, running requests, slots in
+    use]."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(daemon=True)
+        self._urls, self._start, self._ended = urls, time.monotonic(), threading.Event()
+        self.seen: list[list[float]] = []
+
+    def run(self) -> None:
+        while not self._ended.wait(POLL_S):
+            answers = [requests.get(f"{url}/v1/loads?include=core", timeout=60).json() for url in self._urls]
+            loads = [load for answer in answers for load in answer["loads"]]
+            now = round(time.monotonic() - self._start, 2)
+            self.seen.append([now, *(sum(load[name] for load in loads) for name in SEEN)])
+
+    def end(self) -> list[list[float]]:
+        self._ended.set()
+        self.join()
+        return self.seen
+
+
+def measure(url: str, tokens: int, decoders: Sequence[str] = ()) -> dict:
+    """One run of all requests; the shared tokens are already in the tree.
+
+    Args:
+        url: where requests are sent.
+        decoders: URLs of the servers that decode them, if that is another.
+    """
+    generate(url, prompts()[0][:SHARED], 1)
+    watch = Watch(decoders or [url])
+    watch.start()
+    start = time.monotonic()
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        answers = list(pool.map(lambda ids: generate(url, ids, tokens), prompts()))
+    seconds = time.monotonic() - start
+    timeline = watch.end()
+    facts = [answer["meta_info"] for answer in answers]
+    drafting = [fact["spec_accept_length"] for fact in facts if "spec_accept_length" in fact]
+    return {
+        "finished": sum(fact["completion_tokens"] == tokens for fact in facts),
+        "retractions": sum(fact["num_retractions"] for fact in facts),
+        "mean_running": statistics.fmean(running for _, running, _ in timeline),
+        "peak_slots": max(used for _, _, used in timeline),
+        "tokens_per_second": sum(fact["completion_tokens"] for fact in facts) / seconds,
+        **({"tokens_per_step": statistics.fmean(drafting)} if drafting else {}),
+        "timeline": timeline,
+    }
+
+
+def median_of(runs: list[dict]) -> dict:
+    """The run of median throughput, so that its figures and its timeline belong together."""
+    return sorted(runs, key=lambda run: run["tokens_per_second"])[(len(runs) - 1) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quick", action="store_true", help="few tokens, one run of each server")
+    parser.add_argument("--tokens", type=int, default=1000, help="generated tokens of a request")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
+    parser.add_argument("--stats", help="its statistics")
+    options = parser.parse_args()
+    tokens, runs = (options.tokens, options.runs) if not options.quick else (360, 1)
+
+    results: dict[str, list[dict]] = {"plain": [], "compressed": []}
+    with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
+        for run in range(runs):
+            for name, measured in results.items():
+                log = Path(logs) / f"{name}-{run}.log"
+                with serving(model, server_args(name == "compressed", stats), log) as server:
+                    measured.append(measure(server.url, tokens))
+    medians = {name: median_of(measured) for name, measured in results.items()}
+    shown = [key for key in medians["plain"] if key != "timeline"]
+    print_table(["server", *shown], [[name, *(row[key] for key in shown)] for name, row in medians.items()])
+    ratios = {key: medians["compressed"][key] / medians["plain"][key] for key in ("mean_running", "tokens_per_second")}
+    print(f"compressed / plain: {ratios['mean_running']:.2f} running, {ratios['tokens_per_second']:.2f} tokens/s")
+    setting = {
+        "model": options.model or "tiny random Llama",
+        "pool": POOL,
+        "requests": REQUESTS,
+        "prompt": SHARED + OWN,
+        "shared": SHARED,
+        "tokens": tokens,
+        "budget": BUDGET,
+        "interval": INTERVAL,
+        "runs": runs,
+    }
+    write({"setting": setting, **medians, "ratios": ratios}, options.json, options.quick)
+
+
+if __name__ == "__main__":
+    main()

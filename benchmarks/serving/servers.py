@@ -1,0 +1,83 @@
+"""Servers for the serving benchmarks: of the tiny random model in tools/, or of any other."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import prepare_model
+from server import running_server
+from tiny_model import END, TinyModel, build_tiny_model
+
+# As large as in real models, whose logits take a noticeable part of a decode step.
+VOCABULARY = 32768
+
+
+@contextmanager
+def prepared_model(model: str | None, stats: str | None, architecture: str = "Llama"):
+    """(model, statistics): those given, or a tiny model's of `architecture`, which live as long as the context."""
+    if model is not None:
+        yield model, stats or "auto"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY, architecture=architecture)
+        write_tokenizer(tiny)
+        yield str(tiny.path), str(tiny.stats)
+
+
+def demonstration_model() -> tuple[str, str]:
+    """(model, statistics): SmolLM2-135M, as `make model` prepares it."""
+    model, stats = prepare_model.prepare()
+    return str(model), str(stats)
+
+
+def write_tokenizer(tiny: TinyModel) -> None:
+    """Gives each token id a word, for servers that return text."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f" w{index}": index for index in range(VOCABULARY)}, unk_token=" w0"))
+    words.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f" w{END}").save_pretrained(tiny.path)
+
+
+def threads() -> dict[str, str]:
+    """The environment of a server on CPUs: one thread fewer than there are cores, and nothing on a GPU.
+
+    SGLang's other processes and the client need the last core; threads that wait for one another spin.
+    """
+    if torch.accelerator.is_available():
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1))}
+
+
+def on_cores(*numbers: int) -> dict[str, str]:
+    """The environment of a server whose ranks run on one core each, these of the cores; nothing on a GPU.
+
+    With more threads than cores, those that wait spin while the one that they wait for has no core.
+    """
+    if torch.accelerator.is_available():
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    bound = "|".join(str(cores[number % len(cores)]) for number in numbers)
+    return {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
+
+
+@contextmanager
+def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | None = None, tokenizer: bool = False):
+    """A running server that takes token ids, with the SGLang memory checks that a user has.
+
+    Args:
+        env: added to the environment, which has `threads()`.
+        tokenizer: whether it returns text, too.
+    """
+    common = ["--random-seed", "1", *(() if tokenizer else ("--skip-tokenizer-init",))]
+    if not torch.accelerator.is_available():
+        common += ["--dtype", "float32"]
+    with running_server(model, [*common, *args], {**threads(), **(env or {})}, log) as server:
+        yield server
