@@ -15,8 +15,8 @@ import torch
 from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
 from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
-from sglang_triattn.kernels.select import SHARED
-from sglang_triattn.kernels.select.reference import kept_sets, select_torch
+from sglang_triattn.kernels.select import selection_named
+from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
 
 # None, typed as a tensor: only `select_torch` reads it, and takes it to mean that scores or sizes decide alone.
@@ -85,11 +85,12 @@ class Scorer:
     ) -> None:
         check_fits(k_buffers, tables, aggregation)
         check_values(k_buffers, v_buffers, selection, value_share)
-        self.sets = kept_sets(selection, len(k_buffers), tables.num_kv_heads)
+        self._chosen = selection_named(selection)
+        self.sets = self._chosen.sets(len(k_buffers), tables.num_kv_heads)
         """Kept sets of one request."""
-        self._reduce_ranks = reduce_ranks if selection in SHARED else None
+        self._reduce_ranks = reduce_ranks if self._chosen.shared else None
         self._k_buffers, self._tables = k_buffers, tables
-        self._selection, self._aggregation = selection, aggregation
+        self._aggregation = aggregation
         # Empty if `value_share` is 0, so that nothing reads them.
         self._v_buffers, self._value_share = v_buffers or (), value_share
         self._pools = None
@@ -135,7 +136,7 @@ class Scorer:
         Raises:
             ValueError: unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
         """
-        options = {"selection": self._selection, "num_kv_heads": self._tables.num_kv_heads}
+        options = {"selection": self._chosen.name, "num_kv_heads": self._tables.num_kv_heads}
         large = value_count(num_kept, recent, self._value_share)
         # If sizes decide alone, no scores are computed.
         alone = self._value_share > 0 and large == num_kept - recent
@@ -162,7 +163,7 @@ class Scorer:
                 piece.scores, piece.moments, own, recent, scales=piece.scales, importance=piece.importance,
                 before=group.start, after=layers - group.stop, **options,
             )  # fmt: skip
-            if self._selection == "per-layer-head":
+            if self._chosen.per_layer:
                 if large > 0:
                     # Nothing is kept yet: until then its memory holds the indices of the large values.
                     marked = target.view(-1)[: importance[..., 0].numel() * large].view(*importance.shape[:2], large)
@@ -172,9 +173,9 @@ class Scorer:
             elif group.stop == layers:
                 merged = importance if self._reduce_ranks is None else self._reduce_ranks(importance)
                 keep_triton(merged, own, num_kept, recent, kept=kept[rows])
-        if self._selection == "per-layer-head":
+        if self._chosen.per_layer:
             return kept.unflatten(1, (layers, kv_heads))
-        return kept if self._selection == "per-head" else kept[:, 0]
+        return kept[:, 0] if self._chosen.shared else kept
 
     def scores(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, recent: int = 0

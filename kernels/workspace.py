@@ -8,7 +8,7 @@ import torch
 
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.tables import OFFSETS
-from sglang_triattn.kernels.select.reference import kept_sets
+from sglang_triattn.kernels.select import selection_named
 
 _ALIGNMENT = 256
 
@@ -49,7 +49,7 @@ class WorkspacePlan:
         sizes = {"sizes": (requests, layers, self.kv_heads, num_tokens)} if self.value_share else {}
         if self.value_share == 1:
             return sizes
-        sets = kept_sets(self.selection, layers, self.kv_heads)
+        sets = selection_named(self.selection).sets(layers, self.kv_heads)
         rows = (requests, layers, self.q_heads)
         return {
             "importance": (requests, sets, num_tokens),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError, quoted, suggestion
-from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.kernels.select import SELECTIONS, selection_named
 from sglang_triattn.profiles import HELP, METAVAR, complete
 
 ENABLE = "enable_triattention"
@@ -102,7 +102,7 @@ class Config:
             isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
         ):
             raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
-        if share and self.selection != "per-layer-head":
+        if share and not selection_named(self.selection).per_layer:
             raise TriAttentionError(
                 f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
                 "head of each layer keeps tokens of its own can it choose by its values: add "
@@ -116,7 +116,7 @@ class Config:
 
     @property
     def default_value_share(self) -> float:
-        return VALUE_SHARE if self.selection == "per-layer-head" else 0.0
+        return VALUE_SHARE if selection_named(self.selection).per_layer else 0.0
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import moves_of
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.value_size import NEWEST, value_count
-from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.kernels.select import SELECTIONS, selection_named
 from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, TOKENS
-from sglang_triattn.kernels.select.reference import kept_sets
 from sglang_triattn.rounds.rules import complete
 
 KEY_BYTES = {"bf16": 2, "fp8": 1}
@@ -41,7 +40,7 @@ def round_bytes(model: Model, requests: int, tokens: int, key_bytes: int, select
     chunks, frequencies, others = -(-tokens // CHUNK), turned // 2, model.head_dim - turned
     group = model.q_heads // model.kv_heads
     programs = requests * model.layers * model.kv_heads * chunks
-    sets = requests * kept_sets(selection, model.layers, model.kv_heads)
+    sets = requests * selection_named(selection).sets(model.layers, model.kv_heads)
     keys = requests * tokens * model.layers * model.kv_heads
     blocks = -(-tokens // TOKENS)
     # A program of a grouped selection needs only its group's sums, over one layer or over all.
@@ -65,7 +64,7 @@ def default_bytes(model: Model, requests: int, tokens: int, key_bytes: int) -> d
     """Bytes of each part of one round with the default settings, K/V moves included."""
     config = complete(Config(budget=BUDGET))
     candidates = tokens - config.recent
-    sets = requests * kept_sets(config.selection, model.layers, model.kv_heads)
+    sets = requests * selection_named(config.selection).sets(model.layers, model.kv_heads)
     large = sets * value_count(BUDGET, config.recent, config.value_share)
     moves = sets * moves_of("fill", BUDGET - config.recent, candidates)
     vector = model.head_dim * key_bytes

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from sglang_triattn.kernels.score.reference import gather_slots, workspace_bytes
+from sglang_triattn.kernels.select import selection_named
 
 NEWEST = 64
 """Most tokens whose values are averaged into the center."""
@@ -40,7 +41,7 @@ def check_values(
         raise ValueError(f"value_share must lie between 0 and 1, got {value_share}")
     if not value_share:
         return
-    if selection != "per-layer-head":
+    if not selection_named(selection).per_layer:
         raise ValueError(f"value_share needs the selection per-layer-head, got {selection!r}")
     if v_buffers is None:
         raise ValueError("value_share needs the value pool")

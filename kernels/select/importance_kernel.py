@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from sglang_triattn.kernels.score.reference import CHUNK
-from sglang_triattn.kernels.select.reference import MIN_STD, kept_sets
+from sglang_triattn.kernels.select import selection_named
+from sglang_triattn.kernels.select.reference import MIN_STD
 
 ROWS = 16
 """Rows read at once; 4 where a group of query heads has no more."""
@@ -45,7 +46,7 @@ def importance_triton(
         scores, moments: from `score_triton`, with the same `recent`.
         lengths: [R] int64, private tokens of each request.
         scales: [R, L, H_q, 2] float32 workspace, allocated where None.
-        importance: [R, S, N] float32 to fill, allocated where None; S is `kept_sets(...)`. If `before` is not 0, it
+        importance: [R, S, N] float32 to fill, allocated where None; S is `Selection.sets`. If `before` is not 0, it
             holds the result of the earlier calls.
         before, after: how many layers earlier calls have merged into `importance`, and later calls will. Sums become
             means in the call with none after it. "per-layer-head" merges nothing and ignores both.
@@ -59,7 +60,8 @@ def importance_triton(
     if before and importance is None:
         raise ValueError(f"{before} layers are said to be merged, but into no importance")
     requests, layers, q_heads, num_tokens = scores.shape
-    sets = kept_sets(selection, layers, num_kv_heads)
+    chosen = selection_named(selection)
+    sets = chosen.sets(layers, num_kv_heads)
     chunks, rows = moments.shape[3], layers * q_heads
     if scales is None:
         scales = torch.empty_like(moments[..., 0, :])
@@ -69,8 +71,9 @@ def importance_triton(
     # Triton turns numbers into constexpr, which pyright does not know.
     scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)  # pyright: ignore[reportArgumentType]
     group = q_heads // num_kv_heads
-    alone = selection == "per-layer-head"
-    terms = {"shared-mean": q_heads, "per-head": 1}.get(selection, 0) * (before + layers + after)
+    alone, mean = chosen.per_layer, chosen.merge == "mean"
+    # Rows, or maxima of groups, that a mean is over; 0 for a maximum.
+    terms = 0 if alone or chosen.merge == "max" else (q_heads if mean else 1) * (before + layers + after)
     importance_kernel[(triton.cdiv(num_tokens, TOKENS), sets, requests)](
         scores,
         scales,
@@ -78,7 +81,7 @@ def importance_triton(
         importance,
         rows,
         rows if alone else q_heads,
-        q_heads if selection == "shared-mean" else group,
+        q_heads if mean else group,
         num_tokens,
         recent,
         0 if alone else before,
@@ -90,10 +93,10 @@ def importance_triton(
 
 def importance_settings(selection: str, group: int) -> dict:
     """Compile-time arguments of `importance_kernel` for one selection."""
-    grouped = selection in ("per-head", "per-layer-head")
+    merge = selection_named(selection).merge
     return {
-        "MODE": "grouped" if grouped else {"union": "max", "shared-mean": "mean"}[selection],
-        "ROWS": 4 if grouped and group <= 4 else ROWS,
+        "MODE": merge,
+        "ROWS": 4 if merge == "grouped" and group <= 4 else ROWS,
         "TOKENS": TOKENS,
         "num_warps": 4,
     }

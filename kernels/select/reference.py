@@ -23,21 +23,10 @@ from typing import cast
 import torch
 
 from sglang_triattn.kernels.score.value_size import value_count
-from sglang_triattn.kernels.select import SELECTIONS
+from sglang_triattn.kernels.select import selection_named
 
 MIN_STD = 1e-6
 """Smallest standard deviation to divide by: a row without contrast says nothing instead of dividing by zero."""
-
-
-def kept_sets(selection: str, layers: int, kv_heads: int) -> int:
-    """Kept sets of one request.
-
-    Raises:
-        ValueError: the selection is unknown.
-    """
-    if selection not in SELECTIONS:
-        raise ValueError(f"selection must be one of {SELECTIONS}, got {selection!r}")
-    return {"per-head": kv_heads, "per-layer-head": layers * kv_heads}.get(selection, 1)
 
 
 def select_torch(
@@ -73,7 +62,7 @@ def select_torch(
         ValueError: the selection is unknown, `num_kv_heads` is missing, `value_share` is given with a selection other
             than "per-layer-head", or unless 0 <= recent <= num_kept <= N.
     """
-    if value_share and (selection != "per-layer-head" or sizes is None):
+    if value_share and (not selection_named(selection).per_layer or sizes is None):
         raise ValueError(f"value_share needs sizes and the selection per-layer-head, got {selection!r}")
     num_tokens = cast(torch.Tensor, sizes if scores is None else scores).shape[-1]
     if not 0 <= recent <= num_kept <= num_tokens:
@@ -109,20 +98,18 @@ def importance_torch(
     Returns:
         float32 [R, N]; [R, H_kv, N] for "per-head", [R, L, H_kv, N] for "per-layer-head".
     """
-    kv_heads = num_kv_heads or 1
-    kept_sets(selection, scores.shape[1], kv_heads)
-    if selection.endswith("head") and num_kv_heads is None:
+    chosen, kv_heads = selection_named(selection), num_kv_heads or 1
+    if not chosen.shared and num_kv_heads is None:
         raise ValueError(f"selection {selection!r} needs num_kv_heads")
     candidates = _candidates(scores.shape[-1], lengths, recent)  # [R, N]
     z = _standardise(scores.float(), candidates[:, None, None, :], lengths - recent)
-    if selection == "union":
+    if chosen.merge == "max":
         merged = z.amax((1, 2))
-    elif selection == "shared-mean":
+    elif chosen.merge == "mean":
         merged = z.mean((1, 2))
     else:
         merged = z.unflatten(2, (kv_heads, -1)).amax(3)  # [R, L, H_kv, N]
-        if selection == "per-head":
-            merged = merged.mean(1)
+        merged = merged if chosen.per_layer else merged.mean(1)
     outside = ~candidates.view(candidates.shape[0], *[1] * (merged.ndim - 2), -1)
     return merged.masked_fill_(outside, float("-inf"))
 

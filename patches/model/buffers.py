@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.kernels.select import selection_named
 from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def make_mover(
     Window layers are not among them: a round moves nothing that they will ever read again. None if rounds move nothing
     at all: slots can be freed one by one, and all heads keep the same tokens.
     """
-    if page_size == 1 and config.selection in SHARED:
+    if page_size == 1 and selection_named(config.selection).shared:
         return None
     return Mover(*kv_buffers(pool, layers), kernels=kernels)
 

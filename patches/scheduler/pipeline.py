@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.kernels.select import selection_named
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -35,7 +35,7 @@ def runs_beside(scheduler: Scheduler) -> bool:
 
 def keeps_alike(scheduler: Scheduler, selection: str) -> bool:
     """Whether every rank of every stage keeps the same tokens, so that all may give the tree the same part of a row."""
-    return not is_staged(scheduler) and (selection in SHARED or scheduler.dp_tp_group.world_size == 1)
+    return not is_staged(scheduler) and (selection_named(selection).shared or scheduler.dp_tp_group.world_size == 1)
 
 
 def is_first(scheduler: Scheduler) -> bool:

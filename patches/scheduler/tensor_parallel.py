@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.select import SHARED
+from sglang_triattn.kernels.select import selection_named
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -39,14 +39,14 @@ class RankMerge:
     """
 
     def __init__(self, group: GroupCoordinator, selection: str) -> None:
-        self._group, self._selection = group, selection
+        self._group, self._merge = group, selection_named(selection).merge
         self._together = True
 
     def __call__(self, importance: torch.Tensor) -> torch.Tensor:
         if not self._together:
             return importance
         parts = self._group.all_gather(importance[None].contiguous(), dim=0)
-        return parts.amax(0) if self._selection == "union" else parts.mean(0)
+        return parts.amax(0) if self._merge == "max" else parts.mean(0)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class RankMerge:
 def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
     """What merges the ranks' importance; None on a single rank, or if every head has its own kept set."""
     group = scheduler.dp_tp_group
-    return None if group.world_size == 1 or selection not in SHARED else RankMerge(group, selection)
+    return None if group.world_size == 1 or not selection_named(selection).shared else RankMerge(group, selection)
 
 
 @contextmanager

@@ -12,6 +12,13 @@ from sglang_triattn.calibration.job import (
 )
 from sglang_triattn.errors import TriAttentionError
 
+PARSER = {
+    "help": "measure a model's query statistics",
+    "usage": "sglang-triattn calibrate --model M (--data FILE | --self N) ... --out FILE [options] [-- SERVER_ARGS]",
+    "description": "Measures the query statistics of a model on texts, for --triattention-stats. A run that was "
+    "stopped goes on when the same command is given again.",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model folder or Hugging Face name")

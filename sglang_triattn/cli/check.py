@@ -36,6 +36,15 @@ _LENGTHS = {"context_length", "max_total_tokens"}
 _KNOWN = {*SETTING_FIELDS, "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
 
+PARSER = {
+    "help": "say whether a model and server flags will be compressed",
+    "usage": "sglang-triattn check --model CONFIG [--json] [SERVER_FLAGS]",
+    "description": "Says from a model's config.json and the flags of a server whether compression works with them, "
+    "and what is scored; else the reason, with exit status 1. Starts nothing and needs no weights and no GPU. "
+    "SERVER_FLAGS may be any of SGLang's; it lists those that it does not judge.",
+    "allow_abbrev": False,
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -20,6 +20,12 @@ FAULTY = 1
 # Columns of the table where there is no terminal to fill.
 WIDTH = 160
 
+PARSER = {
+    "help": "say what is right and wrong with this installation",
+    "description": "Looks at versions, plugins, GPUs, kernels, kept statistics, and at everything in the installed "
+    "SGLang that this package hooks or uses. Exits with 1 if something is wrong. Starts no server.",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

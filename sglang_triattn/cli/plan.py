@@ -29,6 +29,12 @@ from sglang_triattn.rounds.rules import RoundRules, complete
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
 _COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trace", "requests")
 
+PARSER = {
+    "help": "calculate what fits a GPU, dense and compressed",
+    "description": "Calculates from a model's config.json how many tokens and requests the KV cache of a GPU holds, "
+    "dense, in 8 bits, compressed, and both. Needs no weights, no GPU and no network.",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "--model-path", required=True, metavar="CONFIG", help=MODEL_HELP)

@@ -10,6 +10,11 @@ from sglang_triattn.errors import TriAttentionError
 # Of one wide character of a title, which has 12 points.
 TITLE_INCHES = 0.17
 
+PARSER = {
+    "help": "show what a statistics file holds",
+    "description": "Prints what a statistics file holds and draws how concentrated the queries of each head are.",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="statistics file (.safetensors, or a published .pt)")

@@ -31,6 +31,12 @@ class Look:
     states: list[dict[str, Any]]
 
 
+PARSER = {
+    "help": "show what a running server holds",
+    "description": "Shows a server's running requests, pool, rounds and conversations, until Ctrl-C.",
+}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the server (%(default)s)")
     connecting.add_options(parser)

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 FAILED = 1
 TIMEOUT_S = 300.0
 
+PARSER = {
+    "help": "check on a live server that it compresses, and that its answers are still right",
+    "description": "Sends some twenty small requests to a server that compresses, and says for each check what was "
+    "seen. Needs nothing but its URL, and may run beside other users. The exit status is 0 if no check failed, 1 "
+    "if one failed, 2 if they could not be made; a check that is not tested, for the reason shown, does not fail.",
+}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, metavar="URL", help="of the server, such as http://localhost:30000")

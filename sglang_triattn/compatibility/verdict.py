@@ -13,7 +13,7 @@ from sglang_triattn.compatibility.rules import check_draft_numbers, why_uncovere
 from sglang_triattn.compatibility.traits import Traits, traits_of_file, uncovered_in_file
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.kernels.select import SELECTIONS, SHARED
+from sglang_triattn.kernels.select import SELECTIONS, selection_named
 from sglang_triattn.model.fields import Fields, architecture, text_fields
 from sglang_triattn.model.kinds import CHUNK, FULL, LATENT, LINEAR, NONE, WINDOW
 from sglang_triattn.model.layout import AttentionLayout, read_layout
@@ -147,7 +147,7 @@ def scored_words(layout: AttentionLayout) -> str:
 
 def strategy_words(rules: RoundRules, page_size: int) -> str:
     """How rounds close up what they keep."""
-    if page_size == 1 and rules.selection in SHARED:
+    if page_size == 1 and selection_named(rules.selection).shared:
         return "remap"
     return "fill" if rules.window else "fill or slide"
 

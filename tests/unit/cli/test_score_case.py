@@ -11,7 +11,7 @@ from checkout import ROOT
 from kernel_cases import GOLDEN_SCORES
 from sample_stats import HEAD_DIM, HEADS, KV_HEADS, PARTIAL, partial_stats
 from sglang_triattn.cli.main import main
-from sglang_triattn.cli.score_case import score_case
+from sglang_triattn.cli.scored_keys import score_case
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.stats.file import save_stats
 

@@ -14,8 +14,7 @@ from sglang_triattn.kernels.device_round import SLICE_BYTES, compact_rows, reque
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.kernels.select import SELECTIONS, SHARED
-from sglang_triattn.kernels.select.reference import kept_sets
+from sglang_triattn.kernels.select import SELECTIONS, selection_named
 
 LAYERS, HEADS = 2, 2
 
@@ -49,7 +48,7 @@ class Server:
 
 @pytest.mark.parametrize(
     ("selection", "strategy", "cut"),
-    [*((s, "remap", None) for s in SHARED),
+    [*((s, "remap", None) for s in SELECTIONS if selection_named(s).shared),
      *((s, *how) for s, how in itertools.product(SELECTIONS, (("slide", None), ("fill", None), ("fill", 14))))],
 )  # fmt: skip
 def test_slices_change_nothing(monkeypatch, selection, strategy, cut):
@@ -57,7 +56,7 @@ def test_slices_change_nothing(monkeypatch, selection, strategy, cut):
     lengths = torch.tensor([40, 33, 20, 37, 40])
     slots = torch.randperm(500, generator=torch.Generator().manual_seed(1))[:200].int().view(5, 40)
     arguments = slots, lengths, lengths + 100, 20, 4, strategy, cut
-    each = request_bytes(kept_sets(selection, LAYERS, HEADS), 20, 40, strategy)
+    each = request_bytes(selection_named(selection).sets(LAYERS, HEADS), 20, 40, strategy)
     results = []
     for limit in (SLICE_BYTES, 2 * each, each, 1):
         monkeypatch.setattr(device_round, "SLICE_BYTES", limit)
@@ -161,7 +160,7 @@ def test_memory_of_a_round_is_bounded(no_launches, selection, strategy, share, n
     most = peak(selection, strategy, requests=256, num_tokens=num_tokens, keep=keep, share=share)
     assert most <= SLICE_BYTES + (rows if strategy == "remap" else 0) + (1 << 20)
     # The figure per request holds, and is not far too high.
-    each = request_bytes(kept_sets(selection, 36, 8), keep, num_tokens, strategy)
+    each = request_bytes(selection_named(selection).sets(36, 8), keep, num_tokens, strategy)
     one = peak(selection, strategy, requests=1, num_tokens=num_tokens, keep=keep, share=share)
     assert 0.5 * each <= one <= each + num_tokens * 4 + (1 << 16)
 
