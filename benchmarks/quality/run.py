@@ -120,7 +120,7 @@ class Runner:
     def _cache(self, settings: Sequence[Setting], stream: Tokens) -> CompactedCache:
         end, prompt = len(stream.prompt) + len(stream.private), len(stream.prompt)
         bounds = [
-            max_kv_tokens(setting.config, frozen=frozen_of(setting.config, prompt), logical_end=end)
+            max_kv_tokens(setting.rules, frozen=frozen_of(setting.config, prompt), logical_end=end)
             for setting in settings
         ]
         # One chunk more, which a prompt that is compacted may hold.
