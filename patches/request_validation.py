@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.preferred import prefer
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.patches.observability.metrics import Refusals
-from sglang_triattn.patches.scheduler.request import kinds_of
+from sglang_triattn.patches.request.request import kinds_of
 from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_triattn.patches.sglang_parts import ServerArgs
+    from sglang_triattn.patches.sglang_types import ServerArgs
 
 
 # Fields of a request to /generate are named after what they hold.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from documents import DOCS, generated, write_generated
 from env import fail
-from sglang_triattn.patches.hook_list import WHY, all_hooks, short
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.doctor.hook_list import WHY, all_hooks, short
+from sglang_triattn.patches.hooks.hook import Hook
 
 FILE = DOCS / "architecture.md"
 NAME = "hook_table"
@@ -31,11 +31,11 @@ def lines() -> Iterator[str]:
         for hook in hooks:
             key = (process, short(hook.target))
             if key not in WHY:
-                fail(f"{hook.target} is hooked: say in patches/hook_list.py why.")
+                fail(f"{hook.target} is hooked: say in patches/doctor/hook_list.py why.")
             unused.discard(key)
             yield f"| `{hook.target.removeprefix('sglang.srt.')}` | {hook.kind} | `{place(hook)}` | {WHY[key]} |\n"
     if unused:
-        fail(f"{' '.join(min(unused))} is not hooked any more: remove it from patches/hook_list.py.")
+        fail(f"{' '.join(min(unused))} is not hooked any more: remove it from patches/doctor/hook_list.py.")
     yield "\n"
 
 

@@ -25,18 +25,20 @@ from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.launch_settings import ENVIRONMENT
-from sglang_triattn.patches.hooks import Hook, check_version, install
+from sglang_triattn.patches.hooks.hook import Hook, check_version
+from sglang_triattn.patches.hooks.registry import install
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.incompatible import named, unsupported
 from sglang_triattn.patches.launch.model_config import reason_in_file
+from sglang_triattn.patches.launch.server_args import CalibrationRequest
 from sglang_triattn.variable import unset
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 # Settings under which private forward passes, or the split of heads over ranks, do not work as assumed here.
 _REFUSED = {
@@ -55,20 +57,6 @@ _REFUSED = {
 }
 
 _NO_PLACE = f"{SWITCH} has no place in a calibration: leave it out."
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the schedulers are to do.
-
-    Attributes:
-        job_file: the job, pickled. It is too long for a pipe: this process would wait for the last child to import
-            SGLang.
-        out: statistics file to write (.safetensors), absolute.
-    """
-
-    job_file: str
-    out: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     with tempfile.NamedTemporaryFile(prefix="sglang-triattn-") as job_file, _children_without_interrupts():
         job_file.write(pickle.dumps(job))
         job_file.flush()
-        args_patch.ask_for_calibration(record, Request(job_file.name, str(out.absolute())))
+        args_patch.ask_for_calibration(record, CalibrationRequest(job_file.name, str(out.absolute())))
         try:
             engine = _engine_class()(server_args=record)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
@@ -125,7 +113,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         engine.shutdown()
 
 
-def scheduler_hooks(request: Request) -> list[Hook]:
+def scheduler_hooks(request: CalibrationRequest) -> list[Hook]:
     """Hooks for a scheduler process that calibrates."""
     state = _Scheduler(request)
     target = "sglang.srt.managers.scheduler.Scheduler"
@@ -136,7 +124,7 @@ def scheduler_hooks(request: Request) -> list[Hook]:
 
 
 class _Scheduler:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: CalibrationRequest) -> None:
         self._request = request
         self._refusal: str | None = (
             "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "

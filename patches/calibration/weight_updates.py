@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.rounds.plan import Totals
 
 if TYPE_CHECKING:

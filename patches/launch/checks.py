@@ -13,6 +13,7 @@ from sglang_triattn.launch_settings import CHAIN, check_draft_numbers
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.vision import covers_images
 from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.launch.census_switch import is_wanted
 from sglang_triattn.patches.launch.incompatible import (
     check_decode_server,
     check_latents,
@@ -29,7 +30,6 @@ from sglang_triattn.patches.launch.incompatible import (
 from sglang_triattn.patches.launch.model_config import check_model_file, read_config
 from sglang_triattn.patches.launch.preferred import check_preferred
 from sglang_triattn.patches.launch.workers import hook_workers
-from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.rounds.plan import check_reach, in_whole_pages
 from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats

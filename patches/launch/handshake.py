@@ -19,7 +19,7 @@ import psutil
 
 from sglang_triattn import __version__
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, nodes_of
 

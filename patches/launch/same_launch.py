@@ -26,13 +26,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from sglang_triattn import __version__
 from sglang_triattn.config import AUTO, OPTIONS, Config, flag
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch import handshake
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 RANKS_ANSWER_S = 60.0
 """How long a rank waits for another's answer: they have met before, and answer once their models are loaded."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_triattn.config import SWITCH, Config, add_flags
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.nodes import nodes_of, tell_others
 from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
 
@@ -28,11 +29,23 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_triattn.patches.calibration.engine import Request
-
 _CONFIG = "_triattention"
 _FROM_CLI = "_triattention_from_cli"
 _CALIBRATION = "_triattention_calibration"
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """What the schedulers of `calibrate --engine sglang` are to do.
+
+    Attributes:
+        job_file: the job, pickled. It is too long for a pipe: this process would wait for the last child to import
+            SGLang.
+        out: statistics file to write (.safetensors), absolute.
+    """
+
+    job_file: str
+    out: str
 
 
 def config_of(server_args: ServerArgs) -> Config | None:
@@ -45,12 +58,12 @@ def replace_config(server_args: ServerArgs, config: Config) -> None:
     setattr(server_args, _CONFIG, config)
 
 
-def calibration_of(server_args: ServerArgs) -> Request | None:
-    """The request of `calibration.engine` to the schedulers of this record, or None if they serve."""
+def calibration_of(server_args: ServerArgs) -> CalibrationRequest | None:
+    """The request to the schedulers of this record, or None if they serve."""
     return getattr(server_args, _CALIBRATION, None)
 
 
-def ask_for_calibration(server_args: ServerArgs, request: Request) -> None:
+def ask_for_calibration(server_args: ServerArgs, request: CalibrationRequest) -> None:
     setattr(server_args, _CALIBRATION, request)
 
 

@@ -15,7 +15,7 @@ import torch
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import attention_layers, numbers_of, scored_layers
 from sglang_triattn.rounds.plan import scored_tokens
 

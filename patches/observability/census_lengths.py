@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_triattn.patches.scheduler.request import beams_of, end_of_chunk, evicted_of
+from sglang_triattn.patches.request.request import beams_of, end_of_chunk, evicted_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.kernels.round_times import RoundTimes, timing_events
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability.running import held_tokens, running
 from sglang_triattn.request.options import REASONS
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector, TokenizerMetricsCollector
 
-    from sglang_triattn.patches.scheduler.compressor import Compressor
+    from sglang_triattn.patches.rounds.compressor import Compressor
     from sglang_triattn.patches.scheduler.conversations import Conversations
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 PREFIX = "sglang:triattention_"
 COUNTERS = {

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability import openai_reports
 from sglang_triattn.patches.observability.stopped import hear
-from sglang_triattn.patches.scheduler.request import owner_of
+from sglang_triattn.patches.request.request import owner_of
 from sglang_triattn.rounds.plan import Report, Totals
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.patches.scheduler.pipeline import running_batches
-from sglang_triattn.patches.scheduler.request import evicted_of, frozen_of, owner_of, settings_of
-from sglang_triattn.patches.scheduler.window_pool import row_allocator
+from sglang_triattn.patches.ranks.pipeline import running_batches
+from sglang_triattn.patches.request.request import evicted_of, frozen_of, owner_of, settings_of
+from sglang_triattn.patches.request.window_pool import row_allocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 LISTED = 256
 """Most requests that `/server_info` lists."""

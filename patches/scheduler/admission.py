@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
-from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, longest_answer
-from sglang_triattn.patches.scheduler.breaker import Breaker
-from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.pipeline import requests_beside
-from sglang_triattn.patches.scheduler.request import (
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.ranks.pipeline import requests_beside
+from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, longest_answer
+from sglang_triattn.patches.request.draft_reserve import reserve_per_row
+from sglang_triattn.patches.request.request import (
     attach_options,
     frozen_of,
     media_of,
@@ -30,8 +28,10 @@ from sglang_triattn.patches.scheduler.request import (
     settings_of,
     write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.reserve import reserve_per_row
-from sglang_triattn.patches.scheduler.separation import decodes_alone
+from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
+from sglang_triattn.patches.scheduler.circuit_breaker import Breaker
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.disaggregation import decodes_alone
 from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 
 class Admission:

@@ -26,10 +26,11 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.breaker import all_or_nothing, check_survivable, said
-from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
-from sglang_triattn.patches.scheduler.request import (
+from sglang_triattn.errors import type_and_line
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.request.integrity import all_or_nothing
+from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
+from sglang_triattn.patches.request.request import (
     count_as_cached,
     free_tail,
     leave_row,
@@ -41,15 +42,16 @@ from sglang_triattn.patches.scheduler.request import (
     write_row_length,
     write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.states import drop_looked_up, seen_by_state
-from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool
+from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool
+from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
+from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +269,7 @@ class Conversations:
 
     def _survive(self, error: Exception, what: str) -> None:
         check_survivable(self._scheduler, error)
-        logger.warning("TriAttention: %s (%s)", what, said(error))
+        logger.warning("TriAttention: %s (%s)", what, type_and_line(error))
 
     def _remember_lost(self, name: str) -> None:
         self._lost[name] = None

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.request import (
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.request.request import (
     end_of_chunk,
     frozen_of,
     keep_private,
@@ -24,7 +23,8 @@ from sglang_triattn.patches.scheduler.request import (
     tokens_tell_all,
     write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.window_pool import slide_window
+from sglang_triattn.patches.request.window_pool import slide_window
+from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:

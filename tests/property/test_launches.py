@@ -10,9 +10,9 @@ import torch
 from checks import check_books, check_rounds, check_row
 from memory import BUDGET, INTERVAL
 from running import Running
-from sglang_triattn.patches.scheduler import request as requests_patch
-from sglang_triattn.patches.scheduler.batched_rounds import width_for
-from sglang_triattn.patches.scheduler.separation import _back_up
+from sglang_triattn.patches.request import request as requests_patch
+from sglang_triattn.patches.rounds.launches import width_for
+from sglang_triattn.patches.scheduler.disaggregation import _back_up
 from sglang_triattn.request.options import CompressionOptions
 from simulation import Simulation
 

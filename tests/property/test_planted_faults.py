@@ -15,12 +15,12 @@ import torch
 from checks import check_books
 from histories import run_histories
 from sglang_triattn.kernels import device_round
-from sglang_triattn.patches.scheduler import batched_rounds as launches
-from sglang_triattn.patches.scheduler import compressor, conversations
+from sglang_triattn.patches.request import request as requests
+from sglang_triattn.patches.rounds import compressor, launches
+from sglang_triattn.patches.rounds.compressor import Compressor
+from sglang_triattn.patches.rounds.launches import Launch
+from sglang_triattn.patches.scheduler import conversations
 from sglang_triattn.patches.scheduler import release as rows
-from sglang_triattn.patches.scheduler import request as requests
-from sglang_triattn.patches.scheduler.batched_rounds import Launch
-from sglang_triattn.patches.scheduler.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord, Stage

@@ -20,8 +20,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from content import contents, exact_length, same_for_all
 from memory import CONTEXT, Memory
 from running import Running
-from sglang_triattn.patches.scheduler import chunked_prefill
-from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.patches.request import chunked_prefill
+from sglang_triattn.patches.request import request as requests_patch
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align

@@ -30,7 +30,7 @@ def awake(fault: str) -> bool:
 
 
 def shift_positions(forward, _, batch, *__, **___) -> None:
-    from sglang_triattn.patches.scheduler.request import settings_of
+    from sglang_triattn.patches.request.request import settings_of
 
     if not forward.forward_mode.is_decode():
         return
@@ -49,8 +49,9 @@ def find_nothing(longest: int, *_, **__) -> int:
 def plant(_, scheduler, *__, **___) -> None:
     """Replaces what the faults need, once the scheduler is built."""
     from sglang_triattn.patches.observability.metrics import RoundMetrics
-    from sglang_triattn.patches.scheduler import compressor, release
-    from sglang_triattn.patches.scheduler.compressor import Compressor
+    from sglang_triattn.patches.rounds import compressor
+    from sglang_triattn.patches.rounds.compressor import Compressor
+    from sglang_triattn.patches.scheduler import release
     from sglang_triattn.patches.scheduler.conversations import Conversations
     from sglang_triattn.request.lifecycle import CompressedRequest
     from sglang_triattn.request.row_record import RowRecord
@@ -148,7 +149,7 @@ def mix_up_row(real, conversations, request) -> None:
 
 def make_up(report, req, page_size: int):
     """The report of rounds that were due and did not run; adds them to the sums."""
-    from sglang_triattn.patches.scheduler.request import frozen_of, settings_of
+    from sglang_triattn.patches.request.request import frozen_of, settings_of
     from sglang_triattn.verify.law import replay
 
     settings = settings_of(req)

@@ -9,8 +9,9 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch.incompatible import check_window_pool
-from sglang_triattn.patches.scheduler.batched_rounds import Kind
-from sglang_triattn.patches.scheduler.window_pool import WindowPool, check_reach
+from sglang_triattn.patches.request.window_pool import WindowPool, check_reach
+from sglang_triattn.patches.rounds.launches import Kind
+from sglang_triattn.patches.rounds.window_peers import free_peers
 from sglang_triattn.rounds.plan import Plan
 
 GPT_OSS = SimpleNamespace(is_hybrid_swa=True)
@@ -58,4 +59,4 @@ def test_a_round_that_touches_the_window_is_a_bug(recent, strategy, cut):
     request = SimpleNamespace(rid="r1")
     launch = SimpleNamespace(kind=Kind(150, recent, strategy, cut, 256), rounds=[(request, plan)])
     with pytest.raises(RuntimeError, match="r1 would touch the newest 128 tokens"):
-        WindowPool(scheduler(page_size=1)).before_rounds([launch])
+        free_peers(WindowPool(scheduler(page_size=1)), [launch])

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from request_cases import COMPACT, CONFIG, LEGAL, PROMPT, REPORT, request
-from sglang_triattn.patches.scheduler.request import attach_options, long_enough, owner_of, recent_of, wait_until_due
+from sglang_triattn.patches.request.request import (
+    attach_options,
+    long_enough,
+    owner_of,
+    recent_of,
+    wait_until_due,
+)
 from sglang_triattn.request.lifecycle import RESUMED, CompressedRequest, LifecycleError, RowRecord, Stage
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import Plan

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.scheduler.batched_rounds import Kind, kind_for, snapshot
+from sglang_triattn.patches.rounds.launches import Kind, kind_for, snapshot
 from sglang_triattn.rounds.plan import Plan, ceil_align, in_whole_pages
 
 CONFIG = Config("s", budget=64, interval=32, recent=48)

@@ -4,8 +4,8 @@ import pytest
 
 import hook_table
 from documents import generated
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.observability.census import VARIABLE
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.launch.census_switch import VARIABLE
 
 
 @pytest.fixture(autouse=True)
