@@ -47,7 +47,7 @@ class Hooked:
         from sglang_triattn.config import Config
         from sglang_triattn.patches.compression import Compression
         from sglang_triattn.patches.observability.reporting import reporting_streamer
-        from sglang_triattn.patches.request.request import attach_options
+        from sglang_triattn.patches.request.compressed import attach_options
         from sglang_triattn.patches.rounds.compressor import Compressor
         from sglang_triattn.request.options import CompressionOptions
 

@@ -44,7 +44,6 @@ from sglang_triattn.patches.request import (
     positions,
     window_pool,
 )
-from sglang_triattn.patches.request.request import give_up_waiting
 from sglang_triattn.patches.rounds import queued_drafts, rehearsal
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.scheduler.admission import Admission
@@ -192,7 +191,7 @@ class Compression:
     def _on_stop(self) -> None:
         """Nothing new is compressed any more; what runs goes on with its rows."""
         self._conversations.drop_all()
-        give_up_waiting(cast("Scheduler", self._scheduler))
+        self._admission.give_up_waiting()
         if self._gauge is not None:
             self._gauge.stop()
 

@@ -19,7 +19,7 @@ from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.preferred import prefer
 from sglang_triattn.patches.launch.server_args import config_of
 from sglang_triattn.patches.observability.metrics import Refusals
-from sglang_triattn.patches.request.request import kinds_of
+from sglang_triattn.patches.request.fields import kinds_of
 from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
 
 if TYPE_CHECKING:

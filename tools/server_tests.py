@@ -77,13 +77,20 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/ranks/tensor_parallel.py": ("--tp-size",),
     "patches/request": CORE,
     "patches/request/chunked_prefill.py": ("--chunked-prefill-size", "test_long_requests", "test_mixed_chunks"),
+    "patches/request/compressed.py": (
+        *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
+    ),
     "patches/request/draft_reserve.py": ("--speculative-algorithm",),
+    "patches/request/failure.py": ("test_served_failures",),
+    "patches/request/fields.py": (
+        *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
+    ),
     "patches/request/integrity.py": ("test_served_failures",),
     "patches/request/linear_states.py": ("test_states",),
     "patches/request/positions.py": (
         *("--speculative-algorithm", "test_mixed_chunks", "test_seeded_sampling", "test_vision"),
     ),
-    "patches/request/request.py": (
+    "patches/request/row.py": (
         *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
     ),
     "patches/request/window_pool.py": ("test_window_pools", "test_window_pool_storms"),

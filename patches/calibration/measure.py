@@ -19,7 +19,7 @@ from sglang_triattn.patches.calibration.capture import absorb_in, capture
 from sglang_triattn.patches.model.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.patches.model.served_shape import served_shape
-from sglang_triattn.patches.ranks.pipeline import from_first, from_last_stage, is_first, is_staged
+from sglang_triattn.patches.ranks.pipeline import broadcast_from_first_rank, from_last_stage, is_first, is_staged
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class _Run:
     def run(self) -> Sums:
         job = self._job
         # Only the first rank is sure to see the file.
-        self._before = from_first(self._scheduler, load_progress(job) if self._first else Progress())
+        self._before = broadcast_from_first_rank(self._scheduler, load_progress(job) if self._first else Progress())
         unit = self._before.done
         self._done_tokens = sum(map(job.tokens_of, range(unit)))
         while unit < job.units:

@@ -22,7 +22,7 @@ from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
-from sglang_triattn.patches.ranks.pipeline import from_first, is_first, is_staged
+from sglang_triattn.patches.ranks.pipeline import broadcast_from_first_rank, is_first, is_staged
 from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone, why_not_kept
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats, load_stats
 
@@ -70,7 +70,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     first, random = is_first(scheduler), has_random_weights(scheduler)
     # Only the first rank looks at files, so that all ranks do the same.
     with measuring_alone(shape.fingerprint, shape.variant) if first and not random else nullcontext():
-        found = from_first(scheduler, load_cached(shape) if first else None)
+        found = broadcast_from_first_rank(scheduler, load_cached(shape) if first else None)
         if found is not None:
             _tell_found(found, shown_name(scheduler.model_config.model_path))
             return found

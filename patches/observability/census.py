@@ -27,7 +27,8 @@ from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
 from sglang_triattn.patches.ranks.pipeline import batches_in_flight, requests_beside
-from sglang_triattn.patches.request.request import beams_of, decoded_in, evicted_of
+from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.fields import beams_of, decoded_in
 from sglang_triattn.patches.request.window_pool import has_window_pool, row_allocator
 from sglang_triattn.patches.rounds.queued_drafts import unknown_per_row
 from sglang_triattn.patches.scheduler.conversations import Conversations

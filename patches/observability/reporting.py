@@ -15,7 +15,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability import openai_reports
 from sglang_triattn.patches.observability.stopped import hear
-from sglang_triattn.patches.request.request import owner_of
+from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.rounds.plan import Report, Totals
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def reporting_streamer(
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
             # Not `Req.finished()`: this runs for every request in every step, and a call costs as much as the rest.
             reports = [
-                (owner_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
+                (compression_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
                 for req in reqs
             ]
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}

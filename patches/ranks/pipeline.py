@@ -43,7 +43,7 @@ def is_first(scheduler: Scheduler) -> bool:
     return scheduler.tp_group.rank_in_group == 0 and scheduler.pp_group.rank_in_group == 0
 
 
-def from_first(scheduler: Scheduler, value: T) -> T:
+def broadcast_from_first_rank(scheduler: Scheduler, value: T) -> T:
     """What the first rank of the first stage gives; every rank of every stage calls this."""
     return scheduler.tp_group.broadcast_object(scheduler.pp_group.broadcast_object(value))
 

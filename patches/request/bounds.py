@@ -7,13 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.request.request import (
-    evicted_of,
-    frozen_of,
-    owner_of,
-    settings_in_use,
-    wants_prompt_logprobs,
-)
+from sglang_triattn.patches.request.compressed import compression_of, frozen_of, settings_in_use
+from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.rounds.plan import ceil_align, max_kv_tokens
 
 if TYPE_CHECKING:
@@ -32,12 +27,12 @@ def longest_answer(request: Req) -> int:
 
 def max_kv_tokens_of(request: Req, page_size: int) -> int:
     """Most KV entries that a request with settings holds while it decodes, reserve included, as far as known now."""
-    settings = settings_in_use(request)
+    compression, settings = compression_of(request), settings_in_use(request)
     frozen = frozen_of(request, settings, page_size)
     if not request.kv.holds_kv:
         frozen = max(frozen, request.prefix_len + request.host_hit_length)
-    computed = max_kv_tokens(settings, frozen=frozen, logical_end=logical_end(request) - evicted_of(request))
-    return computed + owner_of(request).reserve
+    computed = max_kv_tokens(settings, frozen=frozen, logical_end=logical_end(request) - compression.evicted_tokens)
+    return computed + compression.reserve
 
 
 def growth_of(request: Req, page_size: int, *, held: int, computed: int | None = None) -> int:
@@ -48,7 +43,7 @@ def growth_of(request: Req, page_size: int, *, held: int, computed: int | None =
     Args:
         computed: how many of the entries are computed; by default all.
     """
-    step_end = (held if computed is None else computed) + max(owner_of(request).reserve, 1)
+    step_end = (held if computed is None else computed) + max(compression_of(request).reserve, 1)
     most = ceil_align(max(max_kv_tokens_of(request, page_size), step_end), page_size)
     return max(most - ceil_align(held, page_size), 0)
 

@@ -16,6 +16,7 @@ the tree.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -24,10 +25,14 @@ import torch
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.pinned import to_device
-from sglang_triattn.patches.request.request import evicted_of, show_all_ids, show_ids_behind
+from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.fields import end_of_chunk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+# Attribute of a Req: whether SGLang sees fewer ids than it has.
+_SHORTENED = "triattention_shortened_ids"
 
 
 def hooks() -> list[Hook]:
@@ -43,6 +48,34 @@ def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: 
     show_all_ids(req)
     original(req, *args, **kwargs)
     show_ids_behind(req)
+
+
+def show_ids_behind(request: Req) -> None:
+    """Hides from SGLang as many of a request's first ids as its row has evicted."""
+    evicted = evicted_of(request)
+    if evicted:
+        request.full_untruncated_fill_ids = request.full_untruncated_fill_ids[evicted:]
+        setattr(request, _SHORTENED, True)
+
+
+def show_all_ids(request: Req) -> None:
+    """Shows SGLang all ids of a request again."""
+    if getattr(request, _SHORTENED, False):
+        # SGLang completes the array by its length, which is wrong now; given an empty one it starts over.
+        request.full_untruncated_fill_ids = array("q")
+        setattr(request, _SHORTENED, False)
+
+
+def resume_behind(request: Req, length: int) -> None:
+    """Makes the next chunk of a request start right after its row, which a round has shortened to `length` entries."""
+    request.prefix_len = request.extend_end = length
+    # SGLang counts tokens before a chunk as cached if the request did not compute them.
+    request.already_computed = length
+
+
+def keep_private(request: Req) -> None:
+    """Counts the chunk just prefilled as done, without giving it to the tree."""
+    request.prefix_len = end_of_chunk(request)
 
 
 def _read_all_ids(original: Callable, chunked_req: Req | None, vocab_size: int) -> int | None:

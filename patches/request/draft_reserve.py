@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.patches.model.pinned import to_device
+from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
     from sglang_triattn.patches.sglang_types import Scheduler
 
 
@@ -37,9 +36,9 @@ def reserve_per_row(scheduler: Scheduler) -> int:
     return 0 if scheduler.spec_algorithm.is_none() else get_alloc_reserve_per_decode()
 
 
-def allocated_after(rounds: Sequence[tuple[Req, Plan]]) -> list[int]:
+def allocated_after(rounds: Sequence[tuple[CompressedRow, Plan]]) -> list[int]:
     """Entries of each row after its round, its reserve included."""
-    held = [(request.kv.kv_allocated_len, plan) for request, plan in rounds]
+    held = [(row.kv.kv_allocated_len, plan) for row, plan in rounds]
     return [plan.new_length if now == plan.old_length else now - plan.freed_slots for now, plan in held]
 
 
@@ -69,21 +68,21 @@ class Reserves:
 
 
 def read_reserves(
-    rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], *, whole_pages: bool, page_size: int
+    rows: torch.Tensor, rounds: Sequence[tuple[CompressedRow, Plan]], *, whole_pages: bool, page_size: int
 ) -> Reserves | None:
     """Reads the reserves before the rounds; None if no row has any.
 
     Args:
         rows: SGLang's `req_to_token`, [rows, context] int32.
-        rounds: request and plan of each.
+        rounds: row and plan of each.
         whole_pages: whether the rounds empty the end of the row, where the page of its last entry goes with all it has;
             else they cut whole pages out before the newest tokens.
     """
     found = []
-    for request, plan in rounds:
+    for each, plan in rounds:
         first = ceil_align(plan.old_length, page_size) if whole_pages else plan.old_length
-        if request.kv.kv_allocated_len > first:
-            found.append((request.kv.req_pool_idx, first, request.kv.kv_allocated_len - first, plan.freed_slots))
+        if each.kv.kv_allocated_len > first:
+            found.append((each.kv.req_pool_idx, first, each.kv.kv_allocated_len - first, plan.freed_slots))
     if not found:
         return None
     row, first, length, shift = to_device(found, rows.device).T.unsqueeze(-1)

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.request.request import evicted_of
+from sglang_triattn.patches.request.compressed import evicted_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo

@@ -25,7 +25,7 @@ import torch
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.chunked_prefill import evicted_in, evicted_on_host
-from sglang_triattn.patches.request.request import evicted_of
+from sglang_triattn.patches.request.compressed import evicted_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput

@@ -29,8 +29,8 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.request.bounds import longest_answer
+from sglang_triattn.patches.request.compressed import evicted_of
 from sglang_triattn.patches.request.integrity import all_or_nothing
-from sglang_triattn.patches.request.request import evicted_of
 from sglang_triattn.rounds.plan import ceil_align
 
 if TYPE_CHECKING:

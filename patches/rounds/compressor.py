@@ -38,19 +38,10 @@ from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model.pinned import read_later
 from sglang_triattn.patches.ranks.pipeline import is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.request.bounds import reserved_of
+from sglang_triattn.patches.request.compressed import long_enough
+from sglang_triattn.patches.request.fields import decoded_in, end_of_chunk
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
-from sglang_triattn.patches.request.request import (
-    can_compact,
-    decoded_in,
-    end_of_chunk,
-    lengths_of,
-    long_enough,
-    owner_of,
-    recent_of,
-    settings_in_use,
-    wait_until_due,
-    write_tree_rule,
-)
+from sglang_triattn.patches.request.row import CompressedRow, compactable_row
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.patches.rounds.launches import Kind, Launch, kind_for, shortened, snapshot
 from sglang_triattn.patches.rounds.memory_pressure import early_rounds
@@ -169,7 +160,7 @@ class Compressor:
         if attempt is None:
             return
         rounds = attempt.rounds
-        reserved = sum(reserved_of(request, self._page_size) for request, _ in rounds)
+        reserved = sum(reserved_of(row.request, self._page_size) for row, _ in rounds)
         batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
         with around, self.times.host():
             try:
@@ -180,24 +171,21 @@ class Compressor:
                 self.breaker.succeeded()
         # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
         # slots it frees stay reserved for the same request's growth.
-        if sum(reserved_of(request, self._page_size) for request, _ in rounds) < reserved:
+        if sum(reserved_of(row.request, self._page_size) for row, _ in rounds) < reserved:
             batch.batch_is_full = False
 
     def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:
         """The rounds of this step; None if there are none."""
         due = self._plan(requests)
-        must = len(due)  # early rounds can wait
+        num_due = len(due)  # early rounds can wait
         pressed = early_rounds(self._scheduler, requests, joining, due, self._conversations.drop_one, self._windows)
         if self.breaker.reason is None:
             due += pressed
-        running = [(requests[index], plan) for index, plan in due]
-        between_chunks = self._plan_chunked(chunked)
-        prefill = None if chunked is None or between_chunks is None else (chunked, between_chunks)
-        return Attempt(running, must, prefill, self._queues_drafts) if running or prefill else None
+        prefill = self._plan_chunked(chunked)
+        return Attempt(due, num_due, prefill, self._queues_drafts) if due or prefill else None
 
-    def _kind_of(self, request: Req, plan: Plan) -> Kind:
-        settings, moves = settings_in_use(request), self._mover is not None
-        return kind_for(settings, plan, recent_of(request), moves=moves, page_size=self._page_size)
+    def _kind_of(self, row: CompressedRow, plan: Plan) -> Kind:
+        return kind_for(row.settings, plan, row.recent, moves=self._mover is not None, page_size=self._page_size)
 
     def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
         """Runs the rounds of a step; however many launches they take, each stream waits for the other once.
@@ -208,7 +196,7 @@ class Compressor:
         attempt.shortened = [(batch, *shortened(batch, attempt.running)) for batch in batches if attempt.running]
         if self._windows is not None:
             attempt.cursors = free_peers(self._windows, launches)
-        done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.facts)]
+        done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.row_info)]
         with self._on_forward_stream(*borrowed), self.times.device():
             for launch in launches:
                 attempt.moves.append(self._recovery.moves_begun)
@@ -216,10 +204,10 @@ class Compressor:
             positions = read_later(torch.cat([first for _, first in done]))
         self._give_back(attempt, [ordered for ordered, _ in done])
         attempt.settle()
-        self.totals.pressure_rounds += len(attempt.running) - attempt.must
+        self.totals.pressure_rounds += len(attempt.running) - attempt.num_due
         members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
-        for place, (kind, request, plan) in enumerate(members):
-            self._record(request, plan, kind, lambda place=place: positions()[place])
+        for place, (kind, row, plan) in enumerate(members):
+            self._record(row, plan, kind, lambda place=place: positions()[place])
 
     def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds what stays, and moves its K/V if the round moves any; runs on the forward stream.
@@ -228,7 +216,7 @@ class Compressor:
             [R, N] int32: each round's slots, for "remap" with those that stay first, else unchanged; [R] int64: the
             first position of each row that will no longer hold its original token.
         """
-        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.facts
+        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.row_info
         unchanged, ordered = compact_rows(
             self._scorer, self._mover, slots, lengths, next_positions,
             kind.num_kept, kind.recent, kind.strategy, kind.cut, self._follower,
@@ -251,43 +239,42 @@ class Compressor:
             self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
         attempt.freed = True
 
-    def _plan(self, requests: Sequence[Req]) -> list[tuple[int, Plan]]:
-        """(index, plan) of each due request."""
+    def _plan(self, requests: Sequence[Req]) -> list[tuple[CompressedRow, Plan]]:
+        """Row and plan of each due round."""
         due = []
         for index in long_enough(requests):
-            request = requests[index]
-            if not can_compact(request):
+            row = compactable_row(requests[index], self._page_size)
+            if row is None:
                 continue
-            plan = plan_round(settings_in_use(request), **lengths_of(request, self._page_size))
+            plan = plan_round(row.settings, **row.lengths())
             if plan is None:
-                wait_until_due(request, self._page_size)
+                row.wait_until_due()
             else:
-                due.append((index, plan))
+                due.append((row, plan))
         return due
 
-    def _plan_chunked(self, request: Req | None) -> Plan | None:
+    def _plan_chunked(self, request: Req | None) -> tuple[CompressedRow, Plan] | None:
         """Plans the round that is due between two chunks of a prefill; None if none is.
 
         It first gives the tree what it may take of the row, as SGLang would later in the same step.
         """
-        if request is None or not can_compact(request) or end_of_chunk(request) <= request.prefix_len:
+        row = None if request is None else compactable_row(request, self._page_size)
+        if row is None or end_of_chunk(row.request) <= row.request.prefix_len:
             return None
-        settings = settings_in_use(request)
-        if plan_round(settings, **lengths_of(request, self._page_size)) is None:
+        if plan_round(row.settings, **row.lengths()) is None:
             return None
         with unbroken("a chunk of a prefill has entered the tree"):
-            self._scheduler.stash_chunked_request(request)
+            self._scheduler.stash_chunked_request(row.request)
         # The tree may have taken tokens that counted as private.
-        return plan_round(settings, **lengths_of(request, self._page_size))
+        plan = plan_round(row.settings, **row.lengths())
+        return None if plan is None else (row, plan)
 
-    def _record(self, request: Req, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
-        """Records the round with its request, and writes its effects to SGLang's `Req`."""
-        owner = owner_of(request)
-        unordered_len = kind.unordered_len(plan, owner.held_record.unordered_len)
-        owner.round(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
+    def _record(self, row: CompressedRow, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+        """Records the round with its request, and adds it to the sums."""
+        unordered_len = kind.unordered_len(plan, row.compression.held_record.unordered_len)
+        row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
         moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
         self.totals.add(plan, kind.most_moves(plan) * moved)
-        write_tree_rule(request)
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""

@@ -15,11 +15,12 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.model.pinned import to_device
 from sglang_triattn.patches.request.draft_reserve import Reserves, read_reserves
-from sglang_triattn.patches.request.request import rotary_shift_of
+from sglang_triattn.patches.request.fields import rotary_shift_of
+from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
 class Kind(NamedTuple):
@@ -57,17 +58,17 @@ class Launch:
     """Rounds that are scored together.
 
     Attributes:
-        rounds: request and plan of each.
+        rounds: row and plan of each.
         slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
-        facts: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
+        row_info: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
             the next token.
         reserves: the slots behind their computed entries; None without any.
     """
 
     kind: Kind
-    rounds: Sequence[tuple[Req, Plan]]
+    rounds: Sequence[tuple[CompressedRow, Plan]]
     slots: torch.Tensor
-    facts: torch.Tensor
+    row_info: torch.Tensor
     reserves: Reserves | None = None
 
     def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -76,7 +77,7 @@ class Launch:
         Args:
             slots: [R, N] as `Launch.slots`; for "remap" reordered, with those that stay first.
         """
-        kind, (row, frozen, lengths, _) = self.kind, self.facts.unsqueeze(-1)
+        kind, (row, frozen, lengths, _) = self.kind, self.row_info.unsqueeze(-1)
         first = 0 if kind.strategy == "remap" else kind.cut
         if first < kind.num_kept:
             place = torch.arange(first, kind.num_kept, device=rows.device)
@@ -87,7 +88,7 @@ class Launch:
 
     def put_back(self, rows: torch.Tensor) -> None:
         """Undoes `close_up`, before anything of the rows is freed."""
-        row, frozen, lengths, _ = self.facts.unsqueeze(-1)
+        row, frozen, lengths, _ = self.row_info.unsqueeze(-1)
         column = torch.arange(self.slots.shape[1], device=rows.device)
         rows[row, frozen + column.minimum(lengths - 1)] = self.slots
         if self.reserves is not None:
@@ -129,49 +130,51 @@ def width_for(length: int) -> int:
 
 
 def snapshot(
-    rows: torch.Tensor, rounds: Sequence[tuple[Req, Plan]], kind_of: Callable[..., Kind], page_size: int
+    rows: torch.Tensor, rounds: Sequence[tuple[CompressedRow, Plan]], kind_of: Callable[..., Kind], page_size: int
 ) -> list[Launch]:
-    """Makes the launches for `rounds` (request, plan), in the order in which their kinds first appear.
+    """Makes the launches for `rounds` (row, plan), in the order in which their kinds first appear.
 
     All counts go to the device in one copy.
 
     Args:
         rows: SGLang's `req_to_token`, [rows, context] int32.
-        kind_of: the Kind of a request and its plan.
+        kind_of: the Kind of a row and its plan.
     """
-    groups: dict[Kind, list[tuple[Req, Plan]]] = {}
-    for request, plan in rounds:
-        groups.setdefault(kind_of(request, plan), []).append((request, plan))
+    groups: dict[Kind, list[tuple[CompressedRow, Plan]]] = {}
+    for row, plan in rounds:
+        groups.setdefault(kind_of(row, plan), []).append((row, plan))
     ordered = [member for group in groups.values() for member in group]
-    facts = to_device(
+    row_info = to_device(
         [
-            [request.kv.req_pool_idx for request, _ in ordered],
+            [row.kv.req_pool_idx for row, _ in ordered],
             [plan.frozen for _, plan in ordered],
             [plan.private_length for _, plan in ordered],
-            [plan.next_position + rotary_shift_of(request) for request, plan in ordered],
+            [plan.next_position + rotary_shift_of(row.request) for row, plan in ordered],
         ],
         rows.device,
     )
     launches = []
-    parts = facts.split([len(group) for group in groups.values()], dim=1)
+    parts = row_info.split([len(group) for group in groups.values()], dim=1)
     for (kind, group), part in zip(groups.items(), parts, strict=True):
-        row, frozen, length, _ = part.unsqueeze(-1)
+        index, frozen, length, _ = part.unsqueeze(-1)
         column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
-        slots = rows[row, frozen + column.minimum(length - 1)]
+        slots = rows[index, frozen + column.minimum(length - 1)]
         emptied_at_end = kind.strategy != "remap" and kind.cut == kind.num_kept
         reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
         launches.append(Launch(kind, group, slots, part, reserves))
     return launches
 
 
-def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[Req, Plan]]) -> tuple[torch.Tensor | None, torch.Tensor]:
+def shortened(
+    batch: ScheduleBatch, rounds: Sequence[tuple[CompressedRow, Plan]]
+) -> tuple[torch.Tensor | None, torch.Tensor]:
     """A batch's `seq_lens_cpu` and `seq_lens` after `rounds` of some of its requests; others may be among them.
 
     The first is None if it was: with drafts, some attention backends leave lengths to the device.
 
     `orig_seq_lens`, the logical length, stays.
     """
-    lost = {id(request): plan.evicted_tokens for request, plan in rounds}
+    lost = {id(row.request): plan.evicted_tokens for row, plan in rounds}
     evicted = [lost.get(id(request), 0) for request in batch.reqs]
     # Members of a beam search come after the requests, and have no rounds.
     evicted += [0] * (len(batch.seq_lens) - len(evicted))

@@ -7,17 +7,12 @@ rank decides the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.request.request import (
-    can_compact,
-    lengths_of,
-    owner_of,
-    recent_of,
-    rows_of,
-    settings_in_use,
-)
+from sglang_triattn.patches.request.compressed import compression_of
+from sglang_triattn.patches.request.fields import rows_of
+from sglang_triattn.patches.request.row import CompressedRow, compactable_row
 from sglang_triattn.patches.request.window_pool import WindowPool, row_allocator
 from sglang_triattn.rounds.plan import Plan, ceil_align, plan_eviction
 
@@ -31,11 +26,11 @@ def early_rounds(
     scheduler: Scheduler,
     requests: Sequence[Req],
     joining: ScheduleBatch | None,
-    due: Sequence[tuple[int, Plan]],
+    due: Sequence[tuple[CompressedRow, Plan]],
     drop_one: Callable[[], bool],
     windows: WindowPool | None,
-) -> list[tuple[int, Plan]]:
-    """(index in requests, plan) of rounds that free the slots that the next decode step lacks, largest first.
+) -> list[tuple[CompressedRow, Plan]]:
+    """(row, plan) of rounds that free the slots that the next decode step lacks, largest first.
 
     Args:
         requests: the running requests.
@@ -56,13 +51,13 @@ def early_rounds(
     missing = needed - free_slots(scheduler)
     if missing <= 0:
         return []
-    taken = {index for index, _ in due}
+    taken = {id(row.request) for row, _ in due}
     chosen = []
-    candidates = ((index, request) for index, request in enumerate(requests) if index not in taken)
-    for index, plan in sorted(worthwhile(candidates, page_size), key=lambda found: -found[1].freed_slots):
+    candidates = (request for request in requests if id(request) not in taken)
+    for row, plan in sorted(worthwhile(candidates, page_size), key=lambda found: -found[1].freed_slots):
         if missing <= 0:
             break
-        chosen.append((index, plan))
+        chosen.append((row, plan))
         missing -= plan.freed_slots
     return chosen
 
@@ -74,7 +69,7 @@ def most_of_next_step(scheduler: Scheduler, request: Req, page_size: int) -> int
         request: any of the running requests.
     """
     rows = scheduler.req_to_token_pool
-    return (rows.size - rows.available_size()) * (ceil_align(owner_of(request).reserve, page_size) + page_size)
+    return (rows.size - rows.available_size()) * (ceil_align(compression_of(request).reserve, page_size) + page_size)
 
 
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
@@ -85,7 +80,7 @@ def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, p
     others = joining.reqs if joining is not None and joining.forward_mode.is_extend() else []
     distinct = {id(request): request for request in (*requests, *others)}.values()
     holders = [request for request in distinct if request.kv.holds_kv and not request.finished()]
-    reserve = owner_of(holders[0]).reserve if holders else 0
+    reserve = compression_of(holders[0]).reserve if holders else 0
     if reserve:
         ends = [(request.kv.kv_committed_len + reserve, request.kv.kv_allocated_len) for request in holders]
         return sum(max(ceil_align(end, page_size) - ceil_align(held, page_size), 0) for end, held in ends)
@@ -97,15 +92,15 @@ def free_slots(scheduler: Scheduler) -> int:
     return row_allocator(scheduler.token_to_kv_pool_allocator).available_size() + scheduler.tree_cache.evictable_size()
 
 
-def worthwhile(candidates: Iterator[tuple[int, Req]], page_size: int) -> Iterator[tuple[int, Plan]]:
+def worthwhile(candidates: Iterable[Req], page_size: int) -> Iterator[tuple[CompressedRow, Plan]]:
     """Rounds that free enough to be worth scoring: at least a quarter of what a regular round frees."""
-    for index, request in candidates:
-        if not can_compact(request):
+    for request in candidates:
+        row = compactable_row(request, page_size)
+        if row is None:
             continue
-        settings = settings_in_use(request)
-        plan = plan_eviction(settings.under_pressure(), **lengths_of(request, page_size))
-        if plan is None or plan.freed_slots < max(settings.interval // 4, 1):
+        plan = plan_eviction(row.settings.under_pressure(), **row.lengths())
+        if plan is None or plan.freed_slots < max(row.settings.interval // 4, 1):
             continue
         # A regular round cannot wait; this one waits until it can tell which tokens are the newest.
-        if recent_of(request) == settings.recent:
-            yield index, plan
+        if row.recent == row.settings.recent:
+            yield row, plan

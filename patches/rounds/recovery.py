@@ -19,17 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.patches.request.chunked_prefill import resume_behind
+from sglang_triattn.patches.request.compressed import long_enough, settings_of, write_tree_rule
 from sglang_triattn.patches.request.draft_reserve import allocated_after
-from sglang_triattn.patches.request.request import (
-    end_prefill_with_error,
-    end_with_error,
-    evicted_of,
-    long_enough,
-    resume_behind,
-    settings_of,
-    write_row_length,
-    write_tree_rule,
-)
+from sglang_triattn.patches.request.failure import end_prefill_with_error, end_with_error
+from sglang_triattn.patches.request.row import CompressedRow, write_row_length
 from sglang_triattn.patches.request.window_pool import set_cursor
 from sglang_triattn.patches.rounds.queued_drafts import unread_of, write_unread
 from sglang_triattn.patches.scheduler.circuit_breaker import Breaker, check_survivable
@@ -52,9 +46,9 @@ class Attempt:
     """The rounds of one step, and how far they have come.
 
     Attributes:
-        running: request and plan of each round of a request that decodes.
-        must: how many of those, the first ones, cannot wait.
-        chunked: request and plan of a round between two chunks of a prefill, or None.
+        running: row and plan of each round of a request that decodes.
+        num_due: how many of those, the first ones, cannot wait.
+        chunked: row and plan of a round between two chunks of a prefill, or None.
         launches: what the rounds were divided into; empty until their rows have been read.
         queued: whether a queued step will publish the rows' lengths as they were before, see `queued_drafts`.
         shortened: each batch in which they decode, and its `seq_lens_cpu` and `seq_lens` after the rounds.
@@ -64,9 +58,9 @@ class Attempt:
         freed: whether the emptied slots have been freed.
     """
 
-    running: Sequence[tuple[Req, Plan]]
-    must: int
-    chunked: tuple[Req, Plan] | None
+    running: Sequence[tuple[CompressedRow, Plan]]
+    num_due: int
+    chunked: tuple[CompressedRow, Plan] | None
     queued: bool = False
     launches: Sequence[Launch] = ()
     shortened: Sequence[tuple[ScheduleBatch, torch.Tensor | None, torch.Tensor]] = ()
@@ -79,12 +73,12 @@ class Attempt:
         # Settled from here, because `settle` may be called again once the lengths have changed.
         self._allocated = allocated_after(self.rounds)
         self._unread = [
-            (request, unread_of(request) + plan.evicted_tokens) for request, plan in self.running if self.queued
+            (row.request, unread_of(row.request) + plan.evicted_tokens) for row, plan in self.running if self.queued
         ]
 
     @property
-    def rounds(self) -> list[tuple[Req, Plan]]:
-        """Request and plan of each round."""
+    def rounds(self) -> list[tuple[CompressedRow, Plan]]:
+        """Row and plan of each round."""
         return [*self.running] if self.chunked is None else [*self.running, self.chunked]
 
     def settle(self) -> None:
@@ -92,8 +86,8 @@ class Attempt:
 
         The batches' length tensors are replaced, never written, because queued work still refers to the old ones.
         """
-        for (request, plan), allocated in zip(self.rounds, self._allocated, strict=True):
-            write_row_length(request, plan.new_length, allocated)
+        for (row, plan), allocated in zip(self.rounds, self._allocated, strict=True):
+            write_row_length(row.request, plan.new_length, allocated)
         for request, evicted in self._unread:
             write_unread(request, evicted)
         for kv, cursor in self.cursors:
@@ -104,13 +98,13 @@ class Attempt:
             batch.seq_lens_cpu = on_host  # pyright: ignore[reportAttributeAccessIssue]
             batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
         if self.chunked is not None:
-            request, plan = self.chunked
-            resume_behind(request, plan.new_length)
+            row, plan = self.chunked
+            resume_behind(row.request, plan.new_length)
 
     def moved(self, begun: int) -> list[Req]:
         """Requests whose K/V may have moved, if `begun` copies have begun by now."""
         launches = zip(self.launches, self.moves, [*self.moves[1:], begun], strict=False)
-        return [request for launch, first, end in launches if end > first for request, _ in launch.rounds]
+        return [row.request for launch, first, end in launches if end > first for row, _ in launch.rounds]
 
 
 class Recovery:
@@ -152,17 +146,15 @@ class Recovery:
         """After a failure during rounds; raises what the server cannot survive."""
         check_survivable(self._scheduler, error)
         rounds = attempt.rounds
-        chunked = None if attempt.chunked is None else attempt.chunked[0]
+        chunked = None if attempt.chunked is None else attempt.chunked[0].request
         if attempt.freed:
             attempt.settle()
-            unrecorded = {
-                request: plan.next_position - plan.new_length - evicted_of(request) for request, plan in rounds
-            }
+            unrecorded = {row.request: plan.next_position - plan.new_length - row.evicted for row, plan in rounds}
             lost = [request for request, evicted in unrecorded.items() if evicted]
             for request in lost:
                 self._end([request], unrecorded[request])
-            for request, _ in rounds:
-                write_tree_rule(request)
+            for row, _ in rounds:
+                write_tree_rule(row.request)
             chunked = chunked if chunked in lost else None
         else:
             if attempt.rewriting:
@@ -174,7 +166,7 @@ class Recovery:
         self._totals.failed_rounds += len(rounds)
         self._breaker.failed(error, f"{len(rounds)} rounds of compaction failed, and {len(lost)} requests with them")
         if self._breaker.reason is not None and not attempt.freed:
-            self._end([request for request, _ in attempt.running[: attempt.must]])
+            self._end([row.request for row, _ in attempt.running[: attempt.num_due]])
 
     def _end(self, requests: Sequence[Req], evicted: int = 0) -> None:
         """Ends requests with an error; `evicted` tokens of each are gone without a record."""

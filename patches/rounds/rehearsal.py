@@ -78,14 +78,14 @@ def rehearsals(compressor: Compressor) -> list[Launch]:
     made = []
     for num_tokens in sorted({min(plan.num_tokens, BLOCK), widest}):
         slots = torch.full((1, num_tokens), PADDING_SLOT, dtype=torch.int32, device=compressor.device)
-        facts = torch.tensor([[0], [0], [num_tokens], [num_tokens]], device=compressor.device)
+        row_info = torch.tensor([[0], [0], [num_tokens], [num_tokens]], device=compressor.device)
         # Evict at least one token: otherwise nothing moves.
         num_kept = min(config.budget, num_tokens - 1)
         # The more tokens are kept besides the newest, the more of the criteria that share them get any.
         recents = {min(config.recent, num_kept), 0} if config.value_share else {min(config.recent, num_kept)}
         for strategy, recent in itertools.product(compressor.strategies, sorted(recents)):
             kind = Kind(num_kept, recent, strategy, num_kept, width_for(num_tokens))
-            made.append(Launch(kind, (), slots, facts))
+            made.append(Launch(kind, (), slots, row_info))
     return made
 
 

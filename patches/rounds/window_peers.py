@@ -27,14 +27,14 @@ def free_peers(windows: WindowPool, launches: Iterable[Launch]) -> list[tuple[Re
     rounds = []
     for launch in launches:
         kind = launch.kind
-        for request, plan in launch.rounds:
+        for row, plan in launch.rounds:
             newest = plan.old_length - kind.recent
             emptied = newest if kind.strategy == "remap" else plan.frozen + kind.cut + plan.evicted_tokens
             if kind.recent <= windows.reach or kind.strategy == "slide" or emptied > newest:
                 raise RuntimeError(
-                    f"a round of request {request.rid} would touch the newest {windows.reach + 1} tokens, whose K/V "
-                    "window layers still read"
+                    f"a round of request {row.request.rid} would touch the newest {windows.reach + 1} tokens, whose "
+                    "K/V window layers still read"
                 )
-            rounds.append((request.kv, newest, plan.evicted_tokens))
+            rounds.append((row.kv, newest, plan.evicted_tokens))
     cursors = windows.free_before([(kv, newest) for kv, newest, _ in rounds])
     return [(kv, cursor - evicted) for (kv, _, evicted), cursor in zip(rounds, cursors, strict=True)]

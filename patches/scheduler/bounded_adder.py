@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.hooks.hook import replaced
 from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, growth_of, max_kv_tokens_of
-from sglang_triattn.patches.request.request import settings_of
+from sglang_triattn.patches.request.compressed import settings_of
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.plan import ceil_align
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 from sglang_triattn.patches.hooks.hook import Hook, replaced
 from sglang_triattn.patches.request.bounds import growth_of
 from sglang_triattn.patches.request.chunked_prefill import evicted_in, evicted_on_host
-from sglang_triattn.patches.request.request import evicted_of, owner_of, settings_of, write_tree_rule
+from sglang_triattn.patches.request.compressed import compression_of, evicted_of, settings_of, write_tree_rule
 from sglang_triattn.request.lifecycle import Stage
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ class DecodeServer:
 
     def _admit(self, _: object, queue: DecodePreallocQueue, req: Req, *__: object, **___: object) -> None:
         self._admitted.append(req)
-        owner = owner_of(req)
-        if owner.settings is None:
+        compression = compression_of(req)
+        if compression.settings is None:
             return
-        if owner.stage is Stage.SUSPENDED:
-            owner.resume()
+        if compression.stage is Stage.SUSPENDED:
+            compression.resume()
         else:
-            owner.admit(len(req.origin_input_ids), None)
+            compression.admit(len(req.origin_input_ids), None)
         write_tree_rule(req)
 
     def _reserved(
@@ -190,10 +190,10 @@ def _back_up(original: Callable, req: Req, *args: object, **kwargs: object) -> b
 
     The queued step's token is not copied, and after a round that fills holes it may lie anywhere before the end.
     """
-    owner = owner_of(req)
-    if owner.evicted_tokens:
-        kept = req.seqlen - 1 - owner.evicted_tokens
-        if kept < req.kv.kv_committed_len and owner.held_record.unordered_len > kept:
+    compression = compression_of(req)
+    if compression.evicted_tokens:
+        kept = req.seqlen - 1 - compression.evicted_tokens
+        if kept < req.kv.kv_committed_len and compression.held_record.unordered_len > kept:
             return False
     with _seen_by_its_row(req):
         return original(req, *args, **kwargs)

@@ -9,9 +9,10 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from sglang_triattn.patches.request.compressed import settings_of, tokens_tell_all
+from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.linear_states import free_state
-from sglang_triattn.patches.request.request import settings_of, tokens_tell_all, wants_prompt_logprobs
 from sglang_triattn.patches.request.window_pool import row_allocator
 from sglang_triattn.request.row_record import RowRecord
 

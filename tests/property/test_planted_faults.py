@@ -15,7 +15,7 @@ import torch
 from checks import check_books
 from histories import run_histories
 from sglang_triattn.kernels import device_round
-from sglang_triattn.patches.request import request as requests
+from sglang_triattn.patches.request import compressed as requests
 from sglang_triattn.patches.rounds import compressor, launches
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.rounds.launches import Launch
@@ -80,9 +80,9 @@ def swap_newest_tokens(patch):
 
     def close_up(self, rows, slots):
         real(self, rows, slots)
-        for request, plan in self.rounds:
-            row = rows[request.kv.req_pool_idx]
-            row[plan.new_length - 2 : plan.new_length] = row[plan.new_length - 2 : plan.new_length].flip(0)
+        for row, plan in self.rounds:
+            listed = rows[row.kv.req_pool_idx]
+            listed[plan.new_length - 2 : plan.new_length] = listed[plan.new_length - 2 : plan.new_length].flip(0)
 
     patch.setattr(Launch, "close_up", close_up)
 
@@ -109,9 +109,9 @@ def forget_earlier_rounds(patch):
 def let_the_tree_take_all(patch):
     real = Compressor._record
 
-    def record(self, request, *rest):
-        real(self, request, *rest)
-        request.skip_radix_cache_insert = False
+    def record(self, row, *rest):
+        real(self, row, *rest)
+        row.request.skip_radix_cache_insert = False
 
     patch.setattr(Compressor, "_record", record)
     # The package's own guard would notice first.
@@ -195,7 +195,7 @@ def resume_as_if_nothing_was_evicted(patch):
     real = conversations.take_row
 
     def take_row(request, kv, last_node):
-        requests.owner_of(request).record = RowRecord(len(request.origin_input_ids))
+        requests.compression_of(request).record = RowRecord(len(request.origin_input_ids))
         real(request, kv, last_node)
 
     patch.setattr(conversations, "take_row", take_row)

@@ -17,7 +17,7 @@ from sets import matrix, shown
 from sglang_triattn.kernels.compact import move_kernel
 from sglang_triattn.kernels.score import score_kernel, value_size_kernel
 from sglang_triattn.kernels.select import importance_kernel, keep_kernel
-from sglang_triattn.patches.request import request as requests_patch
+from sglang_triattn.patches.request import compressed as requests_patch
 from sglang_triattn.patches.rounds import rehearsal
 from sglang_triattn.request.options import CompressionOptions
 from simulation import CONTEXT, Simulation

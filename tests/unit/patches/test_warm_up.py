@@ -123,7 +123,7 @@ def test_every_kind_of_launch(num_tokens, longest, widths, moves):
     assert seen == [(width, strategy) for width in widths for strategy in strategies]
     for launch in found.launches:
         assert not launch.slots.any(), "only the padding slot may be touched"
-        assert launch.facts[2].tolist() == [launch.slots.shape[1]]
+        assert launch.row_info[2].tolist() == [launch.slots.shape[1]]
         assert launch.kind.num_kept == launch.kind.cut < launch.slots.shape[1]
 
 
