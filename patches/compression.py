@@ -89,14 +89,27 @@ class Compression:
     def _all_hooks(self) -> list[Hook]:
         target = "sglang.srt.managers.scheduler.Scheduler"
         return [
-            Hook(f"{target}.__init__", "after", self._on_built, "self server_args port_args"),
+            Hook(
+                f"{target}.__init__",
+                "after",
+                self._on_built,
+                "self server_args port_args",
+                why="finds the statistics, builds the compressor, rehearses its rounds",
+            ),
             Hook(
                 f"{target}.get_next_batch_to_run",
                 "before",
                 self._on_next_batch,
                 "self running_batch last_batch",
+                why="runs the rounds that are due: the safe point",
             ),
-            Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            Hook(
+                f"{target}.get_init_info",
+                "after",
+                self._on_init_info,
+                "self",
+                why="answers the launch: compresses, or why not",
+            ),
             serving_hook(lambda: self.refusal),
             *self._workspace.hooks(),
             *self._admission.hooks(),

@@ -50,12 +50,14 @@ def main_hooks() -> list[Hook]:
             "around",
             _prefer_and_check,
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
+            why="gives a request the operator's preferred settings, and refuses a bad field, whichever endpoint",
         ),
         Hook(
             "sglang.srt.entrypoints.http_server.serve_generate_request",
             "around",
             _check_before_stream,
             "obj request",
+            why="refuses a bad field with status 400 before a stream of `/generate` begins",
         ),
     ]
 

@@ -118,8 +118,20 @@ def scheduler_hooks(request: CalibrationRequest) -> list[Hook]:
     state = _Scheduler(request)
     target = "sglang.srt.managers.scheduler.Scheduler"
     return [
-        Hook(f"{target}.__init__", "after", state.on_built, "self server_args port_args"),
-        Hook(f"{target}.get_init_info", "after", state.on_init_info, "self"),
+        Hook(
+            f"{target}.__init__",
+            "after",
+            state.on_built,
+            "self server_args port_args",
+            why="measures as soon as the scheduler is built",
+        ),
+        Hook(
+            f"{target}.get_init_info",
+            "after",
+            state.on_init_info,
+            "self",
+            why="answers what was measured, or why nothing was",
+        ),
     ]
 
 
@@ -219,7 +231,15 @@ class _NoTokenizer:
 def main_hooks() -> list[Hook]:
     """Hooks for the main process."""
     target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
-    return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
+    return [
+        Hook(
+            target,
+            "around",
+            _wait,
+            "scheduler_pipe_readers scheduler_procs",
+            why="collects the ranks' answers, any refusal first",
+        )
+    ]
 
 
 def _wait(original: Callable, readers: list, processes: list) -> list[dict]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sglang_triattn.doctor.rows import OK, Row
 from sglang_triattn.errors import first_line
-from sglang_triattn.patches.doctor.hook_list import WHY, WITHOUT, all_hooks, short
+from sglang_triattn.patches.doctor.hook_list import WITHOUT, all_hooks
 from sglang_triattn.patches.hooks.hook import MISSING, TargetError, check_target
 
 FOLDER = Path(__file__).parents[1]
@@ -26,12 +26,12 @@ def hook_rows() -> Iterator[Row]:
     """A row for each hook target, with what needs it."""
     for process, hooks in all_hooks().items():
         for hook in hooks:
-            name, why = hook.target.removeprefix("sglang.srt."), WHY[process, short(hook.target)]
+            name = hook.target.removeprefix("sglang.srt.")
             try:
                 check_target(hook)
                 yield Row(name, OK, f"({', '.join(hook.expected)})")
             except TargetError as error:
-                yield Row(name, error.status, error.found, f"{WITHOUT[process]}; the hook {why}")
+                yield Row(name, error.status, error.found, f"{WITHOUT[process]}; the hook {hook.why}")
 
 
 def use_rows() -> Iterator[Row]:

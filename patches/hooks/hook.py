@@ -37,12 +37,14 @@ class Hook:
         kind: "before", "after" or "around"; see sglang/srt/plugins/hook_registry.py for what `function` receives.
         function: the hook.
         parameters: names of the target's parameters in order, `self` or `cls` included.
+        why: what the hook does, one clause without a subject.
     """
 
     target: str
     kind: str
     function: Callable
     parameters: str
+    why: str
 
     @property
     def expected(self) -> list[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
+_TARGET = "sglang.srt.server_args.ServerArgs"
 _CONFIG = "_triattention"
 _FROM_CLI = "_triattention_from_cli"
 _CALIBRATION = "_triattention_calibration"
@@ -149,11 +150,22 @@ def hooks(
         except TriAttentionError as error:
             refuse(record, error)
 
-    target = "sglang.srt.server_args.ServerArgs"
     return [
-        Hook(f"{target}.add_cli_args", "after", _add_cli_args, "parser"),
-        Hook(f"{target}.from_cli_args", "around", from_cli_args, "cls args"),
-        Hook(f"{target}.check_server_args", "before", read_environment, "self"),
+        Hook(f"{_TARGET}.add_cli_args", "after", _add_cli_args, "parser", why="defines the flags"),
+        Hook(
+            f"{_TARGET}.from_cli_args",
+            "around",
+            from_cli_args,
+            "cls args",
+            why="reads the flags; once compression is asked for, installs the rest",
+        ),
+        Hook(
+            f"{_TARGET}.check_server_args",
+            "before",
+            read_environment,
+            "self",
+            why="reads `SGLANG_TRIATTENTION` where no flag or keyword could be read",
+        ),
     ]
 
 

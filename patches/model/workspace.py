@@ -40,7 +40,15 @@ class Workspace:
 
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-        return [Hook(target, "before", self._reserve, "self pre_model_load_memory")]
+        return [
+            Hook(
+                target,
+                "before",
+                self._reserve,
+                "self pre_model_load_memory",
+                why="allocates memory for scoring before the KV pool is sized",
+            )
+        ]
 
     def _reserve(self, configurator: KVCacheConfigurator, *_: object, **__: object) -> None:
         if configurator.device == "cpu" or self.memory is not None:

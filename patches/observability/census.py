@@ -55,7 +55,15 @@ class Census:
         self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
 
     def hooks(self) -> list[Hook]:
-        return [Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "before", self.on_idle, "self")]
+        return [
+            Hook(
+                "sglang.srt.managers.scheduler.Scheduler.on_idle",
+                "before",
+                self.on_idle,
+                "self",
+                why="takes the census of an idle server",
+            )
+        ]
 
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -130,7 +130,7 @@ def scheduler_hooks(read: Callable[[], RoundMetrics | None]) -> list[Hook]:
             metrics.publish()
 
     target = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
-    return [Hook(target, "after", publish_with_sglang, "self stats")]
+    return [Hook(target, "after", publish_with_sglang, "self stats", why="sets gauges when SGLang sets its own")]
 
 
 class Refusals:
@@ -140,7 +140,9 @@ class Refusals:
         self._counters: dict[str, Any] = {}
         target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_metric_collector_watchdog"
         # Made once: of a second launch in this process, it is recognised as the one that is in place.
-        self._hook = Hook(target, "after", self._on_collector, "self")
+        self._hook = Hook(
+            target, "after", self._on_collector, "self", why="counts refusals beside SGLang's own metrics"
+        )
 
     def hooks(self) -> list[Hook]:
         return [self._hook]

@@ -69,18 +69,21 @@ def scheduler_hooks(
             "after",
             add_to_log_line,
             "self",
+            why="adds the sums to the decode log line",
         ),
         Hook(
             f"{components}.internal_state.SchedulerInternalStateController.get_internal_state",
             "after",
             add_to_server_info,
             "self recv_req",
+            why="adds the sums to `/server_info`",
         ),
         Hook(
             "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
             "after",
             lambda streamer, _: reporting_streamer(streamer, stopped),
             "self",
+            why="sends each finished request's report along",
         ),
     ]
 
@@ -93,6 +96,7 @@ def main_hooks() -> list[Hook]:
             "around",
             _add_to_meta_info,
             "self meta_info state customized_info index finish_reason",
+            why="puts the report into `meta_info`",
         ),
         *openai_reports.main_hooks(),
     ]

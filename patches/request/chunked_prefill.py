@@ -38,9 +38,27 @@ _SHORTENED = "triattention_shortened_ids"
 def hooks() -> list[Hook]:
     target = "sglang.srt.managers.schedule_batch"
     return [
-        Hook(f"{target}.Req.init_next_round_input", "around", _show_ids_behind_row, "self tree_cache cow_mamba"),
-        Hook(f"{target}.ScheduleBatch.prepare_for_extend", "after", _keep_logical_lengths, "self"),
-        Hook(f"{target}._compute_chunked_req_next_prompt_token", "around", _read_all_ids, "chunked_req vocab_size"),
+        Hook(
+            f"{target}.Req.init_next_round_input",
+            "around",
+            _show_ids_behind_row,
+            "self tree_cache cow_mamba",
+            why="lets a prefill continue on a row that rounds have shortened",
+        ),
+        Hook(
+            f"{target}.ScheduleBatch.prepare_for_extend",
+            "after",
+            _keep_logical_lengths,
+            "self",
+            why="keeps `orig_seq_lens` the logical lengths",
+        ),
+        Hook(
+            f"{target}._compute_chunked_req_next_prompt_token",
+            "around",
+            _read_all_ids,
+            "chunked_req vocab_size",
+            why="gives a draft model the token behind a chunk",
+        ),
     ]
 
 

@@ -32,18 +32,21 @@ def hooks() -> list[Hook]:
             "around",
             _plan_by_rows,
             parameters,
+            why="lists the KV that each step of a draft reads by physical lengths",
         ),
         Hook(
             f"{backends}.flashinfer_mla_backend.FlashInferMLAMultiStepDraftBackend.common_template",
             "around",
             _plan_by_rows,
             parameters,
+            why="lists the latent KV that each step of a draft reads",
         ),
         Hook(
             f"{backends}.triton_backend.TritonMultiStepDraftBackend.common_template",
             "around",
             _plan_by_rows,
             f"{parameters} window_kv_indices_buffer",
+            why="lists the KV that each step of a draft reads with Triton's attention",
         ),
     ]
 

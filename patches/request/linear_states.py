@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 def hooks() -> list[Hook]:
     target = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     parameters = "self req batch result i known_boundary"
-    return [Hook(f"{target}._mamba_prefix_cache_update", "around", _note_whole_texts, parameters)]
+    return [
+        Hook(
+            f"{target}._mamba_prefix_cache_update",
+            "around",
+            _note_whole_texts,
+            parameters,
+            why="notes no copy of a state as that of a text of which something is evicted",
+        )
+    ]
 
 
 def _note_whole_texts(

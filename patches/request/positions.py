@@ -45,14 +45,27 @@ _EVICTED = "triattention_evicted"
 def hooks() -> list[Hook]:
     target = "sglang.srt.model_executor"
     return [
-        Hook(f"{target}.forward_batch_info.ForwardBatch.init_new", "after", _use_logical_positions, PARAMETERS),
+        Hook(
+            f"{target}.forward_batch_info.ForwardBatch.init_new",
+            "after",
+            _use_logical_positions,
+            PARAMETERS,
+            why="gives tokens their logical positions",
+        ),
         Hook(
             f"{target}.forward_batch_info.ForwardBatch._compute_mrope_positions",
             "around",
             _use_logical_lengths,
             "self model_runner batch",
+            why="gives tokens their logical positions on several axes (M-RoPE)",
         ),
-        Hook(f"{target}.model_runner.ModelRunner.sample", "around", _draw, "self logits_output forward_batch"),
+        Hook(
+            f"{target}.model_runner.ModelRunner.sample",
+            "around",
+            _draw,
+            "self logits_output forward_batch",
+            why="draws a seeded first token at its logical position",
+        ),
     ]
 
 

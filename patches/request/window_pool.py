@@ -192,8 +192,20 @@ def slide_window(request: Req, tree_cache: BasePrefixCache) -> None:
 def hooks() -> list[Hook]:
     target = "sglang.srt.managers.schedule_batch.ScheduleBatch"
     return [
-        Hook(f"{target}._swa_eviction_trigger", "after", _due_by_row, "self sliding_window_size eviction_interval"),
-        Hook(f"{target}._evict_swa", "around", _slide_by_row, "self req pre_len eviction_interval"),
+        Hook(
+            f"{target}._swa_eviction_trigger",
+            "after",
+            _due_by_row,
+            "self sliding_window_size eviction_interval",
+            why="compares a window with the shortened row",
+        ),
+        Hook(
+            f"{target}._evict_swa",
+            "around",
+            _slide_by_row,
+            "self req pre_len eviction_interval",
+            why="frees what a window leaves behind by its place in the row",
+        ),
     ]
 
 

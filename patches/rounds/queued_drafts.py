@@ -30,7 +30,15 @@ _UNREAD = "triattention_unread"
 
 def hooks() -> list[Hook]:
     target = "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu"
-    return [Hook(target, "after", _take_off, "self batch stream_ordered")]
+    return [
+        Hook(
+            target,
+            "after",
+            _take_off,
+            "self batch stream_ordered",
+            why="takes evicted tokens off the lengths that a queued step published",
+        )
+    ]
 
 
 def queues_drafts(scheduler: Scheduler) -> bool:

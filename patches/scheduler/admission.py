@@ -63,20 +63,40 @@ class Admission:
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
         return [
-            Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._attach_and_limit, "self req"),
-            Hook(f"{scheduler}.get_prefill_adder_class", "after", self._bound_adder, "self"),
+            Hook(
+                f"{scheduler}.init_req_max_new_tokens",
+                "around",
+                self._attach_and_limit,
+                "self req",
+                why="attaches the request's settings; lets answers be longer than the pool",
+            ),
+            Hook(
+                f"{scheduler}.get_prefill_adder_class",
+                "after",
+                self._bound_adder,
+                "self",
+                why="reserves by the bound; resumes conversations",
+            ),
             Hook(
                 "sglang.srt.managers.utils.validate_input_length",
                 "around",
                 self._validate_length,
                 "req max_req_input_len allow_auto_truncate",
+                why="lets a prompt that is compacted be longer than the pool",
             ),
-            Hook(f"{scheduler}._add_request_to_queue", "before", self._check_prompt, "self req is_retracted"),
+            Hook(
+                f"{scheduler}._add_request_to_queue",
+                "before",
+                self._check_prompt,
+                "self req is_retracted",
+                why="holds to the pool a prompt that allows no rounds",
+            ),
             Hook(
                 "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
                 "after",
                 self._limit_prefix,
                 "self input_len",
+                why="leaves room beside the frozen prefix of a compacted prompt",
             ),
         ]
 

@@ -87,8 +87,15 @@ class Conversations:
                 "after",
                 self._add_records,
                 "self",
+                why="counts conversations' rows in SGLang's own books",
             ),
-            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "after", self._on_flush, "self empty_cache"),
+            Hook(
+                "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+                "after",
+                self._on_flush,
+                "self empty_cache",
+                why="forgets conversations whose memory was flushed",
+            ),
         ]
 
     def attach(self, scheduler: Scheduler) -> None:

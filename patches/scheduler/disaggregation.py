@@ -66,35 +66,79 @@ class DecodeServer:
         self._admitted: list[Req] = []
 
     def hooks(self) -> list[Hook]:
-        mixin = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin"
         batch = "sglang.srt.disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"
         cache = "req tree_cache req_to_token_pool token_to_kv_pool_allocator backend"
         return [
-            Hook(f"{mixin}.get_next_disagg_decode_batch_to_run", "before", self._before_step, "self running_batch"),
+            *self._queue_hooks(),
+            Hook(
+                f"{batch}.prepare_for_prebuilt",
+                "after",
+                _use_physical_lengths,
+                "self",
+                why="gives a joining batch the lengths of its rows",
+            ),
+            Hook(
+                f"{_CACHE}.backup_kv_cache",
+                "around",
+                _back_up,
+                cache,
+                why="copies shortened rows of retracted requests to the host",
+            ),
+            Hook(f"{_CACHE}.restore_kv_cache", "around", _restore, cache, why="copies them back from the host"),
+        ]
+
+    def _queue_hooks(self) -> list[Hook]:
+        mixin = "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin"
+        return [
+            Hook(
+                f"{mixin}.get_next_disagg_decode_batch_to_run",
+                "before",
+                self._before_step,
+                "self running_batch",
+                why="runs the rounds that are due on a decode server",
+            ),
             Hook(
                 f"{_QUEUE}._pre_alloc",
                 "after",
                 self._admit,
                 "self req prefix_indices prefix_len total_prefix_len",
+                why="admits a request on a decode server",
             ),
-            Hook(f"{_QUEUE}._pre_alloc_fill_len", "after", _physical_fill, "req"),
+            Hook(
+                f"{_QUEUE}._pre_alloc_fill_len",
+                "after",
+                _physical_fill,
+                "req",
+                why="gives a retracted request a row as long as it had",
+            ),
             Hook(
                 f"{_QUEUE}._required_admission_tokens",
                 "around",
                 _required_for_new,
                 "self req allocated_tokens prefix_len retractable_tokens",
+                why="reserves by the bound on a decode server",
             ),
-            Hook(f"{_QUEUE}._prealloc_required_tokens", "after", _required_for_retracted, "self req"),
+            Hook(
+                f"{_QUEUE}._prealloc_required_tokens",
+                "after",
+                _required_for_retracted,
+                "self req",
+                why="reserves by the bound for requests that were retracted",
+            ),
             Hook(
                 f"{_QUEUE}._active_reserved_tokens",
                 "around",
                 self._reserved,
                 "self n_active extra_reserved_reqs",
+                why="keeps the slots that requests lack to reach their bounds",
             ),
-            Hook(f"{_QUEUE}._need_space_for_single_req", "around", _needed_for_one, "self retractable_tokens"),
-            Hook(f"{batch}.prepare_for_prebuilt", "after", _use_physical_lengths, "self"),
-            Hook(f"{_CACHE}.backup_kv_cache", "around", _back_up, cache),
-            Hook(f"{_CACHE}.restore_kv_cache", "around", _restore, cache),
+            Hook(
+                f"{_QUEUE}._need_space_for_single_req",
+                "around",
+                _needed_for_one,
+                "self retractable_tokens",
+                why="asks for no further slots for requests whose bound is reserved",
+            ),
         ]
 
     def _before_step(self, scheduler: Scheduler, running_batch: ScheduleBatch) -> None:

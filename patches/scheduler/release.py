@@ -40,8 +40,20 @@ class Rows:
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.mem_cache.common"
         return [
-            Hook(f"{target}.checkpoint_kv_cache", "around", self.checkpoint, "req tree_cache"),
-            Hook(f"{target}.release_kv_cache", "around", self.release, "req tree_cache checkpoint"),
+            Hook(
+                f"{target}.checkpoint_kv_cache",
+                "around",
+                self.checkpoint,
+                "req tree_cache",
+                why="keeps the answer of a retracted request out of the tree",
+            ),
+            Hook(
+                f"{target}.release_kv_cache",
+                "around",
+                self.release,
+                "req tree_cache checkpoint",
+                why="parks, publishes or retracts a row, and writes the report",
+            ),
         ]
 
     def checkpoint(self, original: Callable, req: Req, tree_cache: BasePrefixCache) -> None:

@@ -29,13 +29,16 @@ def target(monkeypatch):
     return module
 
 
+WHY = "adds one"
+
+
 def add_one(result, value):
     return result + 1
 
 
 def test_install_applies(target):
     """Prevents a hook that is registered but never runs."""
-    hook = Hook("hook_target.double", "after", add_one, "value")
+    hook = Hook("hook_target.double", "after", add_one, "value", WHY)
     registry.install([hook])
     assert target.double(3) == 7
     registry.install([hook])
@@ -51,17 +54,17 @@ def test_importers_call_the_hook_too(target, monkeypatch, known_before):
     importer.triple = target.triple
     if known_before:
         monkeypatch.setitem(sys.modules, "hook_importer", importer)
-    registry.install([Hook("hook_target.double", "after", add_one, "value")])
+    registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
     monkeypatch.setitem(sys.modules, "hook_importer", importer)
     assert importer.twice(3) == (7 if known_before else 6)
     assert importer.other == 2
-    registry.install([Hook("hook_target.triple", "after", add_one, "value")])
+    registry.install([Hook("hook_target.triple", "after", add_one, "value", WHY)])
     assert importer.triple(3) == 10
 
 
 def test_importers_of_a_target_found_late_are_found(target, monkeypatch):
     """Prevents a hook of another plugin, which this package knows nothing of, from missing importers."""
-    registry.install([Hook("hook_target.double", "after", add_one, "value")])
+    registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
     target.triple = lambda value: 3 * value
     monkeypatch.setattr(sys.modules[__name__], "imported", target.triple, raising=False)
     HookRegistry.register("hook_target.triple", lambda result, value: result + 1)
@@ -72,8 +75,8 @@ def test_importers_of_a_target_found_late_are_found(target, monkeypatch):
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (Hook("hook_target.triple", "after", add_one, "value"), "no usable hook_target.triple"),
-        (Hook("hook_target.double", "after", add_one, "value other"), "takes (value)"),
+        (Hook("hook_target.triple", "after", add_one, "value", WHY), "no usable hook_target.triple"),
+        (Hook("hook_target.double", "after", add_one, "value other", WHY), "takes (value)"),
     ],
 )
 def test_changed_targets_are_refused(target, hook, words):
@@ -87,7 +90,7 @@ def test_a_hook_that_cannot_be_applied_is_noticed(target, monkeypatch):
     """Prevents running dense after the registry logged a failure."""
     monkeypatch.setattr(HookRegistry, "_apply_target", classmethod(lambda *_: 1 / 0))
     with pytest.raises(TriAttentionError, match="did not apply"):
-        registry.install([Hook("hook_target.double", "after", add_one, "value")])
+        registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
 
 
 def test_a_target_taken_by_another_plugin_is_noticed(target):
@@ -95,7 +98,7 @@ def test_a_target_taken_by_another_plugin_is_noticed(target):
     HookRegistry.register("hook_target.double", lambda result, value: None)
     HookRegistry.apply_hooks()
     with pytest.raises(TriAttentionError, match="Another plugin"):
-        registry.install([Hook("hook_target.double", "after", add_one, "value")])
+        registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
 
 
 def test_other_versions_are_refused(monkeypatch):
