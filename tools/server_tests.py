@@ -76,6 +76,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/ranks/pipeline.py": ("--pp-size",),
     "patches/ranks/tensor_parallel.py": ("--tp-size",),
     "patches/request": CORE,
+    "patches/request/batch_lengths.py": ("--speculative-algorithm", "test_disaggregation", "test_beam_search"),
     "patches/request/chunked_prefill.py": ("--chunked-prefill-size", "test_long_requests", "test_mixed_chunks"),
     "patches/request/compressed.py": (
         *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),

@@ -52,7 +52,8 @@ class Census:
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
+        self._attached = False
 
     def hooks(self) -> list[Hook]:
         return [
@@ -66,13 +67,13 @@ class Census:
         ]
 
     def attach(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._attached = scheduler, True
         self._has_reserves = not scheduler.spec_algorithm.is_none()
         self._unknown = unknown_per_row(scheduler)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
 
     def on_idle(self, scheduler: Scheduler) -> None:
-        if self._scheduler is not None:
+        if self._attached:
             self._check("idle after", scheduler.running_batch, scheduler.last_batch)
 
     def around_rounds(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> AbstractContextManager:

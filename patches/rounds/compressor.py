@@ -193,7 +193,7 @@ class Compressor:
         What allocates comes before the slots are freed, so that hardly anything can fail afterwards.
         """
         launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of, self._page_size)
-        attempt.shortened = [(batch, *shortened(batch, attempt.running)) for batch in batches if attempt.running]
+        attempt.shortened = [(batch, shortened(batch, attempt.running)) for batch in batches if attempt.running]
         if self._windows is not None:
             attempt.cursors = free_peers(self._windows, launches)
         done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.row_info)]

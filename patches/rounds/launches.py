@@ -14,6 +14,7 @@ import torch
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.model.pinned import to_device
+from sglang_triattn.patches.request.batch_lengths import BatchLengths, lengths_without
 from sglang_triattn.patches.request.draft_reserve import Reserves, read_reserves
 from sglang_triattn.patches.request.fields import rotary_shift_of
 from sglang_triattn.patches.request.row import CompressedRow
@@ -165,18 +166,7 @@ def snapshot(
     return launches
 
 
-def shortened(
-    batch: ScheduleBatch, rounds: Sequence[tuple[CompressedRow, Plan]]
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """A batch's `seq_lens_cpu` and `seq_lens` after `rounds` of some of its requests; others may be among them.
-
-    The first is None if it was: with drafts, some attention backends leave lengths to the device.
-
-    `orig_seq_lens`, the logical length, stays.
-    """
+def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[CompressedRow, Plan]]) -> BatchLengths:
+    """A batch's lengths after `rounds` of some of its requests; others may be among them."""
     lost = {id(row.request): plan.evicted_tokens for row, plan in rounds}
-    evicted = [lost.get(id(request), 0) for request in batch.reqs]
-    # Members of a beam search come after the requests, and have no rounds.
-    evicted += [0] * (len(batch.seq_lens) - len(evicted))
-    on_host = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu - batch.seq_lens_cpu.new_tensor(evicted)
-    return on_host, batch.seq_lens - to_device(evicted, batch.seq_lens.device)
+    return lengths_without(batch, [lost.get(id(request), 0) for request in batch.reqs])

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.model.pinned import to_device
+from sglang_triattn.patches.request.batch_lengths import lengths_without
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -74,9 +74,4 @@ def _take_off(_: None, future_map: FutureMap, batch: ScheduleBatch, *__: object,
         return
     for request in batch.reqs:
         write_unread(request, 0)
-    shift = to_device(evicted, batch.seq_lens.device)
-    batch.seq_lens = (batch.seq_lens - shift).to(batch.seq_lens.dtype)
-    if batch.seq_lens_cpu is not None:
-        on_host = batch.seq_lens_cpu
-        batch.seq_lens_cpu = on_host - on_host.new_tensor(evicted)
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    lengths_without(batch, evicted).write(batch)

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.patches.request.batch_lengths import BatchLengths
 from sglang_triattn.patches.request.chunked_prefill import resume_behind
 from sglang_triattn.patches.request.compressed import long_enough, settings_of, write_tree_rule
 from sglang_triattn.patches.request.draft_reserve import allocated_after
@@ -51,7 +50,7 @@ class Attempt:
         chunked: row and plan of a round between two chunks of a prefill, or None.
         launches: what the rounds were divided into; empty until their rows have been read.
         queued: whether a queued step will publish the rows' lengths as they were before, see `queued_drafts`.
-        shortened: each batch in which they decode, and its `seq_lens_cpu` and `seq_lens` after the rounds.
+        shortened: each batch in which they decode, and its lengths after the rounds.
         cursors: where the window layers' pool is freed up to after the rounds.
         moves: copies of K/V begun before each launch (`Mover.begun`).
         rewriting: whether rows are being rewritten.
@@ -63,7 +62,7 @@ class Attempt:
     chunked: tuple[CompressedRow, Plan] | None
     queued: bool = False
     launches: Sequence[Launch] = ()
-    shortened: Sequence[tuple[ScheduleBatch, torch.Tensor | None, torch.Tensor]] = ()
+    shortened: Sequence[tuple[ScheduleBatch, BatchLengths]] = ()
     cursors: Sequence[tuple[ReqKvInfo, int]] = ()
     moves: list[int] = field(default_factory=list)
     rewriting: bool = False
@@ -82,21 +81,15 @@ class Attempt:
         return [*self.running] if self.chunked is None else [*self.running, self.chunked]
 
     def settle(self) -> None:
-        """Writes the lengths that belong to the rewritten rows. Only assigns, and may be called twice.
-
-        The batches' length tensors are replaced, never written, because queued work still refers to the old ones.
-        """
+        """Writes the lengths that belong to the rewritten rows. Only assigns, and may be called twice."""
         for (row, plan), allocated in zip(self.rounds, self._allocated, strict=True):
             write_row_length(row.request, plan.new_length, allocated)
         for request, evicted in self._unread:
             write_unread(request, evicted)
         for kv, cursor in self.cursors:
             set_cursor(kv, cursor)
-        for batch, on_host, on_device in self.shortened:
-            batch.seq_lens = on_device
-            # SGLang allows None for both, although it declares neither so, and computes the sum again.
-            batch.seq_lens_cpu = on_host  # pyright: ignore[reportAttributeAccessIssue]
-            batch.seq_lens_sum = None  # pyright: ignore[reportAttributeAccessIssue]
+        for batch, lengths in self.shortened:
+            lengths.write(batch)
         if self.chunked is not None:
             row, plan = self.chunked
             resume_behind(row.request, plan.new_length)

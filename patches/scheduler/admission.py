@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
@@ -57,7 +57,7 @@ class Admission:
         self._config = config
         self._conversations = conversations
         self._breaker = breaker
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
         self._reserve = 0
 
     def hooks(self) -> list[Hook]:

@@ -67,7 +67,7 @@ class Conversations:
 
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission has acquired.

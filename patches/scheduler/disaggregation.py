@@ -22,8 +22,9 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks.hook import Hook, replaced
+from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.request.bounds import growth_of
-from sglang_triattn.patches.request.chunked_prefill import evicted_in, evicted_on_host
+from sglang_triattn.patches.request.chunked_prefill import evicted_on_host
 from sglang_triattn.patches.request.compressed import compression_of, evicted_of, settings_of, write_tree_rule
 from sglang_triattn.request.lifecycle import Stage
 
@@ -221,12 +222,9 @@ def _needed_for_one(original: Callable, queue: DecodePreallocQueue, retractable_
 
 def _use_physical_lengths(_: None, batch: ScheduleBatch) -> None:
     """Sets a joining batch's lengths to those of its rows; `orig_seq_lens` stays the logical ones."""
-    evicted, on_host = evicted_in(batch), evicted_on_host(batch)
-    if evicted is None or on_host is None:
-        return
-    batch.seq_lens = batch.seq_lens - evicted
-    batch.seq_lens_cpu = batch.seq_lens_cpu - batch.seq_lens_cpu.new_tensor(on_host)
-    batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    evicted = evicted_on_host(batch)
+    if evicted is not None:
+        lengths_without(batch, evicted).write(batch)
 
 
 def _back_up(original: Callable, req: Req, *args: object, **kwargs: object) -> bool:

@@ -16,6 +16,7 @@ from checks import check_books
 from histories import run_histories
 from sglang_triattn.kernels import device_round
 from sglang_triattn.patches.request import compressed as requests
+from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.rounds import compressor, launches
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.rounds.launches import Launch
@@ -175,7 +176,7 @@ def compact_what_is_frozen(patch):
 
 
 def keep_the_old_lengths(patch):
-    patch.setattr(compressor, "shortened", lambda batch, _: (batch.seq_lens_cpu, batch.seq_lens))
+    patch.setattr(compressor, "shortened", lambda batch, _: lengths_without(batch, ()))
 
 
 def keep_the_record_of_a_lost_row(patch):
