@@ -34,7 +34,7 @@ def activate() -> None:
     role, server_args = caller
     if role == _DETOKENIZER:
         return
-    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.hooks import registry
     from sglang_triattn.patches.launch import handshake
     from sglang_triattn.patches.launch import server_args as args_patch
     from sglang_triattn.patches.launch.nodes import nodes_of
@@ -43,7 +43,7 @@ def activate() -> None:
     if calibration is not None:
         from sglang_triattn.patches.calibration.engine import scheduler_hooks
 
-        hooks.register(scheduler_hooks(calibration))
+        registry.register(scheduler_hooks(calibration))
         return
     rules = args_patch.rules_of(server_args)
     if rules is None:
@@ -51,20 +51,20 @@ def activate() -> None:
         if nodes_of(server_args) is None:
             return
     if role == _CONTROLLER:
-        hooks.register(handshake.controller_hooks())
+        registry.register(handshake.controller_hooks())
         return
     if rules is None:
         from sglang_triattn.patches.launch.same_launch import PlainRank
 
-        hooks.register(PlainRank().hooks())
+        registry.register(PlainRank().hooks())
         return
-    from sglang_triattn.patches.scheduler.plugin import Compression
+    from sglang_triattn.patches.compression import Compression
 
-    hooks.register(Compression(rules).hooks())
+    registry.register(Compression(rules).hooks())
 
 
 def _activate_main() -> None:
-    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.hooks import registry
     from sglang_triattn.patches.launch import server_args as args_patch
 
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
@@ -75,7 +75,7 @@ def _activate_main() -> None:
             engine.Engine.server_args_class = args_patch.engine_arguments(
                 engine.Engine.server_args_class, _enable_main, _watch_nodes
             )
-        hooks.register(args_patch.hooks(_enable_main, _enable_resolved, _watch_nodes))
+        registry.register(args_patch.hooks(_enable_main, _enable_resolved, _watch_nodes))
     except Exception as error:
         args_patch.exit_if_asked_for(error)
         raise
@@ -87,12 +87,13 @@ def _enable_main(server_args: ServerArgs) -> None:
 
     launch.check_files(server_args)
     # These import SGLang's server.
-    from sglang_triattn.patches import hooks, request_validation
+    from sglang_triattn.patches import request_validation
+    from sglang_triattn.patches.hooks import registry
     from sglang_triattn.patches.launch import handshake
     from sglang_triattn.patches.observability import reporting, stopped
 
     launch.check_at_resolution()
-    hooks.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
+    registry.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
     stopped.watch_health()
 
 
@@ -106,10 +107,10 @@ def _enable_resolved(server_args: ServerArgs) -> None:
 
 def _watch_nodes(_: ServerArgs) -> None:
     """Called in the main process of one of several nodes, for a launch that does not compress."""
-    from sglang_triattn.patches import hooks
+    from sglang_triattn.patches.hooks import registry
     from sglang_triattn.patches.launch import handshake
 
-    hooks.install(handshake.main_hooks())
+    registry.install(handshake.main_hooks())
 
 
 def _caller() -> tuple[str, ServerArgs] | None:

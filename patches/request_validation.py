@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.preferred import prefer
 from sglang_triattn.patches.launch.server_args import rules_of
 from sglang_triattn.patches.observability.metrics import Refusals
-from sglang_triattn.patches.scheduler.request import kinds_of
+from sglang_triattn.patches.request.fields import kinds_of
 from sglang_triattn.request.options import CONFLICT, KEY, RequestError, read_request, with_media
 from sglang_triattn.rounds.rules import RoundRules
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from sglang_triattn.patches.sglang_parts import ServerArgs
+    from sglang_triattn.patches.sglang_types import ServerArgs
 
 
 # Fields of a request to /generate are named after what they hold.
@@ -50,12 +50,14 @@ def main_hooks() -> list[Hook]:
             "around",
             _prefer_and_check,
             "self obj input_text input_ids input_embeds mm_inputs token_type_ids",
+            why="gives a request the operator's preferred settings, and refuses a bad field, whichever endpoint",
         ),
         Hook(
             "sglang.srt.entrypoints.http_server.serve_generate_request",
             "around",
             _check_before_stream,
             "obj request",
+            why="refuses a bad field with status 400 before a stream of `/generate` begins",
         ),
     ]
 

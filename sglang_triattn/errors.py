@@ -50,3 +50,8 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, or else its type name, short enough to quote in a sentence."""
     text = getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0]
     return text[:200].rstrip(". ")
+
+
+def type_and_line(error: BaseException) -> str:
+    """Type and first line of an error's message."""
+    return f"{type(error).__name__}: {first_line(error)}"

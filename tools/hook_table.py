@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from documents import DOCS, generated, write_generated
-from env import fail
-from sglang_triattn.patches.hook_list import WHY, all_hooks, short
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.doctor.hook_list import all_hooks
+from sglang_triattn.patches.hooks.hook import Hook
 
 FILE = DOCS / "architecture.md"
 NAME = "hook_table"
@@ -25,17 +24,10 @@ def place(hook: Hook) -> str:
 
 def lines() -> Iterator[str]:
     """The tables in Markdown, one per process."""
-    unused = set(WHY)
     for process, hooks in all_hooks().items():
         yield f"\n**{process}**\n\n| SGLang's function | when | our file | why |\n|---|---|---|---|\n"
         for hook in hooks:
-            key = (process, short(hook.target))
-            if key not in WHY:
-                fail(f"{hook.target} is hooked: say in patches/hook_list.py why.")
-            unused.discard(key)
-            yield f"| `{hook.target.removeprefix('sglang.srt.')}` | {hook.kind} | `{place(hook)}` | {WHY[key]} |\n"
-    if unused:
-        fail(f"{' '.join(min(unused))} is not hooked any more: remove it from patches/hook_list.py.")
+            yield f"| `{hook.target.removeprefix('sglang.srt.')}` | {hook.kind} | `{place(hook)}` | {hook.why} |\n"
     yield "\n"
 
 

@@ -18,11 +18,12 @@ KINDS = ("sign", "bound", "swapped arguments", "missing call", "negated conditio
 # What a round reads and decides.
 HEAVY = (
     *("sglang_triattn/rounds/", "sglang_triattn/request/", "sglang_triattn/stats/"),
-    *("kernels/select/", "kernels/score/", "patches/scheduler/", "patches/model/"),
+    *("kernels/select/", "kernels/score/"),
+    *("patches/rounds/", "patches/scheduler/", "patches/request/", "patches/ranks/", "patches/model/"),
 )
 WEIGHT = 4
 # What commands print; classes for the type checker alone.
-LEFT_OUT = ("sglang_triattn/cli/", "sglang_triattn/data/", "patches/sglang_parts.py")
+LEFT_OUT = ("sglang_triattn/cli/", "sglang_triattn/data/", "patches/sglang_types.py")
 
 SIGNS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.FloorDiv: ast.Mod, ast.Mod: ast.FloorDiv}
 BOUNDS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}

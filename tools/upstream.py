@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from env import cache_root, exclusive_lock, fail
-from sglang_triattn.patches.hooks import SGLANG_VERSION
+from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 
 DOCTOR = "import sys; from sglang_triattn.cli.main import main; sys.exit(main(['doctor', '--json']))"
 # Written last: without it, an installation was interrupted.

@@ -45,10 +45,10 @@ class Hooked:
         from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
         from sglang_triattn.config import Config
+        from sglang_triattn.patches.compression import Compression
         from sglang_triattn.patches.observability.reporting import reporting_streamer
-        from sglang_triattn.patches.scheduler.compressor import Compressor
-        from sglang_triattn.patches.scheduler.plugin import Compression
-        from sglang_triattn.patches.scheduler.request import attach_options
+        from sglang_triattn.patches.request.compressed import attach_options
+        from sglang_triattn.patches.rounds.compressor import Compressor
         from sglang_triattn.request.options import CompressionOptions
         from sglang_triattn.rounds.rules import complete
 

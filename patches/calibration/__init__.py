@@ -1,1 +1,1 @@
-"""Calibration inside SGLang, with the model running as it is served."""
+"""Statistics of the served model: found in a file or the cache, or measured as the model is served."""

@@ -25,10 +25,12 @@ from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.compatibility.rules import ENVIRONMENT, why_uncovered
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.patches.hooks import Hook, check_version, install
+from sglang_triattn.patches.hooks.hook import Hook, check_version
+from sglang_triattn.patches.hooks.registry import install
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.model_config import reason_in_file
+from sglang_triattn.patches.launch.server_args import CalibrationRequest
 from sglang_triattn.patches.launch.traits import traits_of
 from sglang_triattn.variable import unset
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 # Settings under which private forward passes, or the split of heads over ranks, do not work as assumed here.
 _REFUSED = {
@@ -55,20 +57,6 @@ _REFUSED = {
 }
 
 _NO_PLACE = f"{SWITCH} has no place in a calibration: leave it out."
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the schedulers are to do.
-
-    Attributes:
-        job_file: the job, pickled. It is too long for a pipe: this process would wait for the last child to import
-            SGLang.
-        out: statistics file to write (.safetensors), absolute.
-    """
-
-    job_file: str
-    out: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +100,7 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
     with tempfile.NamedTemporaryFile(prefix="sglang-triattn-") as job_file, _children_without_interrupts():
         job_file.write(pickle.dumps(job))
         job_file.flush()
-        args_patch.ask_for_calibration(record, Request(job_file.name, str(out.absolute())))
+        args_patch.ask_for_calibration(record, CalibrationRequest(job_file.name, str(out.absolute())))
         try:
             engine = _engine_class()(server_args=record)
         except (ValueError, RuntimeError, OSError, AssertionError) as error:
@@ -125,18 +113,30 @@ def calibrate_with_engine(model_path: str, job: CalibrationJob, out: Path, serve
         engine.shutdown()
 
 
-def scheduler_hooks(request: Request) -> list[Hook]:
+def scheduler_hooks(request: CalibrationRequest) -> list[Hook]:
     """Hooks for a scheduler process that calibrates."""
     state = _Scheduler(request)
     target = "sglang.srt.managers.scheduler.Scheduler"
     return [
-        Hook(f"{target}.__init__", "after", state.on_built, "self server_args port_args"),
-        Hook(f"{target}.get_init_info", "after", state.on_init_info, "self"),
+        Hook(
+            f"{target}.__init__",
+            "after",
+            state.on_built,
+            "self server_args port_args",
+            why="measures as soon as the scheduler is built",
+        ),
+        Hook(
+            f"{target}.get_init_info",
+            "after",
+            state.on_init_info,
+            "self",
+            why="answers what was measured, or why nothing was",
+        ),
     ]
 
 
 class _Scheduler:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: CalibrationRequest) -> None:
         self._request = request
         self._refusal: str | None = (
             "A scheduler process was not built through the hooks of sglang-triattn, so nothing was measured: start "
@@ -232,7 +232,15 @@ class _NoTokenizer:
 def main_hooks() -> list[Hook]:
     """Hooks for the main process."""
     target = "sglang.srt.entrypoints.engine._wait_for_scheduler_ready"
-    return [Hook(target, "around", _wait, "scheduler_pipe_readers scheduler_procs")]
+    return [
+        Hook(
+            target,
+            "around",
+            _wait,
+            "scheduler_pipe_readers scheduler_procs",
+            why="collects the ranks' answers, any refusal first",
+        )
+    ]
 
 
 def _wait(original: Callable, readers: list, processes: list) -> list[dict]:

@@ -16,16 +16,16 @@ from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, j
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.capture import absorb_in, capture
-from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
+from sglang_triattn.patches.model.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
-from sglang_triattn.patches.model.rotation import served_shape
-from sglang_triattn.patches.scheduler.pipeline import from_first, from_last_stage, is_first, is_staged
+from sglang_triattn.patches.model.served_shape import served_shape
+from sglang_triattn.patches.ranks.pipeline import broadcast_from_first_rank, from_last_stage, is_first, is_staged
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 TRACES_AT_ONCE = 8
 
@@ -100,7 +100,7 @@ class _Run:
     def run(self) -> Sums:
         job = self._job
         # Only the first rank is sure to see the file.
-        self._before = from_first(self._scheduler, load_progress(job) if self._first else Progress())
+        self._before = broadcast_from_first_rank(self._scheduler, load_progress(job) if self._first else Progress())
         unit = self._before.done
         self._done_tokens = sum(map(job.tokens_of, range(unit)))
         while unit < job.units:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.rounds.plan import Totals
 
 if TYPE_CHECKING:
@@ -52,9 +52,27 @@ class WeightUpdates:
         target = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
         return [
             # Every way to update weights comes here once it has succeeded, and then flushes.
-            Hook(f"{target}.record_weight_version_after_update", "after", self._on_update, "self weight_version"),
-            Hook(f"{target}.flush_cache_after_weight_update", "after", self._on_flush, "self recv_req success message"),
-            Hook(f"{target}.resume_memory_occupation", "after", self._on_resume, "self recv_req"),
+            Hook(
+                f"{target}.record_weight_version_after_update",
+                "after",
+                self._on_update,
+                "self weight_version",
+                why="gives back rows of the old weights, and warns of their statistics",
+            ),
+            Hook(
+                f"{target}.flush_cache_after_weight_update",
+                "after",
+                self._on_flush,
+                "self recv_req success message",
+                why="measures the new weights after the last part of an update, if asked to",
+            ),
+            Hook(
+                f"{target}.resume_memory_occupation",
+                "after",
+                self._on_resume,
+                "self recv_req",
+                why="measures the new weights once the KV pool is there again",
+            ),
         ]
 
     def _on_update(self, *_: object, **__: object) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
     from sglang_triattn.patches.cpu.reference_backend import ReferenceBackend
-    from sglang_triattn.patches.sglang_parts import ModelRunner, ServerArgs
+    from sglang_triattn.patches.sglang_types import ModelRunner, ServerArgs
 
     Step = Callable[[ServerArgs], None]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-    from sglang_triattn.patches.sglang_parts import ModelRunner
+    from sglang_triattn.patches.sglang_types import ModelRunner
 
 
 class OneDraft(ReferenceBackend):

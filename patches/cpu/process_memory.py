@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.disaggregation.utils import TransferBackend
 
     from sglang_triattn.patches.cpu.backend_choice import Step
-    from sglang_triattn.patches.sglang_parts import ServerArgs
+    from sglang_triattn.patches.sglang_types import ServerArgs
 
 NAME = "process_memory"
 # Most pieces of memory in one call (IOV_MAX of Linux).

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from sglang_triattn.patches.sglang_parts import ModelRunner
+    from sglang_triattn.patches.sglang_types import ModelRunner
 
 
 def spans_of(batch: ForwardBatch) -> list[Span]:

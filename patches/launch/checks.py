@@ -11,11 +11,11 @@ from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.patches.launch import server_args as args_patch
+from sglang_triattn.patches.launch.census_switch import is_wanted
 from sglang_triattn.patches.launch.model_config import check_model_file, read_config
 from sglang_triattn.patches.launch.preferred import check_preferred
 from sglang_triattn.patches.launch.traits import traits_of
 from sglang_triattn.patches.launch.workers import hook_workers
-from sglang_triattn.patches.observability.census import is_wanted
 from sglang_triattn.rounds.rules import complete
 from sglang_triattn.stats.early import check_against_config
 from sglang_triattn.stats.file import load_stats

@@ -19,7 +19,7 @@ import psutil
 
 from sglang_triattn import __version__
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, nodes_of
 
@@ -66,6 +66,7 @@ def main_hooks() -> list[Hook]:
             "around",
             _wait_for_schedulers,
             "scheduler_pipe_readers scheduler_procs",
+            why="ends a launch in which a scheduler, or another node, does not compress",
         )
     ]
 
@@ -74,8 +75,20 @@ def controller_hooks() -> list[Hook]:
     """Hooks for the data-parallel controller process."""
     target = "sglang.srt.managers.data_parallel_controller.DataParallelController"
     return [
-        Hook(f"{target}._record_scheduler_init_infos", "after", _on_replicas_ready, "self infos"),
-        Hook(f"{target}.get_init_info", "after", _on_controller_info, "self"),
+        Hook(
+            f"{target}._record_scheduler_init_infos",
+            "after",
+            _on_replicas_ready,
+            "self infos",
+            why="reads the replicas' answers",
+        ),
+        Hook(
+            f"{target}.get_init_info",
+            "after",
+            _on_controller_info,
+            "self",
+            why="passes the replicas' answers on to the main process",
+        ),
     ]
 
 

@@ -26,13 +26,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from sglang_triattn import __version__
 from sglang_triattn.config import AUTO, OPTIONS, Config, flag
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch import handshake
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 RANKS_ANSWER_S = 60.0
 """How long a rank waits for another's answer: they have met before, and answer once their models are loaded."""
@@ -156,8 +156,20 @@ class PlainRank:
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.managers.scheduler.Scheduler"
         return [
-            Hook(f"{target}.__init__", "after", self._on_built, "self server_args port_args"),
-            Hook(f"{target}.get_init_info", "after", self._on_init_info, "self"),
+            Hook(
+                f"{target}.__init__",
+                "after",
+                self._on_built,
+                "self server_args port_args",
+                why="compares what this node was asked for with the other nodes",
+            ),
+            Hook(
+                f"{target}.get_init_info",
+                "after",
+                self._on_init_info,
+                "self",
+                why="answers another node that compresses: the launches agree, or not",
+            ),
             serving_hook(lambda: self.refusal),
         ]
 
@@ -187,4 +199,10 @@ def serving_hook(refusal: Callable[[], str | None]) -> Hook:
             time.sleep(0.5)
         sys.exit(1)
 
-    return Hook("sglang.srt.managers.scheduler.Scheduler.run_event_loop", "around", serve, "self")
+    return Hook(
+        "sglang.srt.managers.scheduler.Scheduler.run_event_loop",
+        "around",
+        serve,
+        "self",
+        why="lets a rank that has refused wait for its end",
+    )

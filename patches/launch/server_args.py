@@ -14,12 +14,13 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sglang_triattn.config import SWITCH, Config, add_flags
 from sglang_triattn.errors import TriAttentionError, first_line
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.nodes import nodes_of, tell_others
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
@@ -29,11 +30,24 @@ if TYPE_CHECKING:
 
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_triattn.patches.calibration.engine import Request
-
+_TARGET = "sglang.srt.server_args.ServerArgs"
 _CONFIG = "_triattention"
 _FROM_CLI = "_triattention_from_cli"
 _CALIBRATION = "_triattention_calibration"
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """What the schedulers of `calibrate --engine sglang` are to do.
+
+    Attributes:
+        job_file: the job, pickled. It is too long for a pipe: this process would wait for the last child to import
+            SGLang.
+        out: statistics file to write (.safetensors), absolute.
+    """
+
+    job_file: str
+    out: str
 
 
 def config_of(server_args: ServerArgs) -> Config | None:
@@ -61,12 +75,12 @@ def rules_of(server_args: ServerArgs) -> RoundRules | None:
     )
 
 
-def calibration_of(server_args: ServerArgs) -> Request | None:
-    """The request of `calibration.engine` to the schedulers of this record, or None if they serve."""
+def calibration_of(server_args: ServerArgs) -> CalibrationRequest | None:
+    """The request to the schedulers of this record, or None if they serve."""
     return getattr(server_args, _CALIBRATION, None)
 
 
-def ask_for_calibration(server_args: ServerArgs, request: Request) -> None:
+def ask_for_calibration(server_args: ServerArgs, request: CalibrationRequest) -> None:
     setattr(server_args, _CALIBRATION, request)
 
 
@@ -152,11 +166,22 @@ def hooks(
         except TriAttentionError as error:
             refuse(record, error)
 
-    target = "sglang.srt.server_args.ServerArgs"
     return [
-        Hook(f"{target}.add_cli_args", "after", _add_cli_args, "parser"),
-        Hook(f"{target}.from_cli_args", "around", from_cli_args, "cls args"),
-        Hook(f"{target}.check_server_args", "before", read_environment, "self"),
+        Hook(f"{_TARGET}.add_cli_args", "after", _add_cli_args, "parser", why="defines the flags"),
+        Hook(
+            f"{_TARGET}.from_cli_args",
+            "around",
+            from_cli_args,
+            "cls args",
+            why="reads the flags; once compression is asked for, installs the rest",
+        ),
+        Hook(
+            f"{_TARGET}.check_server_args",
+            "before",
+            read_environment,
+            "self",
+            why="reads `SGLANG_TRIATTENTION` where no flag or keyword could be read",
+        ),
     ]
 
 

@@ -7,7 +7,7 @@ import os
 from sglang_triattn.errors import TriAttentionError
 
 VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
-APP = "sglang_triattn.patches.launch.worker_app:app"
+APP = "sglang_triattn.patches.worker_app:app"
 
 
 def hook_workers(number: int) -> None:

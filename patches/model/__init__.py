@@ -1,1 +1,1 @@
-"""The loaded model: what it is, its statistics, and the device memory that scoring needs."""
+"""The loaded model: what it is, private passes through it, and the device memory that scoring needs."""

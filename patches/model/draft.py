@@ -15,7 +15,7 @@ from sglang_triattn.patches.model.inspect import check_slots
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers
 
 if TYPE_CHECKING:
-    from sglang_triattn.patches.sglang_parts import ModelRunner, Scheduler
+    from sglang_triattn.patches.sglang_types import ModelRunner, Scheduler
 
 
 def draft_runner(scheduler: Scheduler) -> ModelRunner | None:

@@ -14,6 +14,7 @@ from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
 from sglang_triattn.model.rope import Rope, ropes_of_buffers, same_rope
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
+from sglang_triattn.patches.model.rotation import Rotation
 from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from sglang_triattn.patches.model.rotation import Rotation
 
 # Largest allowed difference between a module's table of cosines and sines and the values that its frequencies give: the
 # table may be stored in bfloat16, which has 8 bits.

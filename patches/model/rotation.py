@@ -10,31 +10,23 @@ With latent KV, the part of a query that meets rotated keys is compared, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.model.families import family_of
-from sglang_triattn.model.rope import Rope, no_rotation, rotate
-from sglang_triattn.patches.calibration.eager_batch import EagerBatch, eager, on_forward_stream
-from sglang_triattn.patches.model.inspect import read_ropes, read_shape, same_rope
+from sglang_triattn.model.rope import Rope, rotate, same_rope
+from sglang_triattn.patches.model.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import (
     AttentionLayer,
     Call,
     UnsupportedModel,
-    attention_layers,
-    scored_layers,
     watching_positions,
     watching_queries,
 )
-from sglang_triattn.patches.scheduler.pipeline import is_staged
-from sglang_triattn.patches.scheduler.tensor_parallel import agreed
 
 if TYPE_CHECKING:
-    from sglang_triattn.patches.sglang_parts import Scheduler
-    from sglang_triattn.stats.file import ModelShape
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 POSITION = 997
 """Where the second token stands, or at the end of a shorter context: far enough for wrong frequencies to show."""
@@ -58,48 +50,6 @@ class Rotation:
     rope: Rope
     rotates: tuple[bool, ...]
     first_position: int = 0
-
-
-def served_shape(scheduler: Scheduler) -> ModelShape:
-    """The shape of the model that `scheduler` serves; every rank of every stage calls this before it serves.
-
-    Raises:
-        UnsupportedModel: `read_shape` or `match_rotation` refuses.
-        TriAttentionError: they do in another stage, or the stages do not go together.
-    """
-    if not is_staged(scheduler):
-        return shape_of_stage(scheduler)
-    with agreed(scheduler):
-        own = shape_of_stage(scheduler)
-    return join_stages(scheduler.pp_group.all_gather_object(own))
-
-
-def join_stages(stages: Sequence[ModelShape]) -> ModelShape:
-    """The shape of a model whose layers are split over `stages`.
-
-    Raises:
-        UnsupportedModel: they rotate their queries differently.
-    """
-    first = stages[0]
-    if not all(same_rope(first.rope, stage.rope) for stage in stages):
-        raise UnsupportedModel("the layers of one pipeline stage have another rotary embedding than those of another")
-    layers = tuple(layer for stage in stages for layer in stage.layers)
-    return replace(first, layers=layers, rotates=tuple(turns for stage in stages for turns in stage.rotates))
-
-
-def shape_of_stage(scheduler: Scheduler) -> ModelShape:
-    """The same of this stage's layers; the stages before and after it run along, so every one calls this."""
-    runner, ranks = scheduler.tp_worker.model_runner, scheduler.dp_tp_group.world_size
-    # A stage that refused alone would leave the others waiting in the passes.
-    with agreed(scheduler) if is_staged(scheduler) else nullcontext():
-        layers = scored_layers(attention_layers(runner.model))
-        ropes = read_ropes(runner.model, layers[0].rotary_width)
-        if not ropes and family_of(runner.model_config.hf_config.architectures).may_lack_rope:
-            ropes = [no_rotation(layers[0].rotary_width)]
-    position = min(POSITION, scheduler.model_config.context_len - 1)
-    seen, first = _queries_at(scheduler, layers, position)
-    rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)
-    return read_shape(runner, ranks, replace(rotation, first_position=first))
 
 
 def match_rotation(
@@ -149,7 +99,7 @@ def _unused(ropes: Sequence[Rope]) -> Rope:
     return ropes[0]
 
 
-def _queries_at(
+def queries_at(
     scheduler: Scheduler, layers: Sequence[AttentionLayer], position: int
 ) -> tuple[list[Queries | None], int]:
     """`seen` of `match_rotation`, on the CPU in float64, and the position that a text's first token is turned by."""

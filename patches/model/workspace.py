@@ -14,7 +14,7 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import attention_layers, numbers_of, scored_layers
 from sglang_triattn.rounds.plan import scored_tokens
 from sglang_triattn.rounds.rules import RoundRules
@@ -40,7 +40,15 @@ class Workspace:
 
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-        return [Hook(target, "before", self._reserve, "self pre_model_load_memory")]
+        return [
+            Hook(
+                target,
+                "before",
+                self._reserve,
+                "self pre_model_load_memory",
+                why="allocates memory for scoring before the KV pool is sized",
+            )
+        ]
 
     def _reserve(self, configurator: KVCacheConfigurator, *_: object, **__: object) -> None:
         if configurator.device == "cpu" or self.memory is not None:

@@ -14,7 +14,6 @@ freed what the queued step reads and writes; and so may the tree, when it took a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, cast
@@ -24,16 +23,16 @@ import torch
 
 from sglang_triattn.census import Holders, IntegrityError, Pool, Write, find_fault
 from sglang_triattn.census_windows import find_peer_fault
-from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
+from sglang_triattn.patches.ranks.pipeline import batches_in_flight, requests_beside
+from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.fields import beams_of, decoded_in
+from sglang_triattn.patches.request.window_pool import has_window_pool, row_allocator
+from sglang_triattn.patches.rounds.queued_drafts import unknown_per_row
 from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.pipeline import batches_in_flight, requests_beside
-from sglang_triattn.patches.scheduler.queued_drafts import unknown_per_row
-from sglang_triattn.patches.scheduler.request import beams_of, decoded_in, evicted_of
-from sglang_triattn.patches.scheduler.separation import requests_in_transfer
-from sglang_triattn.patches.scheduler.window_pool import has_window_pool, row_allocator
+from sglang_triattn.patches.scheduler.disaggregation import requests_in_transfer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -41,21 +40,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
     from sglang_triattn.patches.scheduler.idle_rows import Conversation
-    from sglang_triattn.patches.sglang_parts import BeamGroup, Scheduler
-
-VARIABLE = "SGLANG_TRIATTN_CHECK"
-
-
-def is_wanted() -> bool:
-    """Whether the environment enables the census.
-
-    Raises:
-        TriAttentionError: it says neither yes nor no.
-    """
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise TriAttentionError(f"{VARIABLE} is {value!r}: set it to 1 to check every slot at every round, or to 0.")
-    return value == "1"
+    from sglang_triattn.patches.sglang_types import BeamGroup, Scheduler
 
 
 class Census:
@@ -67,19 +52,28 @@ class Census:
 
     def __init__(self, conversations: Conversations) -> None:
         self._conversations = conversations
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
+        self._attached = False
 
     def hooks(self) -> list[Hook]:
-        return [Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "before", self.on_idle, "self")]
+        return [
+            Hook(
+                "sglang.srt.managers.scheduler.Scheduler.on_idle",
+                "before",
+                self.on_idle,
+                "self",
+                why="takes the census of an idle server",
+            )
+        ]
 
     def attach(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._attached = scheduler, True
         self._has_reserves = not scheduler.spec_algorithm.is_none()
         self._unknown = unknown_per_row(scheduler)
         self._no_slots = torch.empty(0, dtype=torch.int64, device=scheduler.req_to_token_pool.req_to_token.device)
 
     def on_idle(self, scheduler: Scheduler) -> None:
-        if self._scheduler is not None:
+        if self._attached:
             self._check("idle after", scheduler.running_batch, scheduler.last_batch)
 
     def around_rounds(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> AbstractContextManager:

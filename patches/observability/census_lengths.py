@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang_triattn.patches.scheduler.request import beams_of, end_of_chunk, evicted_of
+from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.fields import beams_of, end_of_chunk
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch

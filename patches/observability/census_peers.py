@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from sglang_triattn.census_windows import Peers
-from sglang_triattn.patches.scheduler.window_pool import WindowPool, cursor_of
+from sglang_triattn.patches.request.window_pool import WindowPool, cursor_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 
 def read_peers(scheduler: Scheduler, records: Sequence[ReqKvInfo]) -> Peers:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.kernels.round_times import RoundTimes, timing_events
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability.running import held_tokens, running
 from sglang_triattn.request.options import REASONS
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector, TokenizerMetricsCollector
 
-    from sglang_triattn.patches.scheduler.compressor import Compressor
+    from sglang_triattn.patches.rounds.compressor import Compressor
     from sglang_triattn.patches.scheduler.conversations import Conversations
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 PREFIX = "sglang:triattention_"
 COUNTERS = {
@@ -130,7 +130,7 @@ def scheduler_hooks(read: Callable[[], RoundMetrics | None]) -> list[Hook]:
             metrics.publish()
 
     target = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
-    return [Hook(target, "after", publish_with_sglang, "self stats")]
+    return [Hook(target, "after", publish_with_sglang, "self stats", why="sets gauges when SGLang sets its own")]
 
 
 class Refusals:
@@ -140,7 +140,9 @@ class Refusals:
         self._counters: dict[str, Any] = {}
         target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_metric_collector_watchdog"
         # Made once: of a second launch in this process, it is recognised as the one that is in place.
-        self._hook = Hook(target, "after", self._on_collector, "self")
+        self._hook = Hook(
+            target, "after", self._on_collector, "self", why="counts refusals beside SGLang's own metrics"
+        )
 
     def hooks(self) -> list[Hook]:
         return [self._hook]

@@ -18,7 +18,7 @@ from contextlib import aclosing
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.request.options import KEY
 
 if TYPE_CHECKING:
@@ -44,10 +44,34 @@ def main_hooks() -> list[Hook]:
     completion = f"{openai}.serving_completions.OpenAIServingCompletion"
     streamed = "self adapted_request request raw_request"
     return [
-        Hook(f"{chat}._build_chat_response", "after", _add_to_chat, "self request ret created"),
-        Hook(f"{chat}._generate_chat_stream", "around", _add_to_stream, streamed),
-        Hook(f"{completion}._build_completion_response", "after", _add_to_completion, "self request ret created"),
-        Hook(f"{completion}._generate_completion_stream", "around", _add_to_stream, streamed),
+        Hook(
+            f"{chat}._build_chat_response",
+            "after",
+            _add_to_chat,
+            "self request ret created",
+            why="puts the report into whole chats",
+        ),
+        Hook(
+            f"{chat}._generate_chat_stream",
+            "around",
+            _add_to_stream,
+            streamed,
+            why="puts the report into streamed chats",
+        ),
+        Hook(
+            f"{completion}._build_completion_response",
+            "after",
+            _add_to_completion,
+            "self request ret created",
+            why="puts the report into whole completions",
+        ),
+        Hook(
+            f"{completion}._generate_completion_stream",
+            "around",
+            _add_to_stream,
+            streamed,
+            why="puts the report into streamed completions",
+        ),
     ]
 
 

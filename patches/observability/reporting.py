@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability import openai_reports
 from sglang_triattn.patches.observability.stopped import hear
-from sglang_triattn.patches.scheduler.request import owner_of
+from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.rounds.plan import Report, Totals
 
 if TYPE_CHECKING:
@@ -69,18 +69,21 @@ def scheduler_hooks(
             "after",
             add_to_log_line,
             "self",
+            why="adds the sums to the decode log line",
         ),
         Hook(
             f"{components}.internal_state.SchedulerInternalStateController.get_internal_state",
             "after",
             add_to_server_info,
             "self recv_req",
+            why="adds the sums to `/server_info`",
         ),
         Hook(
             "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class",
             "after",
             lambda streamer, _: reporting_streamer(streamer, stopped),
             "self",
+            why="sends each finished request's report along",
         ),
     ]
 
@@ -93,6 +96,7 @@ def main_hooks() -> list[Hook]:
             "around",
             _add_to_meta_info,
             "self meta_info state customized_info index finish_reason",
+            why="puts the report into `meta_info`",
         ),
         *openai_reports.main_hooks(),
     ]
@@ -109,7 +113,7 @@ def reporting_streamer(
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
             # Not `Req.finished()`: this runs for every request in every step, and a call costs as much as the rest.
             reports = [
-                (owner_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
+                (compression_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
                 for req in reqs
             ]
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}

@@ -9,14 +9,14 @@ import heapq
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.patches.scheduler.pipeline import running_batches
-from sglang_triattn.patches.scheduler.request import evicted_of, frozen_of, owner_of, settings_of
-from sglang_triattn.patches.scheduler.window_pool import row_allocator
+from sglang_triattn.patches.ranks.pipeline import running_batches
+from sglang_triattn.patches.request.compressed import compression_of, evicted_of, frozen_of, settings_of
+from sglang_triattn.patches.request.window_pool import row_allocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 LISTED = 256
 """Most requests that `/server_info` lists."""
@@ -64,6 +64,6 @@ def _describe_one(request: Req, page_size: int) -> dict[str, Any]:
         "logical": physical + evicted_of(request),
         "physical": physical,
         "frozen": None if settings is None else min(frozen_of(request, settings, page_size), physical),
-        "rounds": owner_of(request).rounds,
+        "rounds": compression_of(request).rounds,
         "generated": len(request.output_ids),
     }

@@ -1,1 +1,1 @@
-"""Inside the scheduler process: admission, prefill, rounds, release, conversations."""
+"""What SGLang's scheduler does with requests: admission, release, conversations, disaggregation."""

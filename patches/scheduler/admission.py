@@ -12,25 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
-from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, longest_answer
-from sglang_triattn.patches.scheduler.breaker import Breaker
-from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.pipeline import requests_beside
-from sglang_triattn.patches.scheduler.request import (
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.ranks.pipeline import requests_beside
+from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, longest_answer
+from sglang_triattn.patches.request.compressed import (
     attach_options,
+    compression_of,
     frozen_of,
-    media_of,
     settings_in_use,
     settings_of,
     write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.reserve import reserve_per_row
-from sglang_triattn.patches.scheduler.separation import decodes_alone
+from sglang_triattn.patches.request.draft_reserve import reserve_per_row
+from sglang_triattn.patches.request.fields import media_of
+from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
+from sglang_triattn.patches.scheduler.circuit_breaker import Breaker
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.disaggregation import decodes_alone
+from sglang_triattn.request.lifecycle import Stage
 from sglang_triattn.request.options import CompressionOptions, read_request, with_media
 from sglang_triattn.rounds.plan import ceil_align
 from sglang_triattn.rounds.rules import RoundRules
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 
 class Admission:
@@ -55,26 +57,46 @@ class Admission:
         self._config = config
         self._conversations = conversations
         self._breaker = breaker
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
         self._reserve = 0
 
     def hooks(self) -> list[Hook]:
         scheduler = "sglang.srt.managers.scheduler.Scheduler"
         return [
-            Hook(f"{scheduler}.init_req_max_new_tokens", "around", self._attach_and_limit, "self req"),
-            Hook(f"{scheduler}.get_prefill_adder_class", "after", self._bound_adder, "self"),
+            Hook(
+                f"{scheduler}.init_req_max_new_tokens",
+                "around",
+                self._attach_and_limit,
+                "self req",
+                why="attaches the request's settings; lets answers be longer than the pool",
+            ),
+            Hook(
+                f"{scheduler}.get_prefill_adder_class",
+                "after",
+                self._bound_adder,
+                "self",
+                why="reserves by the bound; resumes conversations",
+            ),
             Hook(
                 "sglang.srt.managers.utils.validate_input_length",
                 "around",
                 self._validate_length,
                 "req max_req_input_len allow_auto_truncate",
+                why="lets a prompt that is compacted be longer than the pool",
             ),
-            Hook(f"{scheduler}._add_request_to_queue", "before", self._check_prompt, "self req is_retracted"),
+            Hook(
+                f"{scheduler}._add_request_to_queue",
+                "before",
+                self._check_prompt,
+                "self req is_retracted",
+                why="holds to the pool a prompt that allows no rounds",
+            ),
             Hook(
                 "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
                 "after",
                 self._limit_prefix,
                 "self input_len",
+                why="leaves room beside the frozen prefix of a compacted prompt",
             ),
         ]
 
@@ -94,12 +116,12 @@ class Admission:
             options = CompressionOptions(None)
         if self._breaker.reason is not None:
             options = replace(options, settings=None)
-        owner = attach_options(req, options, self._reserve)
-        if owner.conversation is not None and owner.settings is not None:
+        compression = attach_options(req, options, self._reserve)
+        if compression.conversation is not None and compression.settings is not None:
             self._conversations.on_arrival(req)
             if not self._fits(req):
                 # If the conversation's row is gone by then, the history cannot be prefilled as a whole.
-                owner.compact_prompt()
+                compression.compact_prompt()
                 write_tree_rule(req)
         params = req.sampling_params
         most, least = params.max_new_tokens, params.min_new_tokens
@@ -150,6 +172,21 @@ class Admission:
         if settings is None or settings.prompt == "frozen":
             return None
         return max(min(length, self._capacity() - settings.trigger(0) - 2 * self._page_size()), 0)
+
+    def give_up_waiting(self) -> None:
+        """Has requests that wait for the first time scheduled as by plain SGLang, because compression has stopped.
+
+        Not those whose prompts only rounds would fit into the memory.
+        """
+        scheduler = self._scheduler
+        for request in scheduler.waiting_queue:
+            compression = compression_of(request)
+            fresh = compression.stage is Stage.ARRIVED and not request.retraction_count and request.to_finish is None
+            fitting = len(request.origin_input_ids) < scheduler.max_req_input_len
+            if fresh and compression.settings is not None and fitting:
+                request.skip_radix_cache_insert = compression.withheld
+                # Reads its options again, and limits its answer as for every request.
+                scheduler.init_req_max_new_tokens(request)
 
     def _fits(self, req: Req) -> bool:
         """Whether the empty pool holds the request at its bound, prefilled in rounds if need be."""

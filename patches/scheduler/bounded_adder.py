@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.hooks import replaced
-from sglang_triattn.patches.scheduler.bounds import can_prefill_in_rounds, growth_of, max_kv_tokens_of
+from sglang_triattn.patches.hooks.hook import replaced
+from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, growth_of, max_kv_tokens_of
+from sglang_triattn.patches.request.compressed import settings_of
 from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.request import settings_of
 from sglang_triattn.rounds.plan import ceil_align
 
 if TYPE_CHECKING:

@@ -26,30 +26,30 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.breaker import all_or_nothing, check_survivable, said
-from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
-from sglang_triattn.patches.scheduler.request import (
+from sglang_triattn.errors import type_and_line
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.request.chunked_prefill import show_all_ids
+from sglang_triattn.patches.request.compressed import compression_of, tokens_tell_all, write_tree_rule
+from sglang_triattn.patches.request.fields import rows_of
+from sglang_triattn.patches.request.integrity import all_or_nothing
+from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
+from sglang_triattn.patches.request.row import (
     count_as_cached,
     free_tail,
     leave_row,
-    owner_of,
-    rows_of,
-    show_all_ids,
     take_row,
-    tokens_tell_all,
     write_row_length,
-    write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.states import drop_looked_up, seen_by_state
-from sglang_triattn.patches.scheduler.window_pool import WindowPool, has_window_pool
+from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool
+from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
+from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Conversations:
 
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
-        self._scheduler: Scheduler = cast("Scheduler", None)  # until it is built
+        self._scheduler: Scheduler
         self._idle: OrderedDict[str, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
         # The row that the request under admission has acquired.
@@ -87,8 +87,15 @@ class Conversations:
                 "after",
                 self._add_records,
                 "self",
+                why="counts conversations' rows in SGLang's own books",
             ),
-            Hook("sglang.srt.managers.scheduler.Scheduler.flush_cache", "after", self._on_flush, "self empty_cache"),
+            Hook(
+                "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+                "after",
+                self._on_flush,
+                "self empty_cache",
+                why="forgets conversations whose memory was flushed",
+            ),
         ]
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -103,20 +110,20 @@ class Conversations:
             now = cast(float, group.broadcast_object(now, src=0))
         for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
             self._drop(name)
-        owner_of(request).arrived_at = now
+        compression_of(request).arrived_at = now
 
     def acquire(self, request: Req) -> bool:
         """Gives a waiting request its conversation's row for one attempt at admission; False if there is none."""
-        owner = owner_of(request)
-        name = owner.conversation
-        if name is None or owner.stage is not Stage.ARRIVED or owner.start is not None:
+        compression = compression_of(request)
+        name = compression.conversation
+        if name is None or compression.stage is not Stage.ARRIVED or compression.start is not None:
             return False
         try:
             idle = self._idle.get(name)
             if idle is None or not continues(idle, request):
                 return False
             self._acquired = self._idle.pop(name)
-            owner.acquire(idle.record)
+            compression.acquire(idle.record)
             drop_looked_up(self._scheduler, request.kv)
             take_row(request, idle.kv, idle.last_node)
         except Exception as error:
@@ -131,18 +138,18 @@ class Conversations:
 
     def rollback(self, request: Req) -> None:
         """Gives the row back to its conversation, because the attempt failed."""
-        owner = owner_of(request)
+        compression = compression_of(request)
         # Both are set: an attempt has begun.
-        self._idle[cast(str, owner.conversation)], self._acquired = cast(Conversation, self._acquired), None
-        if owner.stage is Stage.ACQUIRED:
-            owner.rollback()
+        self._idle[cast(str, compression.conversation)], self._acquired = cast(Conversation, self._acquired), None
+        if compression.stage is Stage.ACQUIRED:
+            compression.rollback()
         leave_row(request)
 
     def commit(self, request: Req) -> None:
         """Makes an acquired row the admitted request's own, and notes how its conversation started."""
-        owner = owner_of(request)
+        compression = compression_of(request)
         idle, self._acquired = self._acquired, None
-        owner.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(owner))
+        compression.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(compression))
         write_tree_rule(request)
         if idle is not None:
             self.resumed += 1
@@ -150,11 +157,11 @@ class Conversations:
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)
 
-    def _start_of(self, owner: CompressedRequest) -> str | None:
+    def _start_of(self, compression: CompressedRequest) -> str | None:
         """How a conversation starts with a request that did not resume its row; drops the row, if there is one."""
-        name = owner.conversation
-        if name is None or owner.start is not None:
-            return owner.start
+        name = compression.conversation
+        if name is None or compression.start is not None:
+            return compression.start
         if name in self._idle:
             self._drop(name)
             return DIVERGED
@@ -177,14 +184,14 @@ class Conversations:
             return self._park(request, report)
         except Exception as error:
             self._survive(error, "a conversation's row could not be kept")
-            return owner_of(request).kept
+            return compression_of(request).kept
 
     def _park(self, request: Req, report: Report) -> bool:
-        owner, tree, physical = owner_of(request), self._scheduler.tree_cache, report.physical_length
-        name = owner.conversation
-        if name is None or owner.options.release or _was_aborted(request) or not tokens_tell_all(request):
+        compression, tree, physical = compression_of(request), self._scheduler.tree_cache, report.physical_length
+        name = compression.conversation
+        if name is None or compression.options.release or _was_aborted(request) or not tokens_tell_all(request):
             return False
-        if not owner.evicted_tokens and not tree.disable:
+        if not compression.evicted_tokens and not tree.disable:
             # All of it is exact, so the tree takes it, for everybody.
             return False
         if self.windows is not None and not self.windows.covers_window(request.kv, physical):
@@ -201,7 +208,7 @@ class Conversations:
         with all_or_nothing(lambda: free_slots(self._scheduler)):
             free_tail(request.kv, physical, tree)
         write_row_length(request, physical)
-        record = owner.park(report)
+        record = compression.park(report)
         self._idle[name] = Conversation(
             kv=request.detach_kv(),
             lock=request.lock,
@@ -209,7 +216,7 @@ class Conversations:
             ids=ids,
             owner=reuse_key(request),
             record=record,
-            used=owner.arrived_at,
+            used=compression.arrived_at,
         )
         request.lock = None
         self._lost.pop(name, None)
@@ -231,9 +238,9 @@ class Conversations:
         """
         if not self._idle:
             return
-        wanted = {owner_of(request).conversation for request in waiting}
+        wanted = {compression_of(request).conversation for request in waiting}
         rows = self._scheduler.req_to_token_pool
-        needed = sum(rows_of(request) for request in waiting if owner_of(request).conversation not in self._idle)
+        needed = sum(rows_of(request) for request in waiting if compression_of(request).conversation not in self._idle)
         unwanted = [name for name in self._idle if name not in wanted]
         while rows.available_size() < needed and unwanted:
             self._drop(unwanted.pop(0))
@@ -267,7 +274,7 @@ class Conversations:
 
     def _survive(self, error: Exception, what: str) -> None:
         check_survivable(self._scheduler, error)
-        logger.warning("TriAttention: %s (%s)", what, said(error))
+        logger.warning("TriAttention: %s (%s)", what, type_and_line(error))
 
     def _remember_lost(self, name: str) -> None:
         self._lost[name] = None

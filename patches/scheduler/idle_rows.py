@@ -9,10 +9,11 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.scheduler.breaker import all_or_nothing, unbroken
-from sglang_triattn.patches.scheduler.request import settings_of, tokens_tell_all, wants_prompt_logprobs
-from sglang_triattn.patches.scheduler.states import free_state
-from sglang_triattn.patches.scheduler.window_pool import row_allocator
+from sglang_triattn.patches.request.compressed import settings_of, tokens_tell_all
+from sglang_triattn.patches.request.fields import wants_prompt_logprobs
+from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
+from sglang_triattn.patches.request.linear_states import free_state
+from sglang_triattn.patches.request.window_pool import row_allocator
 from sglang_triattn.request.row_record import RowRecord
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
-    from sglang_triattn.patches.sglang_parts import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class Conversation:
         """
         with unbroken("a conversation's row was freed"):
             scheduler.tree_cache.unlock(self.lock)
-            free_state(scheduler, self)
+            free_state(scheduler, self.kv)
             # It frees the row of the record `kv`, and looks at nothing else of its argument.
             scheduler.req_to_token_pool.free(cast("Req", self))
         self.kv.mark_kv_released()

@@ -12,19 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sglang_triattn.patches.hooks import Hook
-from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.request import (
-    end_of_chunk,
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.request.chunked_prefill import keep_private, show_all_ids
+from sglang_triattn.patches.request.compressed import (
+    compression_of,
     frozen_of,
-    keep_private,
-    owner_of,
     settings_of,
-    show_all_ids,
     tokens_tell_all,
     write_tree_rule,
 )
-from sglang_triattn.patches.scheduler.window_pool import slide_window
+from sglang_triattn.patches.request.fields import end_of_chunk
+from sglang_triattn.patches.request.window_pool import slide_window
+from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
@@ -41,8 +40,20 @@ class Rows:
     def hooks(self) -> list[Hook]:
         target = "sglang.srt.mem_cache.common"
         return [
-            Hook(f"{target}.checkpoint_kv_cache", "around", self.checkpoint, "req tree_cache"),
-            Hook(f"{target}.release_kv_cache", "around", self.release, "req tree_cache checkpoint"),
+            Hook(
+                f"{target}.checkpoint_kv_cache",
+                "around",
+                self.checkpoint,
+                "req tree_cache",
+                why="keeps the answer of a retracted request out of the tree",
+            ),
+            Hook(
+                f"{target}.release_kv_cache",
+                "around",
+                self.release,
+                "req tree_cache checkpoint",
+                why="parks, publishes or retracts a row, and writes the report",
+            ),
         ]
 
     def checkpoint(self, original: Callable, req: Req, tree_cache: BasePrefixCache) -> None:
@@ -67,25 +78,25 @@ class Rows:
         if not req.kv.holds_kv:
             original(req, tree_cache, checkpoint=checkpoint)
             return
-        owner = owner_of(req)
-        if owner.evicted_tokens and not req.skip_radix_cache_insert:
+        compression = compression_of(req)
+        if compression.evicted_tokens and not req.skip_radix_cache_insert:
             raise RuntimeError(f"request {req.rid} has evicted tokens, but its row is about to enter the tree")
         report = report_on(req, tree_cache.page_size)
-        if owner.settings is None:
-            if owner.conversation is not None:
+        if compression.settings is None:
+            if compression.conversation is not None:
                 # It arrived after compression had stopped.
-                start = self._conversations.start_without_row(owner.conversation)
+                start = self._conversations.start_without_row(compression.conversation)
                 report = replace(report, conversation=start, conversation_kept=False)
-            owner.report = report
+            compression.report = report
             give_back(original, req, tree_cache, checkpoint=checkpoint)
             return
         kept = self._conversations.park(req, report)
-        if owner.conversation is not None:
-            report = replace(report, conversation=owner.start, conversation_kept=kept)
+        if compression.conversation is not None:
+            report = replace(report, conversation=compression.start, conversation_kept=kept)
         if kept:
-            owner.report = report
+            compression.report = report
         elif req.finished():
-            exact = owner.publish(report)
+            exact = compression.publish(report)
             write_tree_rule(req)
             if exact is not None and checkpoint and tokens_tell_all(req):
                 publish_start(req, exact, tree_cache)
@@ -93,9 +104,9 @@ class Rows:
         else:
             give_back(original, req, tree_cache, checkpoint=checkpoint)
             if req.kv.retraction_backup is None:
-                owner.retract(report)
+                compression.retract(report)
             else:
-                owner.suspend(report)
+                compression.suspend(report)
             write_tree_rule(req)
 
 
@@ -136,19 +147,19 @@ def give_back(original: Callable, req: Req, tree_cache: BasePrefixCache, *, chec
 
 def report_on(req: Req, page_size: int) -> Report:
     """The report of a request that gives its row back."""
-    owner = owner_of(req)
+    compression = compression_of(req)
     protected = req.kv.cache_protected_len
-    frozen = protected if owner.settings is None else frozen_of(req, owner.settings, page_size)
+    frozen = protected if compression.settings is None else frozen_of(req, compression.settings, page_size)
     # With overlap a step may have run past the end; nobody owns those tokens.
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
-    logical = min(req.kv.kv_committed_len + owner.evicted_tokens, computed)
-    physical = logical - owner.evicted_tokens
+    logical = min(req.kv.kv_committed_len + compression.evicted_tokens, computed)
+    physical = logical - compression.evicted_tokens
     return Report(
-        rounds=owner.rounds,
-        evicted_tokens=owner.own_evicted_tokens,
-        freed_slots=owner.freed_slots,
+        rounds=compression.rounds,
+        evicted_tokens=compression.own_evicted_tokens,
+        freed_slots=compression.freed_slots,
         frozen_length=min(frozen, physical),
         physical_length=physical,
         logical_length=logical,
-        conversation_evicted_tokens=None if owner.conversation is None else owner.evicted_tokens,
+        conversation_evicted_tokens=None if compression.conversation is None else compression.evicted_tokens,
     )

@@ -81,13 +81,13 @@ def _parts(model: str | None) -> Iterator[tuple[str, Callable[[], Iterable[Row]]
 
 # `patches` imports SGLang: it is imported only to look at it.
 def _hook_rows() -> Iterable[Row]:
-    from sglang_triattn.patches.touch_points import hook_rows
+    from sglang_triattn.patches.doctor.upstream_check import hook_rows
 
     return hook_rows()
 
 
 def _use_rows() -> Iterable[Row]:
-    from sglang_triattn.patches.touch_points import use_rows
+    from sglang_triattn.patches.doctor.upstream_check import use_rows
 
     return use_rows()
 

@@ -22,8 +22,8 @@ A request's row, in KV entries:
 Only exact K/V, which the token ids alone determine, may enter the tree: the whole row if nothing was evicted, else the
 entries before the first evicted position. Anything computed after an eviction attended to a row with holes.
 
-This module knows nothing of SGLang, tensors or devices. `patches/scheduler/request.py` applies the effects of a
-transition to SGLang's request.
+This module knows nothing of SGLang, tensors or devices. `patches/request/` applies the effects of a transition to
+SGLang's request.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import pytest
 from sglang.srt.managers.schedule_policy import PrefillAdder
 
 from checks import check_books
+from sglang_triattn.patches.request.bounds import growth_of
 from sglang_triattn.patches.scheduler.bounded_adder import bounded_adder
-from sglang_triattn.patches.scheduler.bounds import growth_of
 from simulation import Simulation
 
 POOL = 320

@@ -8,7 +8,7 @@ import torch
 from scene import Scene
 from sglang_triattn.census import IntegrityError
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches.observability import census as census_patch
+from sglang_triattn.patches.launch import census_switch
 from whole_server import fault_of, server_of, take_census
 
 
@@ -177,9 +177,9 @@ def test_the_variable(monkeypatch):
     """Prevents a check from staying off although it was requested with another spelling."""
     for value, wanted in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("SGLANG_TRIATTN_CHECK", value)
-        assert census_patch.is_wanted() is wanted
+        assert census_switch.is_wanted() is wanted
     monkeypatch.delenv("SGLANG_TRIATTN_CHECK")
-    assert not census_patch.is_wanted()
+    assert not census_switch.is_wanted()
     monkeypatch.setenv("SGLANG_TRIATTN_CHECK", "yes")
     with pytest.raises(TriAttentionError, match="SGLANG_TRIATTN_CHECK is 'yes': set it to 1"):
-        census_patch.is_wanted()
+        census_switch.is_wanted()

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from scene import Scene
 from sglang_triattn.census import IntegrityError
-from sglang_triattn.patches.scheduler.compressor import Compressor
+from sglang_triattn.patches.rounds.compressor import Compressor
 from simulation import Simulation
 from whole_server import census_of, fault_of, server_of
 

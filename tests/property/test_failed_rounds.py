@@ -13,7 +13,7 @@ from checks import check_books, check_row, decode_together
 from failing import ROUND_STEPS, TALK_STEPS, Fault, Injected, failed, step_with
 from histories import CHUNKS, STEMS, TOKENS, Histories, run_histories
 from sglang_triattn.census import IntegrityError
-from sglang_triattn.patches.scheduler.breaker import LIMIT
+from sglang_triattn.patches.scheduler.circuit_breaker import LIMIT
 from simulation import Simulation
 
 

@@ -10,9 +10,9 @@ import torch
 from checks import check_books, check_rounds, check_row
 from memory import BUDGET, INTERVAL
 from running import Running
-from sglang_triattn.patches.scheduler import request as requests_patch
-from sglang_triattn.patches.scheduler.batched_rounds import width_for
-from sglang_triattn.patches.scheduler.separation import _back_up
+from sglang_triattn.patches.request import compressed as requests_patch
+from sglang_triattn.patches.rounds.launches import width_for
+from sglang_triattn.patches.scheduler.disaggregation import _back_up
 from sglang_triattn.request.options import CompressionOptions
 from simulation import Simulation
 
@@ -210,7 +210,7 @@ def same_row(sim: Simulation, one: Running, other_sim: Simulation, other: Runnin
     """Both rows hold the same bytes in the same order and, in the first rounds, the same slots."""
     rows = sim.row(one), other_sim.row(other)
     assert torch.equal(sim.content(rows[0]), other_sim.content(rows[1]))
-    records = [requests_patch.owner_of(running.req).record for running in (one, other)]
+    records = [requests_patch.compression_of(running.req).record for running in (one, other)]
     assert records[0].exact_prefix_len() == records[1].exact_prefix_len()
     assert records[0].unordered_len == records[1].unordered_len
 

@@ -15,12 +15,13 @@ import torch
 from checks import check_books
 from histories import run_histories
 from sglang_triattn.kernels import device_round
-from sglang_triattn.patches.scheduler import batched_rounds as launches
-from sglang_triattn.patches.scheduler import compressor, conversations
+from sglang_triattn.patches.request import compressed as requests
+from sglang_triattn.patches.request.batch_lengths import lengths_without
+from sglang_triattn.patches.rounds import compressor, launches
+from sglang_triattn.patches.rounds.compressor import Compressor
+from sglang_triattn.patches.rounds.launches import Launch
+from sglang_triattn.patches.scheduler import conversations
 from sglang_triattn.patches.scheduler import release as rows
-from sglang_triattn.patches.scheduler import request as requests
-from sglang_triattn.patches.scheduler.batched_rounds import Launch
-from sglang_triattn.patches.scheduler.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord, Stage
@@ -80,9 +81,9 @@ def swap_newest_tokens(patch):
 
     def close_up(self, rows, slots):
         real(self, rows, slots)
-        for request, plan in self.rounds:
-            row = rows[request.kv.req_pool_idx]
-            row[plan.new_length - 2 : plan.new_length] = row[plan.new_length - 2 : plan.new_length].flip(0)
+        for row, plan in self.rounds:
+            listed = rows[row.kv.req_pool_idx]
+            listed[plan.new_length - 2 : plan.new_length] = listed[plan.new_length - 2 : plan.new_length].flip(0)
 
     patch.setattr(Launch, "close_up", close_up)
 
@@ -109,9 +110,9 @@ def forget_earlier_rounds(patch):
 def let_the_tree_take_all(patch):
     real = Compressor._record
 
-    def record(self, request, *rest):
-        real(self, request, *rest)
-        request.skip_radix_cache_insert = False
+    def record(self, row, *rest):
+        real(self, row, *rest)
+        row.request.skip_radix_cache_insert = False
 
     patch.setattr(Compressor, "_record", record)
     # The package's own guard would notice first.
@@ -175,7 +176,7 @@ def compact_what_is_frozen(patch):
 
 
 def keep_the_old_lengths(patch):
-    patch.setattr(compressor, "shortened", lambda batch, _: (batch.seq_lens_cpu, batch.seq_lens))
+    patch.setattr(compressor, "shortened", lambda batch, _: lengths_without(batch, ()))
 
 
 def keep_the_record_of_a_lost_row(patch):
@@ -195,7 +196,7 @@ def resume_as_if_nothing_was_evicted(patch):
     real = conversations.take_row
 
     def take_row(request, kv, last_node):
-        requests.owner_of(request).record = RowRecord(len(request.origin_input_ids))
+        requests.compression_of(request).record = RowRecord(len(request.origin_input_ids))
         real(request, kv, last_node)
 
     patch.setattr(conversations, "take_row", take_row)

@@ -21,9 +21,9 @@ from harness import (
 # As on a CUDA device. Triton's interpreter runs the kernels on a CPU; without it Triton finds no device for them.
 KERNELS = """
 def activate():
-    from sglang_triattn.patches.model import warm_up
+    from sglang_triattn.patches.rounds import rehearsal
 
-    warm_up.runs_kernels = lambda device: True
+    rehearsal.runs_kernels = lambda device: True
 """
 
 

@@ -301,7 +301,7 @@ import multiprocessing, sys
 def activate():
     # In spawned children alone the plugin's scheduler part cannot be imported.
     if multiprocessing.parent_process() is not None:
-        sys.modules["sglang_triattn.patches.scheduler.plugin"] = None
+        sys.modules["sglang_triattn.patches.compression"] = None
 """
 
 

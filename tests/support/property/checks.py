@@ -8,7 +8,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from content import contents
 from memory import ROWS
 from running import Running
-from sglang_triattn.patches.scheduler.bounds import max_kv_tokens_of
+from sglang_triattn.patches.request.bounds import max_kv_tokens_of
 from simulation import Simulation
 from whole_server import take_census
 

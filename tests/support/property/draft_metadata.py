@@ -21,8 +21,8 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from checks import decode_together
 from cuda_backends import FOLDER, STEPS, planned, publish_settings, runner_of, without_gpu
-from sglang_triattn.patches.hooks import resolve
-from sglang_triattn.patches.scheduler import draft_steps
+from sglang_triattn.patches.hooks.hook import resolve
+from sglang_triattn.patches.request import draft_steps
 from simulation import Simulation
 
 # Requests of a captured graph, more than there are.

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from running import Running
 from sglang_triattn.kernels import device_round, mover, scorer
-from sglang_triattn.patches.scheduler import batched_rounds, compressor, conversations, memory_pressure
-from sglang_triattn.patches.scheduler.batched_rounds import Launch
-from sglang_triattn.patches.scheduler.compressor import Compressor
+from sglang_triattn.patches.rounds import compressor, launches, memory_pressure
+from sglang_triattn.patches.rounds.compressor import Compressor
+from sglang_triattn.patches.rounds.launches import Launch
+from sglang_triattn.patches.rounds.recovery import Attempt
+from sglang_triattn.patches.scheduler import conversations
 from sglang_triattn.patches.scheduler.conversations import Conversations
-from sglang_triattn.patches.scheduler.failed_rounds import Attempt
-from sglang_triattn.patches.scheduler.window_pool import WindowPool
 from sglang_triattn.request.lifecycle import CompressedRequest
 from simulation import Simulation
 
@@ -22,9 +22,9 @@ ROUND_STEPS = {
     "early plan": (memory_pressure, "plan_eviction"),
     "kind": (compressor, "kind_for"),
     "snapshot": (compressor, "snapshot"),
-    "counts": (batched_rounds, "to_device"),
+    "counts": (launches, "to_device"),
     "shortened": (compressor, "shortened"),
-    "windows": (WindowPool, "before_rounds"),
+    "windows": (compressor, "free_peers"),
     "score": (scorer, "score_torch"),
     "select": (scorer, "select_torch"),
     "first hole": (device_round, "unchanged_start"),

@@ -25,8 +25,8 @@ from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.model.buffers import make_mover
-from sglang_triattn.patches.scheduler import window_pool
-from sglang_triattn.patches.scheduler.compressor import Compressor
+from sglang_triattn.patches.request import window_pool
+from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.rounds.rules import complete

@@ -17,8 +17,8 @@ from sets import matrix, shown
 from sglang_triattn.kernels.compact import move_kernel
 from sglang_triattn.kernels.score import score_kernel, value_size_kernel
 from sglang_triattn.kernels.select import importance_kernel, keep_kernel
-from sglang_triattn.patches.model import warm_up
-from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.patches.request import compressed as requests_patch
+from sglang_triattn.patches.rounds import rehearsal
 from sglang_triattn.request.options import CompressionOptions
 from simulation import CONTEXT, Simulation
 
@@ -84,7 +84,7 @@ def rehearse(sim: Simulation) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     module = SimpleNamespace(current_stream=lambda: None, stream=lambda stream: nullcontext(), synchronize=lambda: None)
     scheduler = SimpleNamespace(device="cuda", device_module=module, enable_overlap=True, forward_stream=stream)
-    warm_up.rehearse(scheduler, sim.compressor)
+    rehearsal.rehearse(scheduler, sim.compressor)
 
 
 SELECTIONS = [("union", 0), ("shared-mean", 0), ("per-head", 0), *(("per-layer-head", share) for share in (0, 0.75, 1))]

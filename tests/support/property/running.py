@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from content import same_for_all
 from sglang_triattn.config import Config
-from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.patches.request import compressed as requests_patch
 
 
 @dataclass(eq=False)

@@ -20,8 +20,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from content import contents, exact_length, same_for_all
 from memory import CONTEXT, Memory
 from running import Running
-from sglang_triattn.patches.scheduler import chunked_prefill
-from sglang_triattn.patches.scheduler import request as requests_patch
+from sglang_triattn.patches.request import chunked_prefill
+from sglang_triattn.patches.request import compressed as requests_patch
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align
@@ -92,7 +92,7 @@ class Simulation(Memory):
             between_chunks: runs the rounds between two chunks and updates the account.
             abort_at: when the client goes away: 2n before the rounds that follow chunk n, 2n + 1 after them.
         """
-        req, owner = running.req, requests_patch.owner_of(running.req)
+        req, owner = running.req, requests_patch.compression_of(running.req)
         with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
             self._next_input(req, self.tree)
         idle, start = set(self.conversations.records()), owner.start
@@ -231,7 +231,7 @@ class Simulation(Memory):
             overrun: with overlap, the K/V of its newest token was computed before anyone knew that it was the last.
         """
         self.running.remove(running)
-        req, owner = running.req, requests_patch.owner_of(running.req)
+        req, owner = running.req, requests_patch.compression_of(running.req)
         held = running.positions[..., : len(running.tokens) - 1 - running.evicted]
         if overrun:
             self._compute_last(running)

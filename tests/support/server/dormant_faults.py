@@ -30,7 +30,7 @@ def awake(fault: str) -> bool:
 
 
 def shift_positions(forward, _, batch, *__, **___) -> None:
-    from sglang_triattn.patches.scheduler.request import settings_of
+    from sglang_triattn.patches.request.compressed import settings_of
 
     if not forward.forward_mode.is_decode():
         return
@@ -49,8 +49,10 @@ def find_nothing(longest: int, *_, **__) -> int:
 def plant(_, scheduler, *__, **___) -> None:
     """Replaces what the faults need, once the scheduler is built."""
     from sglang_triattn.patches.observability.metrics import RoundMetrics
-    from sglang_triattn.patches.scheduler import compressor, release
-    from sglang_triattn.patches.scheduler.compressor import Compressor
+    from sglang_triattn.patches.request.row import CompressedRow
+    from sglang_triattn.patches.rounds import compressor
+    from sglang_triattn.patches.rounds.compressor import Compressor
+    from sglang_triattn.patches.scheduler import release
     from sglang_triattn.patches.scheduler.conversations import Conversations
     from sglang_triattn.request.lifecycle import CompressedRequest
     from sglang_triattn.request.row_record import RowRecord
@@ -62,7 +64,7 @@ def plant(_, scheduler, *__, **___) -> None:
     put(Report, "to_dict", "reports are exchanged", exchange_reports)
     put(CompressedRequest, "round", "fewer slots are freed than tokens evicted", count_too_few)
     put(compressor, "plan_round", "rounds come too early", plan_early)
-    put(compressor, "wait_until_due", "rounds come too early", lambda real, *rest: None)
+    put(CompressedRow, "wait_until_due", "rounds come too early", lambda real, *rest: None)
     put(Compressor, "_give_back", "freed slots are lost", lose_slots)
     put(Compressor, "_compact", "a round writes to the prefix", poison)
     put(RowRecord, "exact_prefix_len", "the tree takes compacted rows", lambda real, record: 1_000_000)
@@ -75,7 +77,7 @@ def plant(_, scheduler, *__, **___) -> None:
         publish(metrics),
     ]
     told = "rounds are reported and not done"
-    put(compressor, "can_compact", told, lambda real, request: False)
+    put(compressor, "compactable_row", told, lambda real, *rest: None)
     put(release, "report_on", told, lambda real, *req: make_up(real(*req), *req))
 
 
@@ -129,8 +131,8 @@ def poison(real, compressor, attempt, batches) -> None:
     """Overwrites the keys of one token of the shared prompt."""
     real(compressor, attempt, batches)
     pool = compressor._scheduler.token_to_kv_pool_allocator.get_kvcache()
-    for request, _ in attempt.rounds:
-        slot = compressor._rows[request.kv.req_pool_idx, 20].long()
+    for row, _ in attempt.rounds:
+        slot = compressor._rows[row.kv.req_pool_idx, 20].long()
         for keys in pool.k_buffer:
             keys[slot] = keys[slot].flip(-1)
 
@@ -148,7 +150,7 @@ def mix_up_row(real, conversations, request) -> None:
 
 def make_up(report, req, page_size: int):
     """The report of rounds that were due and did not run; adds them to the sums."""
-    from sglang_triattn.patches.scheduler.request import frozen_of, settings_of
+    from sglang_triattn.patches.request.compressed import frozen_of, settings_of
     from sglang_triattn.verify.law import replay
 
     settings = settings_of(req)

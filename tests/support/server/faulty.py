@@ -10,21 +10,21 @@ import os
 import pkgutil
 from pathlib import Path
 
-SCHEDULER = "sglang_triattn.patches.scheduler"
+PATCHES = "sglang_triattn.patches"
 STEPS = {
-    "plan": f"{SCHEDULER}.compressor:plan_round",
-    "early rounds": f"{SCHEDULER}.compressor:early_rounds",
-    "snapshot": f"{SCHEDULER}.compressor:snapshot",
-    "lengths": f"{SCHEDULER}.compressor:shortened",
+    "plan": f"{PATCHES}.rounds.compressor:plan_round",
+    "early rounds": f"{PATCHES}.rounds.compressor:early_rounds",
+    "snapshot": f"{PATCHES}.rounds.compressor:snapshot",
+    "lengths": f"{PATCHES}.rounds.compressor:shortened",
     "score": "sglang_triattn.kernels.scorer:Scorer.pieces",
     "select": "sglang_triattn.kernels.scorer:select_torch",
     "move": "sglang_triattn.kernels.mover:move_torch",
-    "close up": f"{SCHEDULER}.batched_rounds:Launch.close_up",
-    "free": f"{SCHEDULER}.batched_rounds:Launch.emptied",
-    "settle": f"{SCHEDULER}.failed_rounds:Attempt.settle",
-    "record": f"{SCHEDULER}.compressor:Compressor._record",
-    "resume": f"{SCHEDULER}.conversations:take_row",
-    "park": f"{SCHEDULER}.conversations:free_tail",
+    "close up": f"{PATCHES}.rounds.launches:Launch.close_up",
+    "free": f"{PATCHES}.rounds.launches:Launch.emptied",
+    "settle": f"{PATCHES}.rounds.recovery:Attempt.settle",
+    "record": f"{PATCHES}.rounds.compressor:Compressor._record",
+    "resume": f"{PATCHES}.scheduler.conversations:take_row",
+    "park": f"{PATCHES}.scheduler.conversations:free_tail",
 }
 
 

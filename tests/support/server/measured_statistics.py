@@ -60,7 +60,7 @@ import json
 import os
 
 from sglang_triattn.calibration.job import CalibrationJob
-from sglang_triattn.patches.model import stats_source
+from sglang_triattn.patches.calibration import stats_source
 
 
 def own_text(scheduler):

@@ -13,8 +13,9 @@ from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration import engine as calibration_launch
 from sglang_triattn.patches.calibration import measure as calibration
+from sglang_triattn.patches.calibration import stats_source
 from sglang_triattn.patches.launch import handshake
-from sglang_triattn.patches.model import stats_source
+from sglang_triattn.patches.launch.server_args import CalibrationRequest
 
 JOB = CalibrationJob(windows=((1, 2, 3),))
 
@@ -135,7 +136,7 @@ def test_no_memory_for_a_calibrating_engine(monkeypatch, tmp_path):
     """Prevents the same when `calibrate --engine sglang` runs the model."""
     (tmp_path / "job").write_bytes(pickle.dumps(JOB))
     monkeypatch.setattr(calibration, "calibrate_scheduler", out_of_memory)
-    built, told = calibration_launch.scheduler_hooks(calibration_launch.Request(str(tmp_path / "job"), "out"))
+    built, told = calibration_launch.scheduler_hooks(CalibrationRequest(str(tmp_path / "job"), "out"))
     built.function(None, scheduler_on(Device()))
     info = told.function({"status": "ready"}, None)
     assert_helpful(info[handshake.KEY]["refusal"])

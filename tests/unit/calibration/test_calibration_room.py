@@ -6,8 +6,8 @@ import pytest
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.calibration import stats_source
 from sglang_triattn.patches.calibration.measure import _check_room, _traces_at_once
-from sglang_triattn.patches.model import stats_source
 
 
 def scheduler(**changes) -> SimpleNamespace:

@@ -17,8 +17,8 @@ from sglang_triattn.cli import main as cli
 from sglang_triattn.doctor import machine, packages, statistics
 from sglang_triattn.doctor.rows import Row
 from sglang_triattn.model.fingerprint import model_fingerprint
-from sglang_triattn.patches import touch_points
-from sglang_triattn.patches.observability.census import VARIABLE
+from sglang_triattn.patches.doctor import upstream_check
+from sglang_triattn.patches.launch.census_switch import VARIABLE
 from sglang_triattn.stats.cache import cached_path
 from sglang_triattn.stats.file import save_stats
 
@@ -52,10 +52,11 @@ def test_all_is_well_here(capsys):
     assert [row for row in found["rows"] if row["status"] not in ("ok", "note")] == []
     assert (status, found["ok"]) == (0, True)
     names = [row["name"] for row in found["rows"]]
-    hooks = [hook.target for hooks in touch_points.all_hooks().values() for hook in hooks]
+    hooks = [hook.target for hooks in upstream_check.all_hooks().values() for hook in hooks]
     assert len(hooks) > 30
     assert {target.removeprefix("sglang.srt.") for target in hooks} <= set(names)
-    assert {"python", *packages.TESTED, "installed", "folder", "check", "statistics", "patches/hooks.py"} <= set(names)
+    others = {"python", *packages.TESTED, "installed", "folder", "check", "statistics", "patches/hooks/hook.py"}
+    assert others <= set(names)
     assert any(name.startswith("kernels for sm_") for name in names)
 
 
@@ -142,7 +143,7 @@ def test_what_is_read_from_source():
             other.thing = 1
         """)
     )
-    assert touch_points.names_used(tree) == {"sglang", "sglang.version", "sglang.srt.b", "sglang.srt.b.replaced"}
+    assert upstream_check.names_used(tree) == {"sglang", "sglang.version", "sglang.srt.b", "sglang.srt.b.replaced"}
 
 
 def test_other_versions(monkeypatch):

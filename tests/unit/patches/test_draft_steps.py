@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_triattn.patches.scheduler.draft_steps import _plan_by_rows
+from sglang_triattn.patches.request.draft_steps import _plan_by_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

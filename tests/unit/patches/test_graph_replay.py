@@ -8,7 +8,7 @@ from sglang.srt.model_executor.cuda_graph_buffer_registry import build_decode_re
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from sglang_triattn.patches.scheduler.positions import _use_logical_positions
+from sglang_triattn.patches.request.positions import _use_logical_positions
 
 GRAPH_SIZE = 4
 

@@ -10,11 +10,12 @@ import hook_table
 from sglang_triattn import variable
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.patches import hooks, plugin
-from sglang_triattn.patches.hooks import Hook
+from sglang_triattn.patches import plugin
+from sglang_triattn.patches.hooks import registry
+from sglang_triattn.patches.hooks.hook import Hook, check_target, check_version
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch import server_args as args_patch
-from sglang_triattn.patches.observability.census import VARIABLE
+from sglang_triattn.patches.launch.census_switch import VARIABLE
 from sglang_triattn.rounds.rules import complete
 
 
@@ -29,16 +30,19 @@ def target(monkeypatch):
     return module
 
 
+WHY = "adds one"
+
+
 def add_one(result, value):
     return result + 1
 
 
 def test_install_applies(target):
     """Prevents a hook that is registered but never runs."""
-    hook = Hook("hook_target.double", "after", add_one, "value")
-    hooks.install([hook])
+    hook = Hook("hook_target.double", "after", add_one, "value", WHY)
+    registry.install([hook])
     assert target.double(3) == 7
-    hooks.install([hook])
+    registry.install([hook])
     assert target.double(3) == 7
 
 
@@ -51,17 +55,17 @@ def test_importers_call_the_hook_too(target, monkeypatch, known_before):
     importer.triple = target.triple
     if known_before:
         monkeypatch.setitem(sys.modules, "hook_importer", importer)
-    hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+    registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
     monkeypatch.setitem(sys.modules, "hook_importer", importer)
     assert importer.twice(3) == (7 if known_before else 6)
     assert importer.other == 2
-    hooks.install([Hook("hook_target.triple", "after", add_one, "value")])
+    registry.install([Hook("hook_target.triple", "after", add_one, "value", WHY)])
     assert importer.triple(3) == 10
 
 
 def test_importers_of_a_target_found_late_are_found(target, monkeypatch):
     """Prevents a hook of another plugin, which this package knows nothing of, from missing importers."""
-    hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+    registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
     target.triple = lambda value: 3 * value
     monkeypatch.setattr(sys.modules[__name__], "imported", target.triple, raising=False)
     HookRegistry.register("hook_target.triple", lambda result, value: result + 1)
@@ -72,14 +76,14 @@ def test_importers_of_a_target_found_late_are_found(target, monkeypatch):
 @pytest.mark.parametrize(
     ("hook", "words"),
     [
-        (Hook("hook_target.triple", "after", add_one, "value"), "no usable hook_target.triple"),
-        (Hook("hook_target.double", "after", add_one, "value other"), "takes (value)"),
+        (Hook("hook_target.triple", "after", add_one, "value", WHY), "no usable hook_target.triple"),
+        (Hook("hook_target.double", "after", add_one, "value other", WHY), "takes (value)"),
     ],
 )
 def test_changed_targets_are_refused(target, hook, words):
     """Prevents hooking a function that is not the one the hook was written for."""
     with pytest.raises(TriAttentionError) as caught:
-        hooks.install([hook])
+        registry.install([hook])
     assert words in str(caught.value)
 
 
@@ -87,7 +91,7 @@ def test_a_hook_that_cannot_be_applied_is_noticed(target, monkeypatch):
     """Prevents running dense after the registry logged a failure."""
     monkeypatch.setattr(HookRegistry, "_apply_target", classmethod(lambda *_: 1 / 0))
     with pytest.raises(TriAttentionError, match="did not apply"):
-        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+        registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
 
 
 def test_a_target_taken_by_another_plugin_is_noticed(target):
@@ -95,7 +99,7 @@ def test_a_target_taken_by_another_plugin_is_noticed(target):
     HookRegistry.register("hook_target.double", lambda result, value: None)
     HookRegistry.apply_hooks()
     with pytest.raises(TriAttentionError, match="Another plugin"):
-        hooks.install([Hook("hook_target.double", "after", add_one, "value")])
+        registry.install([Hook("hook_target.double", "after", add_one, "value", WHY)])
 
 
 def test_other_versions_are_refused(monkeypatch):
@@ -104,7 +108,7 @@ def test_other_versions_are_refused(monkeypatch):
 
     monkeypatch.setattr(sglang, "__version__", "0.5.24")
     with pytest.raises(TriAttentionError, match=r"0\.5\.24 is installed"):
-        hooks.check_version()
+        check_version()
 
 
 def test_every_hook_fits_the_installed_sglang(monkeypatch):
@@ -112,7 +116,7 @@ def test_every_hook_fits_the_installed_sglang(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     every = [hook for hooks_of_one in hook_table.all_hooks().values() for hook in hooks_of_one]
     for hook in every:
-        hooks.check_target(hook)
+        check_target(hook)
     assert len({hook.target for hook in every}) >= 29
 
 
@@ -160,7 +164,7 @@ def test_an_environment_that_asks_ends_a_launch_without_hooks(target, monkeypatc
     if broken == "version":
         monkeypatch.setattr("sglang.__version__", "0.5.24")
     else:
-        monkeypatch.setattr(hooks, "register", lambda _: 1 / 0)
+        monkeypatch.setattr(registry, "register", lambda _: 1 / 0)
     with pytest.raises(SystemExit) as ended:
         plugin.activate()
     assert ended.value.code == 2

@@ -9,8 +9,8 @@ from sglang.srt.managers.schedule_batch import MultimodalInputs
 from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sglang_triattn.patches.scheduler import positions
-from sglang_triattn.patches.scheduler.request import rotary_shift_of
+from sglang_triattn.patches.request import positions
+from sglang_triattn.patches.request.fields import rotary_shift_of
 
 PROMPT = 20
 RUNNER = SimpleNamespace(device="cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.launch.notices import active, at_launch, of_stats
+from sglang_triattn.patches.observability.notices import active, at_launch, of_stats
 from sglang_triattn.rounds.rules import complete
 from sglang_triattn.stats.file import QueryStats
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from checkout import ROOT
-from sglang_triattn.patches.scheduler import pinned
+from sglang_triattn.patches.model import pinned
 
 CUDA = torch.device("cuda")
 
@@ -120,7 +120,9 @@ def test_without_a_gpu(monkeypatch):
     assert pinned.read_later(torch.tensor([5, 6]))() == [5, 6]
 
 
-@pytest.mark.parametrize("folder", ["patches/scheduler", "kernels"])
+@pytest.mark.parametrize(
+    "folder", [*(f"patches/{room}" for room in ("model", "ranks", "request", "rounds", "scheduler")), "kernels"]
+)
 def test_nothing_else_pins(folder):
     """Prevents a copy of each step that does not use the rings."""
     files = [path for path in (ROOT / folder).rglob("*.py") if path.name != "pinned.py"]

@@ -8,9 +8,9 @@ import torch
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.patches.model.layers import UnsupportedModel
-from sglang_triattn.patches.model.rotation import join_stages
-from sglang_triattn.patches.scheduler.pipeline import batches_in_flight, keeps_alike, requests_beside
-from sglang_triattn.patches.scheduler.tensor_parallel import agreed
+from sglang_triattn.patches.model.served_shape import join_stages
+from sglang_triattn.patches.ranks.pipeline import batches_in_flight, keeps_alike, requests_beside
+from sglang_triattn.patches.ranks.tensor_parallel import agreed
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_triattn.patches.scheduler.queued_drafts import _take_off, unread_of, write_unread
+from sglang_triattn.patches.rounds.queued_drafts import _take_off, unread_of, write_unread
 
 
 def requests(*evicted: int) -> list[SimpleNamespace]:

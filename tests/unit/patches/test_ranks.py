@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_triattn.patches.scheduler.tensor_parallel import merge_over_ranks, own_heads
+from sglang_triattn.patches.ranks.tensor_parallel import merge_over_ranks, own_heads
 
 
 def scheduler(rank: int, others: torch.Tensor | None = None, ranks: int = 2) -> SimpleNamespace:

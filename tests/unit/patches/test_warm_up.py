@@ -11,8 +11,8 @@ from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
-from sglang_triattn.patches.model import warm_up
-from sglang_triattn.patches.scheduler import plugin as scheduler_patch
+from sglang_triattn.patches import compression as scheduler_patch
+from sglang_triattn.patches.rounds import rehearsal
 from sglang_triattn.rounds.rules import complete
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -98,7 +98,7 @@ def compressor(
 def test_rehearsed_where_rounds_run(overlap):
     """Prevents memory cached for another stream, and requests that arrive before the kernels are ready."""
     scheduler = pretended(overlap)
-    warm_up.rehearse(scheduler, compressor(scheduler.device_module))
+    rehearsal.rehearse(scheduler, compressor(scheduler.device_module))
     name = "forward" if overlap else "schedule"
     steps = [f"{name} waits for default", f"enter {name}", "rehearse", "rehearse", f"leave {name}"]
     assert scheduler.device_module.log == [*steps, "wait for the device"]
@@ -107,7 +107,7 @@ def test_rehearsed_where_rounds_run(overlap):
 def test_nothing_is_rehearsed_without_kernels():
     """Prevents a launch on a CPU from scoring rows that no kernel reads."""
     scheduler = pretended(kind="cpu")
-    warm_up.rehearse(scheduler, compressor(scheduler.device_module))
+    rehearsal.rehearse(scheduler, compressor(scheduler.device_module))
     assert scheduler.device_module.log == []
 
 
@@ -120,13 +120,13 @@ def test_every_kind_of_launch(num_tokens, longest, widths, moves):
     """Prevents a kernel from compiling in a round: for long rows, or for requests with settings of their own."""
     scheduler = pretended()
     found = compressor(scheduler.device_module, num_tokens=num_tokens, longest=longest, moves=moves)
-    warm_up.rehearse(scheduler, found)
+    rehearsal.rehearse(scheduler, found)
     strategies = ["slide", "fill"] if moves else ["remap"]
     seen = [(launch.slots.shape[1], launch.kind.strategy) for launch in found.launches]
     assert seen == [(width, strategy) for width in widths for strategy in strategies]
     for launch in found.launches:
         assert not launch.slots.any(), "only the padding slot may be touched"
-        assert launch.facts[2].tolist() == [launch.slots.shape[1]]
+        assert launch.row_info[2].tolist() == [launch.slots.shape[1]]
         assert launch.kind.num_kept == launch.kind.cut < launch.slots.shape[1]
 
 
@@ -136,7 +136,7 @@ def test_every_criterion_gets_a_place(recent, rehearsed):
     settings = {"selection": "per-layer-head", "value_share": 0.5, "recent": recent}
     scheduler = pretended()
     found = compressor(scheduler.device_module, longest=96, moves=True, **settings)
-    warm_up.rehearse(scheduler, found)
+    rehearsal.rehearse(scheduler, found)
     seen = [(launch.kind.strategy, launch.kind.recent) for launch in found.launches]
     assert seen == [(strategy, recent) for strategy in ("slide", "fill") for recent in rehearsed]
 
@@ -146,7 +146,7 @@ def test_rows_for_which_the_layers_are_cut():
     scheduler = pretended()
     found = compressor(scheduler.device_module, longest=50_000, limit=1 << 20)
     assert found.workspace_plan.launch(50_000)[1] < 4
-    warm_up.rehearse(scheduler, found)
+    rehearsal.rehearse(scheduler, found)
     assert [launch.slots.shape[1] for launch in found.launches] == [96, 50_000]
 
 
@@ -230,7 +230,7 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
 def test_triton_says_last_what_happened():
     """Prevents a message that quotes a line of a kernel's code."""
     error = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
-    sentence = str(warm_up.refusal_for(error("at 3:4:\n    x = tl.load(p)\n    ^\nunsupported type")))
+    sentence = str(rehearsal.refusal_for(error("at 3:4:\n    x = tl.load(p)\n    ^\nunsupported type")))
     assert "(CompilationError: unsupported type)" in sentence
 
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from request_cases import COMPACT, CONFIG, LEGAL, PROMPT, REPORT, request
-from sglang_triattn.patches.scheduler.request import attach_options, long_enough, owner_of, recent_of, wait_until_due
+from sglang_triattn.patches.request.compressed import attach_options, compression_of, long_enough
+from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.request.lifecycle import RESUMED, CompressedRequest, LifecycleError, RowRecord, Stage
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import Plan
@@ -171,12 +172,16 @@ def served(length: int, protected: int = 8) -> SimpleNamespace:
     return found
 
 
+def row_of(found: SimpleNamespace) -> CompressedRow:
+    return CompressedRow(found, compression_of(found), CONFIG, page_size=1)
+
+
 @pytest.mark.parametrize(("unordered", "recent"), [(0, 10), (150, 10), (190, 10), (195, 5), (200, 0)])
 def test_a_row_says_how_many_of_its_newest_tokens_are_known(unordered, recent):
     """Prevents old tokens from being kept as the newest in a row whose order an earlier round has lost."""
     found = served(200)
-    owner_of(found).record.unordered_len = unordered
-    assert recent_of(found) == recent
+    compression_of(found).record.unordered_len = unordered
+    assert row_of(found).recent == recent
 
 
 def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
@@ -184,7 +189,7 @@ def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
     found = served(20)
     due = 10 + CONFIG.trigger(10)
     assert long_enough([found]) == [0]
-    wait_until_due(found, page_size=1)
+    row_of(found).wait_until_due()
     for length in (21, due - 1):
         found.kv.kv_committed_len = length
         assert long_enough([found, served(5), found]) == [1]
@@ -195,11 +200,11 @@ def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():
 def test_what_was_known_of_a_row_ends_with_it():
     """Prevents a late round after the tree took more of a row, after a retraction, or in a turn with less budget."""
     found = served(20)
-    owner = owner_of(found)
-    wait_until_due(found, page_size=1)
+    owner = compression_of(found)
+    row_of(found).wait_until_due()
     found.kv.cache_protected_len = 16
     assert long_enough([found]) == [0]
-    wait_until_due(found, page_size=1)
+    row_of(found).wait_until_due()
     assert long_enough([found]) == []
     owner.retract(REPORT)
     assert long_enough([found]) == [0]

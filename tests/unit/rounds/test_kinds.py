@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.scheduler.batched_rounds import Kind, kind_for, snapshot
+from sglang_triattn.patches.rounds.launches import Kind, kind_for, snapshot
 from sglang_triattn.rounds.plan import Plan, ceil_align
 from sglang_triattn.rounds.rules import complete
 
@@ -93,10 +93,11 @@ def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
         pages = torch.randperm(200, generator=generator)[: -(-(16 + length) // page_size)]
         slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()[: 16 + length]
         rows[row, : 16 + length] = slots.int()
-        request = SimpleNamespace(
-            kv=SimpleNamespace(req_pool_idx=row, kv_allocated_len=16 + length), multimodal_inputs=None
+        held = SimpleNamespace(
+            kv=SimpleNamespace(req_pool_idx=row, kv_allocated_len=16 + length),
+            request=SimpleNamespace(multimodal_inputs=None),
         )
-        rounds.append((request, plan_of(16, 16 + length, page_size, keep)))
+        rounds.append((held, plan_of(16, 16 + length, page_size, keep)))
     settings, before = complete(Config("s", budget=64, interval=16, recent=32)), rows.clone()
 
     def kind_of(_, plan):

@@ -33,9 +33,7 @@ class Server:
 
     def step(self) -> None:
         steps = [BUDGET + INTERVAL - length for length in self.private]
-        movable = [
-            length >= FIRST and not had for length, had in zip(self.private, self.had_round, strict=True)
-        ]
+        movable = [length >= FIRST and not had for length, had in zip(self.private, self.had_round, strict=True)]
         chosen = choose_rounds(steps, movable, lot_for(len(self.private), INTERVAL, self.asked))
         for index in chosen:
             self.early.append(BUDGET + INTERVAL - self.private[index])

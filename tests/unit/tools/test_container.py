@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 import dockerfile
 from checkout import ROOT
 from sglang_triattn import config
-from sglang_triattn.patches.hooks import SGLANG_VERSION
+from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 
 COMPOSE = ROOT / "docker" / "compose.yaml"
 IMAGE = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+")

@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 from documents import DOCS, README, documents, fenced_blocks, headings, section, table, without_code
 from sglang_triattn import __version__
-from sglang_triattn.patches.hooks import SGLANG_VERSION
+from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OWN = "patches|sglang_triattn|kernels|tests|benchmarks|tools|docs"

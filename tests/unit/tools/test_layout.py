@@ -1,6 +1,7 @@
 """The packages depend on one another in one direction."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from checkout import ROOT
+from import_graph import Checkout
 
 # Folder -> prefixes that it must not import.
 FORBIDDEN = {
@@ -20,8 +22,16 @@ FORBIDDEN = {
 # Commands that look at SGLang, or start its engine, and the only functions that they may use.
 ALLOWED = {
     "cli/calibrate.py": ("sglang_triattn.patches.calibration.engine.calibrate_with_engine",),
-    "cli/doctor.py": ("sglang_triattn.patches.touch_points.hook_rows", "sglang_triattn.patches.touch_points.use_rows"),
+    "cli/doctor.py": (
+        "sglang_triattn.patches.doctor.upstream_check.hook_rows",
+        "sglang_triattn.patches.doctor.upstream_check.use_rows",
+    ),
 }
+# Folders and files of patches/, each of which imports from those below it alone, and folders from their own files.
+ROOMS = (
+    *("doctor", "plugin", "worker_app", "compression", "request_validation", "observability", "rounds", "scheduler"),
+    *("calibration", "request", "model", "launch", "ranks", "cpu", "hooks", "sglang_types"),
+)
 
 
 def imports(path: Path) -> set[str]:
@@ -50,6 +60,46 @@ def test_dependencies_point_one_way(folder):
             if any(allowed.startswith(name) for allowed in ALLOWED.get(str(path.relative_to(ROOT / folder)), ())):
                 continue
             assert not (name + ".").startswith(FORBIDDEN[folder]), f"{path.name} imports {name}"
+
+
+@pytest.fixture(scope="module")
+def needs() -> dict[str, set[str]]:
+    """The modules that each module of the product imports, also in functions and for the type checker alone."""
+    checkout = Checkout(ROOT)
+    modules = {name: file for name, file in checkout.modules.items() if file in checkout.product}
+    found = {}
+    for name, file in modules.items():
+        found[name] = set()
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & set(modules)
+            elif isinstance(node, ast.ImportFrom):
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {each if each in modules else node.module for each in full} & set(modules)
+    return found
+
+
+def test_rooms_need_only_those_below(needs):
+    """Prevents a change in one room of patches/ from reaching rooms that know nothing of it."""
+    prefix = "sglang_triattn.patches."
+    room = {name: name.removeprefix(prefix).split(".")[0] for name in needs if name.startswith(prefix)}
+    assert set(room.values()) == set(ROOMS)
+    up = [
+        f"{name} imports {other}"
+        for name in room
+        for other in sorted(needs[name] & set(room))
+        if ROOMS.index(room[other]) < ROOMS.index(room[name])
+    ]
+    assert up == []
+
+
+def test_no_two_files_need_each_other(needs):
+    """Prevents files that can be read, tested and changed only together."""
+    assert sum(map(len, needs.values())) > 500, "imports are seen"
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_files_stay_short():

@@ -10,7 +10,7 @@ import pytest
 
 from checkout import ROOT
 from documents import DOCS, code, table
-from sglang_triattn.patches.hook_list import all_hooks
+from sglang_triattn.patches.doctor.hook_list import all_hooks
 
 ROWS = table(DOCS / "lengths.md", "Functions", "SGLang's function")
 

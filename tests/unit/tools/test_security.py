@@ -8,7 +8,7 @@ import pytest
 from checkout import ROOT
 from documents import code, table
 from sglang_triattn import __version__
-from sglang_triattn.patches.hooks import SGLANG_VERSION
+from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 from sglang_triattn.request.options import FIELDS, LONGEST_NAME
 
 SECURITY = ROOT / "SECURITY.md"

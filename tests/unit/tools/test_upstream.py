@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import upstream
-from sglang_triattn.patches.hooks import SGLANG_VERSION
+from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Hooks into SGLang: what one is, and how SGLang's registry gets them."""

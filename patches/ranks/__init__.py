@@ -1,0 +1,1 @@
+"""Several processes of one server: tensor-parallel ranks and pipeline stages."""

@@ -1,0 +1,75 @@
+"""Layers that keep a state instead of KV (linear attention, short convolutions): whose it is, and where it goes.
+
+SGLang parts: `HybridReqToTokenPool` (sglang/srt/mem_cache/memory_pool.py), `MambaComponent` of the tree
+(sglang/srt/mem_cache/unified_cache/components/mamba.py), `SchedulerBatchResultProcessor`
+(sglang/srt/managers/scheduler_components/batch_result_processor.py).
+
+A request's state is one slot of a pool of its own, whatever the length of its row; a round leaves it alone. It has seen
+every token, evicted ones too, and cannot be shortened to fewer. So the tree gets states of prompts, which SGLang copies
+while a request prefills, and of answers from which nothing was evicted.
+
+With overlap, SGLang also copies the state of a decoding request now and then (`extra_buffer`), each time its row is as
+long as a multiple of some number, and notes the row's length as that of the text. Behind the first eviction it is not:
+then nothing is noted, and what is copied is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+from sglang_triattn.patches.hooks.hook import Hook
+from sglang_triattn.patches.request.compressed import evicted_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    from sglang_triattn.patches.sglang_types import Scheduler
+
+
+def hooks() -> list[Hook]:
+    target = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    parameters = "self req batch result i known_boundary"
+    return [
+        Hook(
+            f"{target}._mamba_prefix_cache_update",
+            "around",
+            _note_whole_texts,
+            parameters,
+            why="notes no copy of a state as that of a text of which something is evicted",
+        )
+    ]
+
+
+def _note_whole_texts(
+    original: Callable, processor: SchedulerBatchResultProcessor, req: Req, *rest: object, **options: object
+) -> None:
+    if not evicted_of(req):
+        original(processor, req, *rest, **options)
+
+
+def seen_by_state(request: Req) -> int:
+    """Tokens that the state of a request has seen, if it has one.
+
+    With overlap that may be one more than its answer needs.
+    """
+    return request.kv.kv_committed_len + evicted_of(request)
+
+
+def drop_looked_up(scheduler: Scheduler, kv: ReqKvInfo) -> None:
+    """Frees the state into which looking up a prompt would have copied what the tree found."""
+    if kv.mamba_pool_idx is not None:
+        rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
+        rows.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(-1))
+        kv.mamba_pool_idx = kv.mamba_cow_src_index = None
+
+
+def free_state(scheduler: Scheduler, kv: ReqKvInfo) -> None:
+    """Frees the state of a row that no request holds, by SGLang's record of it; the row itself is still taken."""
+    if kv.holds_mamba:
+        rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
+        # It looks at nothing else of its argument.
+        rows.free_mamba_cache(cast("Req", SimpleNamespace(kv=kv)))

@@ -1,0 +1,298 @@
+"""Compaction rounds on a running batch.
+
+SGLang parts: the scheduler's streams and batch, row table, KV pool, allocator.
+
+The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. There, with overlap scheduling,
+
+- the result of step n-1 has been processed, so prompts are in the tree and finished requests are marked;
+- step n is queued on the forward stream. It reads the rows' slots as they were, and writes its newest token's K/V when
+  it runs. If it verifies drafts, nobody knows how many of them hold: its tokens are not counted, and their slots stay
+  (`queued_drafts`). Everything that reads or writes K/V is therefore enqueued on the forward stream too, after step n
+  and before step n+1;
+- the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
+  (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
+- freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
+  prompt comes back from host memory, on a stream that first waits for it (`HiCacheController.start_loading`);
+- a decode server's slots are also written by a prefill server, over the network, and a retracted request's are copied
+  to the host, on a stream that waits for the schedule stream alone (`UnifiedRadixCache.backup_kv_cache`). Both read
+  rows that the schedule stream has written, so there it waits for the rounds before it rewrites any.
+
+Without overlap there is one stream, in program order. Only token counts steer rounds: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_triattn.kernels.compact.reference import STRATEGIES
+from sglang_triattn.kernels.device_round import compact_rows
+from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.round_times import Untimed
+from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
+from sglang_triattn.patches.model.pinned import read_later
+from sglang_triattn.patches.ranks.pipeline import is_staged, keeps_alike, runs_beside
+from sglang_triattn.patches.request.bounds import reserved_of
+from sglang_triattn.patches.request.compressed import long_enough
+from sglang_triattn.patches.request.fields import decoded_in, end_of_chunk
+from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
+from sglang_triattn.patches.request.row import CompressedRow, compactable_row
+from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool, row_allocator
+from sglang_triattn.patches.rounds.launches import Kind, Launch, kind_for, shortened, snapshot
+from sglang_triattn.patches.rounds.memory_pressure import early_rounds
+from sglang_triattn.patches.rounds.queued_drafts import queues_drafts
+from sglang_triattn.patches.rounds.recovery import Attempt, Recovery
+from sglang_triattn.patches.rounds.window_peers import free_peers
+from sglang_triattn.patches.scheduler.circuit_breaker import Breaker
+from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.patches.scheduler.disaggregation import decodes_alone
+from sglang_triattn.request.lifecycle import FirstEvicted
+from sglang_triattn.rounds.plan import Plan, Totals, plan_round
+from sglang_triattn.rounds.rules import RoundRules
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_triattn.patches.sglang_types import Scheduler
+
+
+class Compressor:
+    """Compacts the due requests of a scheduler, all of them in one pass.
+
+    Args:
+        scheduler: SGLang's Scheduler, fully built.
+        config: the server's settings.
+        scorer: reads the keys of the scheduler's KV pool.
+        mover: moves K/V in that pool; None if rounds only rewrite rows, see `buffers.make_mover`.
+        conversations: idle rows, which give way to running requests.
+        breaker: counts failures; by default one of its own.
+        follower: moves K/V of the draft model, which shares rows and slots; None without one, or without `mover`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: RoundRules,
+        scorer: Scorer,
+        mover: Mover | None,
+        conversations: Conversations,
+        breaker: Breaker | None = None,
+        follower: Mover | None = None,
+    ) -> None:
+        self.config = config
+        self.totals = Totals()
+        self.times = Untimed()
+        self.breaker = breaker or Breaker()
+        self._recovery = Recovery(scheduler, self.breaker, self.totals, mover)
+        self._scheduler = scheduler
+        self._scorer = scorer
+        self._allocator = row_allocator(scheduler.token_to_kv_pool_allocator)
+        self._windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
+        self._rows = scheduler.req_to_token_pool.req_to_token
+        self._page_size = self._allocator.page_size
+        self._mover, self._follower = mover, follower
+        self._conversations = conversations
+        self._alike_on_ranks = keeps_alike(scheduler, config.selection)
+        self._queues_drafts = queues_drafts(scheduler)
+        # A stage's chunk may still be reading its row; for a decode server see above.
+        self._rewrites_late = is_staged(scheduler) or decodes_alone(scheduler)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Strategies that rounds may use; if K/V moves, `kind_for` chooses among them."""
+        return ("remap",) if self._mover is None else STRATEGIES
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the rows and K/V."""
+        return self._rows.device
+
+    @property
+    def windows(self) -> WindowPool | None:
+        """The window layers' pool, if they have one of their own."""
+        return self._windows
+
+    @property
+    def workspace_plan(self) -> WorkspacePlan:
+        """What one launch of the kernels can hold; only if there are kernels."""
+        return self._scorer.plan
+
+    def take_statistics(self, scorer: Scorer, source: str) -> None:
+        """Scores by other statistics from the next round on.
+
+        Args:
+            scorer: reads the same KV pool.
+            source: where the statistics come from, for messages.
+        """
+        self._scorer = scorer
+        self.config = dataclasses.replace(self.config, stats=source)
+
+    def run_due_rounds(
+        self,
+        batch: ScheduleBatch,
+        *,
+        joining: ScheduleBatch | None = None,
+        chunked: Req | None = None,
+        around: AbstractContextManager = nullcontext(),  # noqa: B008
+    ) -> None:
+        """Runs one round for every request that has outgrown its budget, or that must make room.
+
+        If that fails, see `recovery`; raises only what the server cannot survive.
+
+        Args:
+            batch: SGLang's running ScheduleBatch.
+            joining: the batch that was prefilled last and is about to join it, or None.
+            chunked: the request whose prompt is prefilled chunk by chunk, or None.
+            around: a context to run planned rounds in; not entered if there are none.
+        """
+        # Those of a mixed batch do not decode in the running batch for as long as prompts are being prefilled.
+        beside = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
+        requests = [*batch.reqs, *beside] if beside else batch.reqs
+        try:
+            attempt = self._plan_step(requests, joining, chunked)
+        except Exception as error:
+            self._recovery.from_plan(error, requests, chunked)
+            return
+        if attempt is None:
+            return
+        rounds = attempt.rounds
+        reserved = sum(reserved_of(row.request, self._page_size) for row, _ in rounds)
+        batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
+        with around, self.times.host():
+            try:
+                self._compact(attempt, batches)
+            except Exception as error:
+                self._recovery.from_rounds(error, attempt)
+            else:
+                self.breaker.succeeded()
+        # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
+        # slots it frees stay reserved for the same request's growth.
+        if sum(reserved_of(row.request, self._page_size) for row, _ in rounds) < reserved:
+            batch.batch_is_full = False
+
+    def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:
+        """The rounds of this step; None if there are none."""
+        due = self._plan(requests)
+        num_due = len(due)  # early rounds can wait
+        pressed = early_rounds(self._scheduler, requests, joining, due, self._conversations.drop_one, self._windows)
+        if self.breaker.reason is None:
+            due += pressed
+        prefill = self._plan_chunked(chunked)
+        return Attempt(due, num_due, prefill, self._queues_drafts) if due or prefill else None
+
+    def _kind_of(self, row: CompressedRow, plan: Plan) -> Kind:
+        return kind_for(row.settings, plan, row.recent, moves=self._mover is not None, page_size=self._page_size)
+
+    def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
+        """Runs the rounds of a step; however many launches they take, each stream waits for the other once.
+
+        What allocates comes before the slots are freed, so that hardly anything can fail afterwards.
+        """
+        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of, self._page_size)
+        attempt.shortened = [(batch, shortened(batch, attempt.running)) for batch in batches if attempt.running]
+        if self._windows is not None:
+            attempt.cursors = free_peers(self._windows, launches)
+        done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.row_info)]
+        with self._on_forward_stream(*borrowed), self.times.device():
+            for launch in launches:
+                attempt.moves.append(self._recovery.moves_begun)
+                done.append(self.score_and_move(launch))
+            positions = read_later(torch.cat([first for _, first in done]))
+        self._give_back(attempt, [ordered for ordered, _ in done])
+        attempt.settle()
+        self.totals.pressure_rounds += len(attempt.running) - attempt.num_due
+        members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
+        for place, (kind, row, plan) in enumerate(members):
+            self._record(row, plan, kind, lambda place=place: positions()[place])
+
+    def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Finds what stays, and moves its K/V if the round moves any; runs on the forward stream.
+
+        Returns:
+            [R, N] int32: each round's slots, for "remap" with those that stay first, else unchanged; [R] int64: the
+            first position of each row that will no longer hold its original token.
+        """
+        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.row_info
+        unchanged, ordered = compact_rows(
+            self._scorer, self._mover, slots, lengths, next_positions,
+            kind.num_kept, kind.recent, kind.strategy, kind.cut, self._follower,
+        )  # fmt: skip
+        return slots if ordered is None else ordered, frozen + unchanged
+
+    def _give_back(self, attempt: Attempt, ordered: Sequence[torch.Tensor]) -> None:
+        """Removes the emptied slots from the rows, and frees them."""
+        pairs = list(zip(attempt.launches, ordered, strict=True))
+        # For the other strategies, the host knows which slots are emptied.
+        remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
+        if remapped or self._rewrites_late:
+            self._await_forward_stream(*remapped)
+        attempt.rewriting = True
+        for launch, slots in pairs:
+            launch.close_up(self._rows, slots)
+        page_size = self._page_size
+        freed = torch.cat([page for launch, slots in pairs for page in launch.emptied(slots, page_size)]).long()
+        with all_or_nothing(self._allocator.available_size):
+            self._allocator.free_page_ids(freed if page_size == 1 else freed // page_size)
+        attempt.freed = True
+
+    def _plan(self, requests: Sequence[Req]) -> list[tuple[CompressedRow, Plan]]:
+        """Row and plan of each due round."""
+        due = []
+        for index in long_enough(requests):
+            row = compactable_row(requests[index], self._page_size)
+            if row is None:
+                continue
+            plan = plan_round(row.settings, **row.lengths())
+            if plan is None:
+                row.wait_until_due()
+            else:
+                due.append((row, plan))
+        return due
+
+    def _plan_chunked(self, request: Req | None) -> tuple[CompressedRow, Plan] | None:
+        """Plans the round that is due between two chunks of a prefill; None if none is.
+
+        It first gives the tree what it may take of the row, as SGLang would later in the same step.
+        """
+        row = None if request is None else compactable_row(request, self._page_size)
+        if row is None or end_of_chunk(row.request) <= row.request.prefix_len:
+            return None
+        if plan_round(row.settings, **row.lengths()) is None:
+            return None
+        with unbroken("a chunk of a prefill has entered the tree"):
+            self._scheduler.stash_chunked_request(row.request)
+        # The tree may have taken tokens that counted as private.
+        plan = plan_round(row.settings, **row.lengths())
+        return None if plan is None else (row, plan)
+
+    def _record(self, row: CompressedRow, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+        """Records the round with its request, and adds it to the sums."""
+        unordered_len = kind.unordered_len(plan, row.compression.held_record.unordered_len)
+        row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
+        moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
+        self.totals.add(plan, kind.most_moves(plan) * moved)
+
+    def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
+        """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
+        scheduler = self._scheduler
+        if not runs_beside(scheduler):
+            return nullcontext()
+        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.forward_stream)
+        return scheduler.forward_stream_ctx
+
+    def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
+        """Lets the schedule stream use tensors made on the forward stream."""
+        scheduler = self._scheduler
+        if not runs_beside(scheduler):
+            return
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+        for tensor in borrowed:
+            if tensor.is_cuda:
+                tensor.record_stream(scheduler.schedule_stream)

@@ -1,0 +1,172 @@
+"""Compaction rounds that are scored together: what is read from their rows and written to them.
+
+SGLang part: `ReqToTokenPool.req_to_token`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
+from sglang_triattn.patches.model.pinned import to_device
+from sglang_triattn.patches.request.batch_lengths import BatchLengths, lengths_without
+from sglang_triattn.patches.request.draft_reserve import Reserves, read_reserves
+from sglang_triattn.patches.request.fields import rotary_shift_of
+from sglang_triattn.patches.request.row import CompressedRow
+from sglang_triattn.rounds.plan import Plan, ceil_align
+from sglang_triattn.rounds.rules import RoundRules
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+class Kind(NamedTuple):
+    """What the rounds of one launch have in common.
+
+    Attributes:
+        num_kept: private tokens that stay.
+        recent: how many of them are the newest.
+        strategy: "remap", "slide" or "fill".
+        cut: the first private column that is emptied, see `kernels.compact`; `num_kept` if only the row's end is.
+        width: the power of two that bounds their private lengths from above, so a row is padded to at most twice its
+            length, however long another one is.
+    """
+
+    num_kept: int
+    recent: int
+    strategy: str
+    cut: int
+    width: int
+
+    def most_moves(self, plan: Plan) -> int:
+        """Most tokens whose K/V a round copies, in each layer and head; how many it is, only the device knows."""
+        return 0 if self.strategy == "remap" else moves_of(self.strategy, self.num_kept, plan.private_length)
+
+    def unordered_len(self, plan: Plan, before: int) -> int:
+        """Entries at the front of a row that are out of order after a round; `before` is their number before it."""
+        if self.strategy != "fill":
+            return min(before, plan.new_length)
+        in_order = self.recent if self.cut + self.recent <= self.num_kept else 0
+        return plan.new_length - in_order
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Rounds that are scored together.
+
+    Attributes:
+        rounds: row and plan of each.
+        slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
+        row_info: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
+            the next token.
+        reserves: the slots behind their computed entries; None without any.
+    """
+
+    kind: Kind
+    rounds: Sequence[tuple[CompressedRow, Plan]]
+    slots: torch.Tensor
+    row_info: torch.Tensor
+    reserves: Reserves | None = None
+
+    def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Packs the slots that stay side by side in `rows`, SGLang's `req_to_token`.
+
+        Args:
+            slots: [R, N] as `Launch.slots`; for "remap" reordered, with those that stay first.
+        """
+        kind, (row, frozen, lengths, _) = self.kind, self.row_info.unsqueeze(-1)
+        first = 0 if kind.strategy == "remap" else kind.cut
+        if first < kind.num_kept:
+            place = torch.arange(first, kind.num_kept, device=rows.device)
+            source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
+            rows[row, frozen + place] = slots.gather(1, source)
+        if self.reserves is not None:
+            self.reserves.move_up(rows)
+
+    def put_back(self, rows: torch.Tensor) -> None:
+        """Undoes `close_up`, before anything of the rows is freed."""
+        row, frozen, lengths, _ = self.row_info.unsqueeze(-1)
+        column = torch.arange(self.slots.shape[1], device=rows.device)
+        rows[row, frozen + column.minimum(lengths - 1)] = self.slots
+        if self.reserves is not None:
+            self.reserves.put_back(rows)
+
+    def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
+        """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
+        kind = self.kind
+        return [
+            slots[
+                r,
+                ceil_align(plan.frozen + kind.cut, page_size) - plan.frozen : plan.evicted_tokens
+                + kind.cut : page_size,
+            ]
+            for r, (_, plan) in enumerate(self.rounds)
+        ]
+
+
+def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
+    """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
+
+    Args:
+        recent: newest private tokens that are certain to stay, in order now.
+        moves: whether K/V must move; if not, the row is permuted.
+    """
+    num_kept, strategy, cut = plan.kept_private, "remap", None
+    if moves:
+        cut = cut_column(num_kept, recent, plan.frozen, plan.evicted_tokens, page_size)
+        if cut is None and (settings.window or settings.round_to > 1):
+            raise RuntimeError("a round would copy the newest tokens, on whose places window layers or drafts rely")
+        lost = cut is None and needs_order(settings.recent, settings.interval)
+        strategy = "slide" if lost else "fill"
+    return Kind(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
+
+
+def width_for(length: int) -> int:
+    """The power of two for rows of `length` private tokens."""
+    return 1 << (length - 1).bit_length()
+
+
+def snapshot(
+    rows: torch.Tensor, rounds: Sequence[tuple[CompressedRow, Plan]], kind_of: Callable[..., Kind], page_size: int
+) -> list[Launch]:
+    """Makes the launches for `rounds` (row, plan), in the order in which their kinds first appear.
+
+    All counts go to the device in one copy.
+
+    Args:
+        rows: SGLang's `req_to_token`, [rows, context] int32.
+        kind_of: the Kind of a row and its plan.
+    """
+    groups: dict[Kind, list[tuple[CompressedRow, Plan]]] = {}
+    for row, plan in rounds:
+        groups.setdefault(kind_of(row, plan), []).append((row, plan))
+    ordered = [member for group in groups.values() for member in group]
+    row_info = to_device(
+        [
+            [row.kv.req_pool_idx for row, _ in ordered],
+            [plan.frozen for _, plan in ordered],
+            [plan.private_length for _, plan in ordered],
+            [plan.next_position + rotary_shift_of(row.request) for row, plan in ordered],
+        ],
+        rows.device,
+    )
+    launches = []
+    parts = row_info.split([len(group) for group in groups.values()], dim=1)
+    for (kind, group), part in zip(groups.items(), parts, strict=True):
+        index, frozen, length, _ = part.unsqueeze(-1)
+        column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
+        slots = rows[index, frozen + column.minimum(length - 1)]
+        emptied_at_end = kind.strategy != "remap" and kind.cut == kind.num_kept
+        reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
+        launches.append(Launch(kind, group, slots, part, reserves))
+    return launches
+
+
+def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[CompressedRow, Plan]]) -> BatchLengths:
+    """A batch's lengths after `rounds` of some of its requests; others may be among them."""
+    lost = {id(row.request): plan.evicted_tokens for row, plan in rounds}
+    return lengths_without(batch, [lost.get(id(request), 0) for request in batch.reqs])
