@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.request.compressed import compression_of, frozen_of, settings_in_use
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
+from sglang_triattn.patches.request.row import CompressedRow
+from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.rounds.plan import ceil_align, max_kv_tokens
+from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -28,11 +31,15 @@ def longest_answer(request: Req) -> int:
 def max_kv_tokens_of(request: Req, page_size: int) -> int:
     """Most KV entries that a request with settings holds while it decodes, reserve included, as far as known now."""
     compression, settings = compression_of(request), settings_in_use(request)
-    frozen = frozen_of(request, settings, page_size)
+    frozen = frozen_of(request, settings, page_size, compression)
     if not request.kv.holds_kv:
         frozen = max(frozen, request.prefix_len + request.host_hit_length)
-    computed = max_kv_tokens(settings, frozen=frozen, logical_end=logical_end(request) - compression.evicted_tokens)
-    return computed + compression.reserve
+    return _bound(request, compression, settings, frozen)
+
+
+def _bound(request: Req, compression: CompressedRequest, settings: RoundRules, frozen: int) -> int:
+    end = logical_end(request) - compression.evicted_tokens
+    return max_kv_tokens(settings, frozen=frozen, logical_end=end) + compression.reserve
 
 
 def growth_of(request: Req, page_size: int, *, held: int, computed: int | None = None) -> int:
@@ -48,9 +55,10 @@ def growth_of(request: Req, page_size: int, *, held: int, computed: int | None =
     return max(most - ceil_align(held, page_size), 0)
 
 
-def reserved_of(request: Req, page_size: int) -> int:
+def reserved_of(row: CompressedRow) -> int:
     """Slots, in whole pages, that a running request holds or may still take."""
-    return ceil_align(max(max_kv_tokens_of(request, page_size), request.kv.kv_allocated_len), page_size)
+    most = _bound(row.request, row.compression, row.settings, row.frozen)
+    return ceil_align(max(most, row.kv.kv_allocated_len), row.page_size)
 
 
 def can_prefill_in_rounds(request: Req) -> bool:

@@ -62,9 +62,13 @@ def tokens_tell_all(request: Req) -> bool:
     return not compression_of(request).withheld and request.input_embeds is None
 
 
-def frozen_of(request: Req, settings: RoundRules, page_size: int) -> int:
-    """First position of the request's row that a round may touch."""
-    record = compression_of(request).record
+def frozen_of(request: Req, settings: RoundRules, page_size: int, compression: CompressedRequest | None = None) -> int:
+    """First position of the request's row that a round may touch.
+
+    Args:
+        compression: that of the request, where it is at hand.
+    """
+    record = (compression or compression_of(request)).record
     prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len
     return frozen_length(settings, request.kv.cache_protected_len, prompt_len, page_size)
 

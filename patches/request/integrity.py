@@ -17,7 +17,7 @@ def all_or_nothing(size: Callable[[], int]) -> Iterator[None]:
         size: the number of free slots.
 
     Raises:
-        IntegrityError: it raised after it had freed something, so nobody knows who owns the others.
+        IntegrityError: it raised after it had freed something, so the owners of the others are unknown.
     """
     before = size()
     try:
@@ -33,7 +33,7 @@ def all_or_nothing(size: Callable[[], int]) -> Iterator[None]:
 
 @contextmanager
 def unbroken(what: str) -> Iterator[None]:
-    """For calls to SGLang that change its books in several places: raises IntegrityError for whatever they raise.
+    """For calls to SGLang that change its books in several places: an exception of theirs becomes an IntegrityError.
 
     Args:
         what: the start of a sentence, "a row was freed".

@@ -45,7 +45,7 @@ class CompressedRow:
     @property
     def frozen(self) -> int:
         """First position that a round may touch; the tree moves it on when it takes more of the row."""
-        return frozen_of(self.request, self.settings, self.page_size)
+        return frozen_of(self.request, self.settings, self.page_size, self.compression)
 
     @property
     def evicted(self) -> int:
