@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class Config:
     conversation_ttl: int = 600
     stats_after_update: str = "keep"
     value_share: float | None = None
+    rounds_per_step: int | str = AUTO
     profile: str | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +98,11 @@ class Config:
                     f"{flag(name)} is {quoted(getattr(self, name))}, but this version supports only "
                     f"{', '.join(choices)}: use one of these."
                 )
+        most = self.rounds_per_step
+        if most != AUTO and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise TriAttentionError(
+                f"{flag('rounds_per_step')} is {quoted(most)}, but it must be {AUTO} or a whole number, at least 1."
+            )
         share = self.value_share
         if share is not None and (
             isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
@@ -119,12 +125,16 @@ class Config:
         return VALUE_SHARE if selection_named(self.selection).per_layer else 0.0
 
 
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 @dataclass(frozen=True)
 class Option:
     """One flag: its Config field, its type on the command line, and its line in --help."""
 
     name: str
-    parse: type
+    parse: Callable[[str], Any]
     metavar: str
     help: str
     default_note: str = ""
@@ -162,6 +172,13 @@ OPTIONS = (
         "share of the kept tokens besides the newest that are chosen by how far their values lie from the newest "
         "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
         default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0; 0 for latent KV",
+    ),
+    Option(
+        "rounds_per_step",
+        _number_or_word,
+        "auto|N",
+        "most compaction rounds of one step: a request's first round comes early where more would meet, or where it "
+        "can join others (auto: 8, or more where many requests run)",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import Scheduler
 
 
+def tokens_per_step(scheduler: Scheduler) -> int:
+    """Most tokens by which a decoding request grows in one step."""
+    return 1 if scheduler.spec_algorithm.is_none() else scheduler.server_args.speculative_num_draft_tokens
+
+
 def reserve_per_row(scheduler: Scheduler) -> int:
     """Slots that a step allocates beyond the computed entries of each row; 0 without speculative decoding."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode

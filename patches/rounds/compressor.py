@@ -38,11 +38,13 @@ from sglang_triattn.patches.model.pinned import read_later
 from sglang_triattn.patches.ranks.pipeline import is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.request.bounds import reserved_of
 from sglang_triattn.patches.request.compressed import long_enough
+from sglang_triattn.patches.request.draft_reserve import tokens_per_step
 from sglang_triattn.patches.request.fields import decoded_in, end_of_chunk
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.row import CompressedRow, compactable_row
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool, row_allocator
 from sglang_triattn.patches.rounds.launches import Kind, Launch, kind_for, shortened, snapshot
+from sglang_triattn.patches.rounds.leveller import Leveller
 from sglang_triattn.patches.rounds.memory_pressure import early_rounds
 from sglang_triattn.patches.rounds.queued_drafts import queues_drafts
 from sglang_triattn.patches.rounds.recovery import Attempt, Recovery
@@ -51,7 +53,7 @@ from sglang_triattn.patches.scheduler.circuit_breaker import Breaker
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.disaggregation import decodes_alone
 from sglang_triattn.request.lifecycle import FirstEvicted
-from sglang_triattn.rounds.plan import Plan, Totals, plan_round
+from sglang_triattn.rounds.plan import Plan, Totals, plan_eviction, plan_round
 from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class Compressor:
         self._conversations = conversations
         self._alike_on_ranks = keeps_alike(scheduler, config.selection)
         self._queues_drafts = queues_drafts(scheduler)
+        self._leveller = Leveller(config, tokens_per_step(scheduler))
         # A stage's chunk may still be reading its row; for a decode server see above.
         self._rewrites_late = is_staged(scheduler) or decodes_alone(scheduler)
 
@@ -177,7 +180,9 @@ class Compressor:
     def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:
         """The rounds of this step; None if there are none."""
         due = self._plan(requests)
-        num_due = len(due)  # early rounds can wait
+        if self.breaker.reason is None:
+            due += self._plan_early(requests, len(due))
+        num_due = len(due)  # rounds for want of memory can wait
         pressed = early_rounds(self._scheduler, requests, joining, due, self._conversations.drop_one, self._windows)
         if self.breaker.reason is None:
             due += pressed
@@ -252,6 +257,12 @@ class Compressor:
             else:
                 due.append((row, plan))
         return due
+
+    def _plan_early(self, requests: Sequence[Req], num_due: int) -> list[tuple[CompressedRow, Plan]]:
+        """Row and plan of each first round that comes early, so that few rounds meet in one step."""
+        rows = (compactable_row(requests[index], self._page_size) for index in self._leveller.early(requests, num_due))
+        plans = [(row, plan_eviction(row.settings, **row.lengths())) for row in rows if row is not None]
+        return [(row, plan) for row, plan in plans if plan is not None]
 
     def _plan_chunked(self, request: Req | None) -> tuple[CompressedRow, Plan] | None:
         """Plans the round that is due between two chunks of a prefill; None if none is.

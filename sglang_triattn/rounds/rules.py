@@ -25,6 +25,11 @@ class RoundRules(Config):
     round_to: int = 1
     images: bool = True
 
+    @property
+    def most_rounds(self) -> int | None:
+        """Rounds of one step, as far as the requests allow it; None for a number that follows from theirs."""
+        return None if isinstance(self.rounds_per_step, str) else self.rounds_per_step
+
     def budget_for(self, frozen: int) -> int:
         """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0.
 

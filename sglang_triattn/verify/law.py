@@ -5,7 +5,8 @@ Written apart from `sglang_triattn.rounds.plan`, after which servers act.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from sglang_triattn.rounds.rules import RoundRules
 
@@ -32,7 +33,7 @@ def frozen_length(config: RoundRules, prompt: int, cached: int, page_size: int) 
 
 
 def replay(config: RoundRules, *, prompt: int, frozen: int, logical: int, page_size: int) -> Outcome:
-    """The outcome for a request that was neither retracted nor compacted early, nor while its prompt was prefilled.
+    """The outcome for a request that ran alone, and was neither retracted nor compacted while it was prefilled.
 
     The step after the prefill comes before any round; from then on, a round runs before every step that finds
     `trigger` private entries.
@@ -43,17 +44,45 @@ def replay(config: RoundRules, *, prompt: int, frozen: int, logical: int, page_s
         logical: tokens whose K/V was computed.
         page_size: slots per page; floor law: a round frees the pages that lie behind the row's new end.
     """
+    return next(_outcomes(config, config.trigger(frozen), prompt, frozen, logical, page_size))
+
+
+def possible(config: RoundRules, *, prompt: int, frozen: int, logical: int, page_size: int) -> set[Outcome]:
+    """The outcomes for a request that ran together with others: its first round may have come early.
+
+    The server may look at it once more after its last token, before it knows that this was the last.
+
+    Args: as for `replay`.
+    """
     kept, trigger = config.budget_for(frozen), config.trigger(frozen)
-    rounds = evicted = freed = 0
-    length = min(prompt + 1, logical)
-    while length + evicted < logical:
-        private = length - frozen
-        if private >= trigger:
-            excess = (private - kept) // config.round_to * config.round_to
-            freed += pages(length, page_size) - pages(length - excess, page_size)
-            rounds, evicted, length = rounds + 1, evicted + excess, length - excess
-        length += 1
-    return Outcome(rounds, evicted, freed * page_size, length)
+    firsts = range(kept + max(config.interval // 4, 1), trigger + 1)
+    return {each for first in firsts for each in _outcomes(config, first, prompt, frozen, logical, page_size)}
+
+
+def _outcomes(
+    config: RoundRules, first: int, prompt: int, frozen: int, logical: int, page_size: int
+) -> Iterator[Outcome]:
+    """The outcome if the first round finds `first` private entries, and the one with a round after the last token."""
+    kept, due, outcome = config.budget_for(frozen), first, Outcome(physical_length=min(prompt + 1, logical))
+
+    def is_due() -> bool:
+        return outcome.physical_length - frozen >= due
+
+    def after_round() -> Outcome:
+        length = outcome.physical_length
+        excess = (length - frozen - kept) // config.round_to * config.round_to
+        freed = (pages(length, page_size) - pages(length - excess, page_size)) * page_size
+        return Outcome(
+            outcome.rounds + 1, outcome.evicted_tokens + excess, outcome.freed_slots + freed, length - excess
+        )
+
+    while outcome.physical_length + outcome.evicted_tokens < logical:
+        if is_due():
+            outcome, due = after_round(), config.trigger(frozen)
+        outcome = replace(outcome, physical_length=outcome.physical_length + 1)
+    yield outcome
+    if is_due():
+        yield after_round()
 
 
 def is_possible(config: RoundRules, told: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:

@@ -9,6 +9,8 @@ from content import contents
 from memory import ROWS
 from running import Running
 from sglang_triattn.patches.request.bounds import max_kv_tokens_of
+from sglang_triattn.patches.request.compressed import compression_of
+from sglang_triattn.rounds.level import LOT
 from simulation import Simulation
 from whole_server import take_census
 
@@ -115,6 +117,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     """
     requests = [*sim.running, *([] if chunked is None else [chunked])]
     before = {running: (running.positions, running.evicted) for running in requests}
+    fresh = {running for running in requests if not compression_of(running.req).rounds}
     last_slots = {running: int(sim.row(running)[-1]) for running in requests}
     tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
     tree_bytes = sim.content(tree_slots)
@@ -127,7 +130,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         found = sim.content(slots_behind(sim, running)[: len(content)])
         assert torch.equal(found, content), f"{running.req.rid} lost K/V of the queued step"
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
-    freed, early, between_chunks = {True: 0, False: 0}, 0, 0
+    freed, early, between_chunks, rounds, overdue = {True: 0, False: 0}, 0, 0, 0, 0
     for running in requests:
         old, evicted = before[running]
         settings = running.settings
@@ -140,18 +143,25 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         if running.evicted == evicted:
             assert not due, "a due round did not run"
             continue
-        keep = kept_private(settings if due else settings.under_pressure(), first)
+        rounds, overdue = rounds + (running is not chunked), overdue + (due and running is not chunked)
+        regular = kept_private(settings, first)
+        # A first round may come early, to keep rounds level; it then evicts at least a quarter of a regular one.
+        level = not due and running in fresh and length - first >= regular + max(settings.interval // 4, 1)
+        level &= running.req.kv.kv_committed_len == first + regular + (length - first - regular) % settings.round_to
+        keep = regular if due or level else kept_private(settings.under_pressure(), first)
         keep += (length - first - keep) % settings.round_to
         running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
         if running.first_tainted is None:
             running.first_tainted = length
         check_kept(sim, running, old, first, keep)
         slots = (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
-        freed[due] += slots
+        freed[due or level] += slots
         between_chunks += slots * (running is chunked)
-        early += not due
+        early += not (due or level)
+        sim.level_rounds += level
         sim.prefill_rounds += running is chunked
         sim.cut_rounds += sim.compressor.strategies != ("remap",) and int(sim.row(running)[-1]) == last_slots[running]
+    assert rounds - early <= max(sim.config.most_rounds or LOT, overdue), "more rounds than there may be meet in a step"
     assert not early or missing > freed[True] - between_chunks, "a round ran early although memory was there"
     for index, running in enumerate(sim.running):
         lengths = batch.seq_lens_cpu[index], batch.seq_lens[index], running.req.kv.kv_committed_len

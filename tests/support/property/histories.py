@@ -48,6 +48,7 @@ SETTINGS = st.fixed_dictionaries(
         "budget_scope": st.sampled_from(["private", "total"]),
         "prompt": st.sampled_from(["frozen", "compact"]),
         "sinks": st.sampled_from([0, 2, 4, 12]),
+        "rounds_per_step": st.sampled_from(["auto", "auto", 1, 2]),
         "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
     }
 )

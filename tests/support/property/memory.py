@@ -100,6 +100,8 @@ class Memory:
         inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
         scheduler = SimpleNamespace(
             enable_overlap=False,
+            spec_algorithm=SimpleNamespace(is_none=lambda: not reserve),
+            server_args=SimpleNamespace(speculative_num_draft_tokens=reserve),
             tp_group=SimpleNamespace(world_size=1),
             dp_tp_group=SimpleNamespace(world_size=1),
             pp_group=SimpleNamespace(world_size=1),

@@ -42,7 +42,7 @@ class Simulation(Memory):
         self.spoken: dict[str, list[int]] = {}
         self.kept_once: set[str] = set()
         self.resumed = self.shared_starts = self.barred = self.stripped = self.aborted_prefills = 0
-        self.early_rounds = self.prefill_rounds = self.cut_rounds = 0
+        self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = 0
         self._serial = 0
 
     def counts(self) -> dict[str, int]:
@@ -50,6 +50,7 @@ class Simulation(Memory):
         return {
             "rounds": self.rounds,
             "early rounds": self.early_rounds,
+            "first rounds that came early": self.level_rounds,
             "prefill rounds": self.prefill_rounds,
             "rows cut before their newest tokens": self.cut_rounds,
             "resumed turns": self.resumed,

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_triattn.rounds.level import LOT, choose_rounds, earliest, lot_for
+from sglang_triattn.rounds.level import LOT, choose_early, earliest, lot_for, steps_until_overdue
 
 BUDGET, INTERVAL = 64, 32
-FIRST = earliest(BUDGET, INTERVAL)
+FIRST = BUDGET + earliest(INTERVAL)
 
 
 class Server:
-    """Requests that grow by a token a step, and have rounds as `choose_rounds` says."""
+    """Requests that grow by a token a step, and have rounds as `choose_early` says."""
 
     def __init__(self, asked: int | None = None) -> None:
         self.private: list[int] = []
         self.had_round: list[bool] = []
         self.rounds: list[int] = []
         self.early: list[int] = []
-        self.asked = asked
+        self.asked, self.running, self.sleep = asked, 0, 0
 
     def arrive(self, count: int, private: int = 0) -> None:
         self.private += [private] * count
@@ -34,7 +34,18 @@ class Server:
     def step(self) -> None:
         steps = [BUDGET + INTERVAL - length for length in self.private]
         movable = [length >= FIRST and not had for length, had in zip(self.private, self.had_round, strict=True)]
-        chosen = choose_rounds(steps, movable, lot_for(len(self.private), INTERVAL, self.asked))
+        lot = lot_for(len(self.private), INTERVAL, self.asked)
+        due = [index for index, left in enumerate(steps) if left <= 0]
+        early = choose_early(steps, movable, lot)
+        self.sleep -= 1
+        if due or len(steps) != self.running or self.sleep <= 0:
+            self.running, self.sleep = (
+                len(steps),
+                steps_until_overdue([left if left > 0 else INTERVAL for left in steps], lot),
+            )
+        else:
+            assert not early, "a step in which nobody looks would have needed an early round"
+        chosen = [*due, *early]
         for index in chosen:
             self.early.append(BUDGET + INTERVAL - self.private[index])
             self.private[index], self.had_round[index] = BUDGET, True
@@ -97,8 +108,8 @@ def test_no_round_is_late(history):
 
 def test_those_admitted_first_come_first():
     """Prevents ranks from choosing differently among equals."""
-    assert choose_rounds([5] * 20, [True] * 20, 4) == []
-    assert choose_rounds([4] * 20, [True] * 20, 4) == [0, 1, 2, 3]
-    assert choose_rounds([3] * 20, [True] * 20, 4) == [0, 1, 2, 3]
-    assert choose_rounds([0, 5, 1, 5, 9], [False, True, True, True, False], 3) == [0, 1, 2]
-    assert choose_rounds([0] * 9, [False] * 9, 4) == list(range(9))
+    assert choose_early([5] * 20, [True] * 20, 4) == []
+    assert choose_early([4] * 20, [True] * 20, 4) == [0, 1, 2, 3]
+    assert choose_early([3] * 20, [True] * 20, 4) == [0, 1, 2, 3]
+    assert choose_early([0, 5, 1, 5, 9], [False, True, True, True, False], 3) == [2, 1]
+    assert choose_early([0] * 9, [False] * 9, 4) == []
