@@ -54,3 +54,4 @@ if TYPE_CHECKING:
         moe_runner_backend: str
         pp_size: int
         prefill_attention_backend: str | None
+        speculative_num_draft_tokens: int | None

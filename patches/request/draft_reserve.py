@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -26,12 +26,13 @@ from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang_triattn.patches.sglang_types import Scheduler
+    from sglang_triattn.patches.sglang_types import Scheduler, ServerArgs
 
 
 def tokens_per_step(scheduler: Scheduler) -> int:
     """Most tokens by which a decoding request grows in one step."""
-    return 1 if scheduler.spec_algorithm.is_none() else scheduler.server_args.speculative_num_draft_tokens
+    settings = cast("ServerArgs", scheduler.server_args)
+    return 1 if scheduler.spec_algorithm.is_none() else settings.speculative_num_draft_tokens or 1
 
 
 def reserve_per_row(scheduler: Scheduler) -> int:
