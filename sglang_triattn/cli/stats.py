@@ -21,7 +21,7 @@ PARSER = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="statistics file (.safetensors, or a published .pt)")
     plot = parser.add_mutually_exclusive_group()
-    plot.add_argument("--plot", metavar="OUT.png", help="picture to write (FILE with the suffix .png); needs matplotlib")
+    plot.add_argument("--plot", metavar="OUT.png", help="picture to write, with matplotlib (FILE with the suffix .png)")
     plot.add_argument("--no-plot", action="store_true", help="write no picture")
     parser.set_defaults(run=run)
 
