@@ -69,7 +69,7 @@ _ABORT = {"abort_all_max_new_tokens": 8000, "abort_all_sleep": 6}
 _NO_GSM8K = {"test_gsm8k": _DATA}
 _UNLIMITED = "its answer has no limit, and a model of this size writes up to the end of its context"
 _SENSE = "asks for sense; run with SmolLM2"
-_OPENAI = "needs an API without SGLang behind it"
+_OPENAI = "needs an API without SGLang"
 
 CASES = (
     Case("kits.basic_decode_correctness_kit.BasicDecodeCorrectnessMixin", launch="text"),
@@ -147,7 +147,7 @@ CASES = (
         "kits.spec_server_kits.SpecLogprobKit",
         left_out={
             "test_logprob_mixed": (
-                "over 100 requests with the log-probabilities of up to 2,000 prompt tokens; the function behind it is "
+                "over 100 requests with the log-probabilities of up to 2,000 prompt tokens; its function is "
                 "run by test_utils with shorter prompts"
             )
         },
@@ -226,7 +226,7 @@ NOT_RUN = {
     "kits.spec_server_kits.SpecPerfKit": f"{_DATA}; {_SPEED}",
     "kits.streaming_session_kit.StreamingSessionKitMixin": _SESSIONS,
     "kits.streaming_session_kit.AbortLeakReproKitMixin": _SESSIONS,
-    "kits.unified_radix_cache_kit.AccuracyTwoPassMixin": f"{_DATA}; its other test needs a storage behind HiCache",
+    "kits.unified_radix_cache_kit.AccuracyTwoPassMixin": f"{_DATA}; its other test needs a storage for HiCache",
     "kits.vlm_perf_kit": f"{_VISION}; {_SPEED}",
 }
 
@@ -253,7 +253,7 @@ OTHER_MODULES = {
     _SPEED: ("nightly_utils", "nightly_bench_utils", "performance_test_runner"),
     "needs a larger model, one that calls tools": ("tool_call_test_runner",),
     "needs LoRA adapters of larger models; tests/server/test_lora.py makes its own": ("lora_utils",),
-    "a draft model beside the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
+    "a draft model with the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
     "for other machines than CPUs and NVIDIA's GPUs": ("ascend", "xpu", "hicache_xpu_common"),
     "tests kernels, layers or transfers of SGLang, not a server": (
         "kernels", "cpu_test_utils", "layer_ut_utils", "quant_ref_utils", "test_deepep_utils", "test_marlin_utils",

@@ -60,7 +60,14 @@ def _project(root: Path) -> dict:
 def environment_key(root: Path, python_version: tuple[int, int]) -> str:
     """Twelve hex digits that change when the pins, the dependencies or the Python minor version change."""
     project = _project(root)
-    tables = {name: project.get(name) for name in ("dependencies", "optional-dependencies")}
+    extras = project["optional-dependencies"]
+    plot = extras.get("plot", [])
+    # A requirement that moves between `dependencies` and the extra `plot` is installed either way: the key is that of
+    # one list of both, pins first.
+    tables = {
+        "dependencies": sorted([*project["dependencies"], *plot], key=lambda need: ("==" not in need, need)),
+        "optional-dependencies": {"dev": [need for need in extras["dev"] if need not in plot]},
+    }
     parts = [
         (root / "constraints.txt").read_bytes(),
         json.dumps(tables, sort_keys=True).encode(),

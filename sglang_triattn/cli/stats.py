@@ -1,6 +1,7 @@
 """`sglang-triattn stats`: shows what a statistics file holds, in words and as a picture."""
 
 import argparse
+import importlib.util
 import math
 import textwrap
 from pathlib import Path
@@ -9,6 +10,7 @@ from sglang_triattn.errors import TriAttentionError
 
 # Of one wide character of a title, which has 12 points.
 TITLE_INCHES = 0.17
+INSTALL = 'pip install "sglang-triattn[plot]"'
 
 PARSER = {
     "help": "show what a statistics file holds",
@@ -19,7 +21,7 @@ PARSER = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="statistics file (.safetensors, or a published .pt)")
     plot = parser.add_mutually_exclusive_group()
-    plot.add_argument("--plot", metavar="OUT.png", help="picture to write (FILE with the suffix .png)")
+    plot.add_argument("--plot", metavar="OUT.png", help="picture to write, with matplotlib (FILE with the suffix .png)")
     plot.add_argument("--no-plot", action="store_true", help="write no picture")
     parser.set_defaults(run=run)
 
@@ -32,6 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError(f"--plot is {picture}, but its name must end in .png.")
     if picture is not None and not picture.parent.is_dir():
         raise TriAttentionError(f"--plot is {picture}, but its folder does not exist: create it first.")
+    drawable = importlib.util.find_spec("matplotlib") is not None
+    if arguments.plot and not drawable:
+        raise TriAttentionError(f"--plot draws with matplotlib, which is not installed: run `{INSTALL}`.")
 
     from sglang_triattn.stats.concentration import concentration, layer_lines, outlook
     from sglang_triattn.stats.file import load_stats
@@ -44,9 +49,13 @@ def run(arguments: argparse.Namespace) -> None:
         *_summary(stats.layers, per_head),
     ]
     print("\n".join([*shown, *layer_lines(stats), f"  it predicts   {outlook(stats)}"]))
-    if picture is not None:
-        _draw(per_head, f"Query concentration of {file.name}", picture)
-        print(f"picture         {picture}")
+    if picture is None:
+        return
+    if not drawable:
+        print(f"picture         none, because matplotlib is not installed: run `{INSTALL}`")
+        return
+    _draw(per_head, f"Query concentration of {file.name}", picture)
+    print(f"picture         {picture}")
 
 
 def _facts(stats) -> list[str]:

@@ -1,4 +1,4 @@
-"""The commands and examples of README.md and docs/clients.md, exactly as written there.
+"""The commands and examples of README.md, docs/clients.md and docs/agents.md, exactly as written there.
 
 tests/unit/tools/test_docs.py makes sure that no example there is untested.
 """
@@ -16,12 +16,14 @@ from pathlib import Path
 
 import pytest
 
+import prepare_model
 from checkout import ROOT
 from documents import DOCS, README, example, section
 from harness import STRICT, Client, assert_pool_is_whole, compression
 from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
 from sets import wide
+from warm import running_server
 
 PORT = 30000
 URL = f"http://localhost:{PORT}"
@@ -70,6 +72,51 @@ def test_openai(client, tmp_path):
     assert all(report["rounds"] >= ROUNDS for report in reports)
     assert all("conversation" in report for report in reports)
     assert_pool_is_whole(client)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    """{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}"""
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Repeats a tool call as the model wrote it, as the templates of models that call tools do."""
+CALL = r'<tool_call>\n\{"name": "read_log", "arguments": \{"lines": 40\}\}\n</tool_call>'
+
+
+@pytest.fixture
+def agent_server(forkserver, tmp_path):
+    """A server of a trained model: a grammar needs a tokenizer that knows the characters of JSON."""
+    model, stats = prepare_model.prepare()
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    args = ["--enable-triattention", "--triattention-stats", str(stats), "--tool-call-parser", "qwen"]
+    args += ["--chat-template", str(template), "--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32"]
+    with running_server(forkserver, model, args, STRICT, tmp_path / "log") as server:
+        yield Client(server)
+
+
+def test_agent(agent_server, tmp_path):
+    """Prevents a tool loop that users copy from failing, compressing nothing, or starting its conversation afresh."""
+    source = example(DOCS / "agents.md", "A tool loop", "python").replace(URL, agent_server.url)
+    # The model is too small to call tools by itself, and would end its answers before their first round.
+    grammar = f'"regex": {CALL!r} if messages[-1]["role"] == "user" else None'
+    ends = '"ignore_eos": messages[-1]["role"] == "tool"'
+    source = source.replace("extra_body={", f"temperature=0, extra_body={{{grammar}, {ends}, ")
+    # It is slow, too, so answers and budget are shorter.
+    source = source.replace("max_tokens=400", "max_tokens=120")
+    source = source.replace('"budget": 256, "interval": 64', '"budget": 64, "interval": 16')
+    reports = [ast.literal_eval(line) for line in run(tmp_path, source)]
+    assert [report["conversation"] for report in reports] == ["new", "new", "resumed", "resumed"]
+    assert [report["conversation_kept"] for report in reports] == [False, True, True, True]
+    called, answered, again, last = reports
+    assert called["rounds"] == 0
+    assert answered["rounds"] == (119 - 64) // 16
+    # The second result of the tool is private, and so is compacted.
+    assert last["frozen_length"] == again["frozen_length"] == answered["frozen_length"]
+    assert last["physical_length"] <= last["frozen_length"] + 64 + 16
+    assert_pool_is_whole(agent_server)
 
 
 def test_ollama(client):

@@ -1,5 +1,7 @@
 """`sglang-triattn stats`: what users see of a statistics file."""
 
+import sys
+
 import pytest
 import torch
 
@@ -57,6 +59,39 @@ def test_report_and_picture(file, capsys):
     ):
         assert line in out
     assert (file.parent / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch):
+    """Python finds no matplotlib, as after a plain `pip install sglang-triattn`."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def test_the_report_needs_no_matplotlib(file, capsys, no_matplotlib):
+    """Prevents a report that fails for the sake of its picture, and a picture that is missing without a word."""
+    assert cli.main(["stats", "m.safetensors"]) == 0
+    out = capsys.readouterr().out
+    assert "query heads     3\n" in out
+    assert out.endswith(
+        'picture         none, because matplotlib is not installed: run `pip install "sglang-triattn[plot]"`\n'
+    )
+    assert not (file.parent / "m.png").exists()
+
+
+def test_no_plot_says_nothing_of_matplotlib(file, capsys, no_matplotlib):
+    """Prevents advice about a picture that was declined."""
+    assert cli.main(["stats", "m.safetensors", "--no-plot"]) == 0
+    assert "matplotlib" not in capsys.readouterr().out
+
+
+def test_a_wanted_picture_without_matplotlib_is_refused(file, capsys, no_matplotlib):
+    """Prevents a traceback, and a script that goes on without the picture that it asked for."""
+    assert cli.main(["stats", "m.safetensors", "--plot", "x.png"]) == 2
+    shown = capsys.readouterr()
+    assert "--plot draws with matplotlib, which is not installed" in shown.err
+    assert 'run `pip install "sglang-triattn[plot]"`.' in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
 
 
 def test_report_of_some_layers(file, capsys):

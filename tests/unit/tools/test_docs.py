@@ -17,6 +17,7 @@ PATH = re.compile(rf"(?<![\w/.-])(?<!--json )(?:{OWN})/[\w./-]*[\w/]")
 MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
 EXAMPLES = {
     ("README.md", "bash"): ["tests/server/test_readme_clients.py"],
+    ("agents.md", "python"): ["tests/server/test_readme_clients.py"],
     ("clients.md", "python"): ["tests/server/test_readme_clients.py"] * 3,
     ("clients.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("capacity.md", ""): ["tests/unit/cli/test_plan.py"],

@@ -20,7 +20,7 @@ def right(name: str) -> dict[tuple[str, str, float], str]:
 def test_three_numbers():
     """Prevents figures that are in no results file, and a date or machine that is not theirs."""
     capacity, agents, quality = (results(name) for name in ("capacity", "agents", "quality-held-out"))
-    running, prefilled, numbers = tables(section(README, "Three numbers"))[0][1:]
+    numbers, running, prefilled = tables(section(README, "Three numbers"))[0][1:]
     assert running[1:] == [f"{capacity[kind]['mean_running']:.3g}" for kind in ("plain", "compressed")]
     assert prefilled[1:] == [f"{agents[kind]['prefilled_tokens_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
     recalled = right("quality-held-out")

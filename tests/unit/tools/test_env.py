@@ -65,6 +65,22 @@ def test_key_changes_with_what_is_installed_and_with_nothing_else(checkout):
     assert len({key, *others}) == 4
 
 
+def test_key_stays_when_a_requirement_becomes_an_extra(tmp_path):
+    """Prevents 11 GB from being installed once more because users no longer need what checkouts still have."""
+    tables = [
+        ('["a==1", "b", "plots", "z"]', '{ dev = ["pytest"] }'),
+        ('["a==1", "b", "z"]', '{ plot = ["plots"], dev = ["plots", "pytest"] }'),
+        ('["a==1", "b", "z"]', '{ dev = ["pytest"] }'),
+    ]
+    keys = []
+    (tmp_path / "constraints.txt").touch()
+    for dependencies, extras in tables:
+        lines = f"dependencies = {dependencies}\noptional-dependencies = {extras}\n"
+        (tmp_path / "pyproject.toml").write_text(f"[project]\n{lines}")
+        keys.append(env.environment_key(tmp_path, (3, 11)))
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_second_run_installs_nothing(checkout, installed):
     """Prevents every target of make from taking seconds longer."""
     python = env.prepare(checkout())
@@ -256,5 +272,7 @@ def test_constraints_pin_every_direct_dependency():
         if "==" in line
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"], "setuptools"]
+    extras = project["optional-dependencies"]
+    assert set(extras["plot"]) <= set(extras["dev"])
+    wanted = [*project["dependencies"], *extras["dev"], "setuptools"]
     assert {name.split("==")[0] for name in wanted} <= pinned
