@@ -19,7 +19,8 @@ from sglang_triattn.model.weights import WeightBytes
 from sglang_triattn.rounds.plan import Plan, frozen_length, plan_round
 from sglang_triattn.rounds.rules import RoundRules
 
-_SCORE_BYTES = 4
+# Of a score, a slot, an importance and a size of a value; and of a token's number in a list, written and read.
+_WORD, _NUMBER = 4, 2 * 8
 
 
 @dataclass(frozen=True)
@@ -54,43 +55,55 @@ def kv_reads(layout: AttentionLayout, kv_dtype: str, ranks: int) -> KvReads:
 class RoundBytes:
     """Bytes that one round of one request reads and writes on one GPU.
 
-    As benchmarks/rounds/score_traffic.py counts them from the kernels' launch parameters, which also counts slots,
-    phases and lists of what stays: another tenth.
+    As benchmarks/rounds/score_traffic.py counts them from the kernels' launch parameters, without the constants of
+    scores (mean queries, phases, sums): less than a twentieth.
 
     Attributes:
         keys: keys of all private tokens but the newest, each read once.
         values: values of the same tokens; 0 if no token is chosen by its value.
         scores: one score for each query head and token, written and read once.
+        lists: slots, importance, sizes of values, and what stays and moves, for each kept set.
         moves: K/V that rounds copy at most, read and written; 0 where they only rewrite the row.
     """
 
     keys: int
     values: int
     scores: int
+    lists: int
     moves: int
 
     @property
     def total(self) -> int:
-        return self.keys + self.values + self.scores + self.moves
+        return self.keys + self.values + self.scores + self.lists + self.moves
 
 
 def round_bytes(
     layout: AttentionLayout, rules: RoundRules, plan: Plan, *, kv_dtype: str, ranks: int, page_size: int
 ) -> RoundBytes:
     """What a round costs on one of `ranks` GPUs; arguments as for the server."""
+    # This imports torch.
+    from sglang_triattn.kernels.score.value_size import value_count
+
     size = element_bytes(kv_dtype)
     layers = [layout.layers[number] for number in layout.scored]
     heads = [max(layer.kv_heads // ranks, 1) for layer in layers]
     candidates = max(plan.private_length - rules.recent, 0)
     keys = sum(count * layer.head_dim for count, layer in zip(heads, layers, strict=True))
     values = sum(count * layer.v_head_dim for count, layer in zip(heads, layers, strict=True))
-    remaps = page_size == 1 and selection_named(rules.selection).shared
+    selection = selection_named(rules.selection)
+    remaps = page_size == 1 and selection.shared
     # As many as `moves_of` the strategy "fill".
     moved = 0 if remaps else min(max(plan.kept_private - rules.recent, 0), plan.evicted_tokens)
+    sets = selection.sets(len(layers), heads[0])
+    by_value = value_count(plan.kept_private, rules.recent, rules.value_share)
+    # Slots once for keys and once for values; importance and sizes written and read; a mark for each large value.
+    lists = candidates * (sum(heads) * _WORD + sets * 2 * _WORD + (sets * 3 * _WORD if rules.value_share else 0))
+    lists += sets * (plan.kept_private * _NUMBER + by_value * (_NUMBER + _WORD) + moved * 4 * _WORD)
     return RoundBytes(
         keys=candidates * keys * size,
         values=candidates * values * size if rules.value_share else 0,
-        scores=candidates * sum(layer.q_heads // ranks for layer in layers) * _SCORE_BYTES * 2,
+        scores=candidates * sum(layer.q_heads // ranks for layer in layers) * 2 * _WORD,
+        lists=lists,
         moves=moved * layout.elements(ranks) * size * 2,
     )
 
@@ -161,11 +174,17 @@ class Model:
     def reads(self) -> KvReads:
         return kv_reads(self.sizes.layout, self.kv_dtype, self.gpus.ranks)
 
-    def round_cost(self, rules: RoundRules, plan: Plan) -> int:
-        """Bytes of a round on one GPU."""
-        page_size, ranks = self.gpus.page_size, self.gpus.ranks
-        layout = self.sizes.layout
-        return round_bytes(layout, rules, plan, kv_dtype=self.kv_dtype, ranks=ranks, page_size=page_size).total
+    def round_costs(self, rules: RoundRules, answer: Answer) -> dict[int, int]:
+        """Bytes of each round of an answer on one GPU, by the step before it."""
+        layout, ranks, page_size = self.sizes.layout, self.gpus.ranks, self.gpus.page_size
+        # Most rounds differ in their position alone.
+        known: dict[tuple[int, int], int] = {}
+        for plan in answer.rounds.values():
+            lengths = (plan.private_length, plan.kept_private)
+            if lengths not in known:
+                found = round_bytes(layout, rules, plan, kv_dtype=self.kv_dtype, ranks=ranks, page_size=page_size)
+                known[lengths] = found.total
+        return {step: known[plan.private_length, plan.kept_private] for step, plan in answer.rounds.items()}
 
 
 def mean_step(model: Model, rules: RoundRules | None, workload: Workload, requests: int) -> Step:
@@ -176,7 +195,7 @@ def mean_step(model: Model, rules: RoundRules | None, workload: Workload, reques
     kv = sum(map(reads.of, answer.rows)) / steps
     rounds = 0.0
     if rules is not None:
-        rounds = sum(model.round_cost(rules, plan) for plan in answer.rounds.values()) / steps
+        rounds = sum(model.round_costs(rules, answer).values()) / steps
     return Step(model.weights_read(requests), group * kv, group * rounds)
 
 
@@ -188,10 +207,11 @@ def last_step(model: Model, rules: RoundRules | None, workload: Workload, reques
     if rules is not None:
         answer = decode(rules, workload, model.gpus.page_size)
         if answer.rounds:
-            plan = answer.rounds[max(answer.rounds)]
+            step = max(answer.rounds)
+            plan = answer.rounds[step]
             due = plan.frozen + rules.trigger(plan.frozen)
             rows = list(range(plan.new_length + 1, due + 1))
-            rounds = model.round_cost(rules, plan) / len(rows)
+            rounds = model.round_costs(rules, answer)[step] / len(rows)
     kv = sum(map(reads.of, rows)) / len(rows)
     return Step(model.weights_read(requests), group * kv, group * rounds)
 
@@ -204,14 +224,14 @@ def break_even(model: Model, rules: RoundRules, prompt: int) -> int | None:
     workload, reads = Workload(prompt, model.sizes.context), model.reads
     dense = decode(None, workload, model.gpus.page_size).rows
     answer = decode(rules, workload, model.gpus.page_size)
+    costs = model.round_costs(rules, answer)
     saved, last = 0.0, prompt
     for step, (full, row) in enumerate(zip(dense, answer.rows, strict=True)):
         saved += reads.of(full) - reads.of(row)
         # Before the round: none follows the last step of an answer.
         if saved <= 0:
             last = full
-        if step in answer.rounds:
-            saved -= model.round_cost(rules, answer.rounds[step])
+        saved -= costs.get(step, 0)
     return last + 1 if last < model.sizes.context else None
 
 

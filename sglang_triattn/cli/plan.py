@@ -292,7 +292,8 @@ def _rate(name: str, text: str) -> float:
         raise TriAttentionError(
             f"{name} is {text}, but bytes per second such as 3.35T or 864G were expected (10^12, 10^9)."
         )
-    return found
+    # 2.039T is a whole number of bytes.
+    return float(round(found))
 
 
 def _with_unit(text: str, units: Mapping[str, float]) -> float:
