@@ -1,4 +1,4 @@
-"""`sglang-triattn plan`: how much fits on a GPU, dense and compressed, according to a config.json."""
+"""`sglang-triattn plan`: whether compression pays on a GPU, in memory and in bytes per step, from a config.json."""
 
 import argparse
 import dataclasses
@@ -8,43 +8,64 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_triattn.capacity import WINDOW_SHARE, Capacity, Gpus, Workload, plan
+from sglang_triattn import capacity
+from sglang_triattn.capacity import Gpus, Workload
+from sglang_triattn.cli import plan_text
+from sglang_triattn.cli.plan_text import Findings
 from sglang_triattn.compatibility.rules import why_uncovered
 from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.kinds import WINDOW
-from sglang_triattn.model.sizes import (
-    FP8_KV,
-    MODEL_HELP,
-    WEIGHT_DTYPES,
-    ModelSizes,
-    load_config,
-    read_sizes,
-    weight_bytes,
-)
+from sglang_triattn.gpus import GPUS
+from sglang_triattn.model.sizes import FP8_KV, MODEL_HELP, ModelSizes, load_config, read_sizes, weight_bytes
+from sglang_triattn.model.weights import WEIGHT_DTYPES
 from sglang_triattn.profiles import METAVAR
 from sglang_triattn.rounds.rules import RoundRules, complete
+from sglang_triattn.traffic import Model, break_even, mean_step, traffic
 
 _UNITS = {"G": 1 << 30, "GIB": 1 << 30, "M": 1 << 20, "MIB": 1 << 20}
-_COLUMNS = ("bytes per token", "pool tokens", "peak of a request", "longest trace", "requests")
+# Bandwidth, unlike memory, comes in powers of ten.
+_RATES = {"G": 1e9, "T": 1e12}
 
 PARSER = {
-    "help": "calculate what fits a GPU, dense and compressed",
+    "help": "calculate what fits a GPU, and what a decode step reads, dense and compressed",
     "description": "Calculates from a model's config.json how many tokens and requests the KV cache of a GPU holds, "
-    "dense, in 8 bits, compressed, and both. Needs no weights, no GPU and no network.",
+    "dense, in 8 bits, compressed, and both; and how many bytes a decode step reads, which bounds what compression can "
+    "gain in speed. Needs no weights, no GPU and no network.",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "--model-path", required=True, metavar="CONFIG", help=MODEL_HELP)
+    _add_gpu_options(parser)
+    _add_request_options(parser)
+    _add_setting_options(parser)
+    parser.add_argument("--json", metavar="FILE", help="file to write the same to, in bytes and tokens")
     parser.add_argument(
-        "--memory", required=True, metavar="SIZE", help="memory of one GPU, such as 24G or 24GiB (both 2^30 bytes)"
+        "--plot",
+        metavar="FILE",
+        help="file (.png or .svg) for a picture of the bytes of a step over the length of the requests",
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu",
+        choices=GPUS,
+        help="fills in --memory and --bandwidth from the data sheet; of the two, one that is also given wins",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one GPU, such as 24G or 24GiB (both 2^30 bytes)")
+    parser.add_argument(
+        "--bandwidth",
+        metavar="RATE",
+        help="memory bandwidth of one GPU in bytes per second, such as 3.35T or 864G (10^12, 10^9)",
     )
     parser.add_argument(
         "--weights",
         metavar="SIZE",
-        help="size of all weights, such as 18.5G (estimated from the config's shapes for plain Llama-like models)",
+        help="size of all weights, such as 18.5G (estimated from the config's shapes for Llama-like models, and some "
+        "with experts)",
     )
     parser.add_argument(
         "--weight-dtype",
@@ -65,23 +86,50 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="KV cache of dense and compressed (%(default)s: what the config says)",
     )
+    _add_number(parser, "tp", 1, "GPUs that share the model")
+    _add_number(
+        parser,
+        "dp",
+        1,
+        "groups of these GPUs with requests and KV of their own, each with all of attention (attention data "
+        "parallelism): as SGLang's --attn-dp-size, or --dp-size with --enable-dp-attention; plan one of several plain "
+        "replicas alone",
+    )
+    _add_number(parser, "page-size", 1, "as SGLang's")
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    _add_number(parser, "prompt", None, "tokens of a request's prompt, which stay (1024, or the length if less)")
+    _add_number(
+        parser,
+        "length",
+        None,
+        "tokens of a request, prompt and answer (32768, or the model's context limit if less)",
+    )
+    _add_number(
+        parser,
+        "batch",
+        None,
+        "requests that run at once, all groups together, for the bytes of a step (--requests, or as many as fit dense, "
+        "or if none does, compressed)",
+    )
+
+
+def _add_setting_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         "--triattention-profile",
         metavar=METAVAR,
-        help="as --triattention-profile; a budget or an interval given beside it wins",
+        help="as --triattention-profile; a budget or an interval that is also given wins",
     )
-    for name, default, text in (
-        ("budget", None, f"as --triattention-budget (the profile's, or {Config.budget})"),
-        ("interval", None, f"as --triattention-interval (the profile's, or {Config.interval})"),
-        ("page-size", 1, "as SGLang's"),
-        ("prompt", None, "tokens of a request's prompt, which stay (1024, or the length if less)"),
-        ("length", None, "tokens of a request, prompt and output (32768, or the model's context limit if less)"),
-        ("tp", 1, "GPUs that share the model"),
-    ):
-        shown = f"{text} (%(default)s)" if default is not None else text
-        names = [f"--{name}", f"--triattention-{name}"] if name in ("budget", "interval") else [f"--{name}"]
-        parser.add_argument(*names, type=int, default=default, metavar="N", help=shown)
+    for name in ("budget", "interval"):
+        parser.add_argument(
+            f"--{name}",
+            f"--triattention-{name}",
+            type=int,
+            metavar="N",
+            help=f"as --triattention-{name} (the profile's, or {getattr(Config, name)})",
+        )
     parser.add_argument(
         "--budget-scope",
         "--triattention-budget-scope",
@@ -89,32 +137,82 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=Config.budget_scope,
         help="as --triattention-budget-scope (%(default)s)",
     )
-    parser.add_argument("--json", metavar="FILE", help="file to write the same to, in bytes and tokens")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--share",
+        type=float,
+        metavar="FRACTION",
+        help="recommend, and plan with, the budget of which this share of the whole answer stays",
+    )
+    _add_number(parser, "requests", None, "recommend, and plan with, the largest budget at which so many requests fit")
+
+
+def _add_number(parser: argparse.ArgumentParser, name: str, default: int | None, text: str) -> None:
+    shown = f"{text} (%(default)s)" if default is not None else text
+    parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=shown)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints the plan and writes --json. Raises TriAttentionError for a user error."""
+    """Prints the plan and writes --json and --plot. Raises TriAttentionError for a user error."""
     _check_numbers(arguments)
     content = load_config(arguments.model)
     _check_model(content)
     sizes = read_sizes(content)
-    sizes.check_ranks(arguments.tp)
-    workload = _workload(arguments, sizes)
-    config = _settings(arguments)
-    gpus, origin = _gpus(arguments, sizes, content, config)
-    rows = plan(sizes, gpus, config, workload, sizes.kv_dtype if arguments.kv_dtype == "auto" else arguments.kv_dtype)
-    print("\n".join([*_facts(sizes, gpus, config, workload, origin), "", *_table(rows)]))
+    sizes.check_ranks(_ranks(arguments))
+    found = _findings(arguments, sizes, content)
+    print("\n".join(plan_text.lines(found)))
     if arguments.json:
-        content = {
-            "model": _model(sizes),
-            "gpus": {**dataclasses.asdict(gpus), "kv_bytes": gpus.kv_bytes},
-            "settings": dataclasses.asdict(config),
-            "request": dataclasses.asdict(workload),
-            "weights": origin,
-            "rows": [dataclasses.asdict(row) for row in rows],
-        }
-        _write_json(Path(arguments.json), content)
+        _write_json(Path(arguments.json), plan_text.to_dict(found))
+    if arguments.plot:
+        # Imports matplotlib.
+        from sglang_triattn.cli.plan_figure import draw
+
+        draw(found, Path(arguments.plot))
+
+
+def _findings(arguments: argparse.Namespace, sizes: ModelSizes, content: dict) -> Findings:
+    """All that the command prints, in numbers."""
+    workload = _workload(arguments, sizes)
+    memory, bandwidth, notes = _hardware(arguments)
+    given = None if arguments.weights is None else _bytes("--weights", arguments.weights)
+    weights = weight_bytes(sizes, content, arguments.weight_dtype, given)
+    gpus = Gpus(
+        memory_bytes=memory,
+        reserve=arguments.reserve,
+        weight_bytes=weights.total,
+        scratch_bytes=0,
+        tp=arguments.tp,
+        page_size=arguments.page_size,
+        dp=arguments.dp,
+        copied_bytes=weights.copied_bytes(arguments.tp, arguments.dp),
+    )
+    _check_memory(gpus)
+    kv_dtype = sizes.kv_dtype if arguments.kv_dtype == "auto" else arguments.kv_dtype
+    rules, reason = _budgeted(arguments, sizes, gpus, workload, kv_dtype)
+    gpus = dataclasses.replace(gpus, scratch_bytes=capacity.scratch_bytes(sizes, rules, gpus.ranks))
+    _check_memory(gpus)
+    rows = capacity.plan(sizes, gpus, rules, workload, kv_dtype)
+    of_dtype = [row for row in rows if row.kv_dtype == kv_dtype]
+    dense, compressed = of_dtype[0], of_dtype[1]
+    model = Model(sizes, gpus, kv_dtype, weights)
+    batch = arguments.batch or arguments.requests or dense.requests or compressed.requests
+    return Findings(
+        model=model,
+        rules=rules,
+        workload=workload,
+        rows=rows,
+        dense=dense,
+        compressed=compressed,
+        bandwidth=bandwidth,
+        notes=notes,
+        budget_reason=reason,
+        traffic=traffic(model, rules, workload, batch) if batch else None,
+        dense_fits=capacity.longest_dense(sizes, gpus, kv_dtype, batch) if batch else None,
+        break_even=break_even(model, rules, workload.prompt),
+        tokens_per_byte={
+            row.name: row.requests / mean_step(model, settings, workload, row.requests).total if row.requests else 0.0
+            for row, settings in ((dense, None), (compressed, rules))
+        },
+    )
 
 
 def _check_model(content: Mapping[str, Any]) -> None:
@@ -127,27 +225,81 @@ def _check_model(content: Mapping[str, Any]) -> None:
         )
 
 
-def _model(sizes: ModelSizes) -> dict[str, object]:
-    fields = dataclasses.asdict(sizes)
-    del fields["layout"]
-    return {**fields, "scored_layers": len(sizes.layout.scored), "layer_kinds": sizes.layout.kinds}
-
-
 def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("budget", "interval", "page_size", "prompt", "length", "tp"):
+    for name in ("budget", "interval", "page_size", "prompt", "length", "tp", "dp", "batch", "requests"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise TriAttentionError(f"--{name.replace('_', '-')} is {value}, but it must be at least 1.")
     if not 0 <= arguments.reserve < 1:
         raise TriAttentionError(f"--reserve is {arguments.reserve:g}, but it must be a fraction from 0 to below 1.")
+    if arguments.share is not None and not 0 < arguments.share <= 1:
+        raise TriAttentionError(f"--share is {arguments.share:g}, but it must be a fraction above 0, at most 1.")
+    budgets = [name for name in ("budget", "share", "requests") if getattr(arguments, name) is not None]
+    if len(budgets) > 1:
+        raise TriAttentionError(
+            f"--{budgets[0]} and --{budgets[1]} are given, but each sets the budget: use one of them."
+        )
+    suffix = Path(arguments.plot).suffix if arguments.plot else ".png"
+    if suffix not in (".png", ".svg"):
+        raise TriAttentionError(
+            f"--plot is {arguments.plot}, but a file that ends in .png or .svg was expected: rename it."
+        )
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    """GPUs that share the attention of a request."""
+    if arguments.tp % arguments.dp:
+        raise TriAttentionError(
+            f"--dp is {arguments.dp}, but groups of equally many of the {arguments.tp} GPUs of --tp were expected: use "
+            "a number that divides --tp, or plan one of several plain replicas alone."
+        )
+    return arguments.tp // arguments.dp
+
+
+def _hardware(arguments: argparse.Namespace) -> tuple[int, float | None, list[str]]:
+    """(bytes of memory of one GPU, its bandwidth in bytes per second if known, what a given flag overrides)."""
+    known = GPUS.get(arguments.gpu)
+    if known is None and arguments.memory is None:
+        raise TriAttentionError(
+            "Neither --gpu nor --memory is given, but the memory of a GPU was expected: add one, such as --gpu H100 or "
+            "--memory 24G."
+        )
+    memory = None if arguments.memory is None else _bytes("--memory", arguments.memory)
+    bandwidth = None if arguments.bandwidth is None else _rate("--bandwidth", arguments.bandwidth)
+    notes = []
+    if known is not None:
+        if memory not in (None, known.memory_bytes):
+            notes.append(f"--memory {arguments.memory} wins over the {known.memory_bytes >> 30}G of {arguments.gpu}")
+        if bandwidth not in (None, known.bandwidth):
+            notes.append(
+                f"--bandwidth {arguments.bandwidth} wins over the {known.bandwidth / 1e12:g}T of {arguments.gpu}"
+            )
+        memory, bandwidth = memory or known.memory_bytes, bandwidth or known.bandwidth
+    assert memory is not None
+    return memory, bandwidth, notes
 
 
 def _bytes(name: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or not unit or not float(match[1]):
+    found = _with_unit(text, _UNITS)
+    if not found:
         raise TriAttentionError(f"{name} is {text}, but a size such as 24G, 24GiB or 900M was expected (2^30, 2^20).")
-    return int(float(match[1]) * unit)
+    return int(found)
+
+
+def _rate(name: str, text: str) -> float:
+    found = _with_unit(text, _RATES)
+    if not found:
+        raise TriAttentionError(
+            f"{name} is {text}, but bytes per second such as 3.35T or 864G were expected (10^12, 10^9)."
+        )
+    # 2.039T is a whole number of bytes.
+    return float(round(found))
+
+
+def _with_unit(text: str, units: Mapping[str, float]) -> float:
+    """A number with its unit; 0 if there is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
+    return float(match[1]) * units.get(match[2].upper(), 0) if match else 0
 
 
 def _workload(arguments: argparse.Namespace, sizes: ModelSizes) -> Workload:
@@ -165,89 +317,49 @@ def _workload(arguments: argparse.Namespace, sizes: ModelSizes) -> Workload:
     return Workload(prompt, length)
 
 
-def _settings(arguments: argparse.Namespace) -> RoundRules:
-    given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "budget", "interval", "budget_scope")}
-    config = read_settings({ENABLE: True, **given})
-    assert config is not None
-    return complete(config)
-
-
-def _gpus(arguments: argparse.Namespace, sizes: ModelSizes, content: dict, config: RoundRules) -> tuple[Gpus, str]:
-    """The GPUs, and where the size of the weights comes from, in words."""
-    if arguments.weights is not None:
-        weights, origin = _bytes("--weights", arguments.weights), "given"
-    else:
-        weights, dtype = weight_bytes(sizes, content, arguments.weight_dtype)
-        origin = f"estimated: {sizes.parameters:,} parameters, {dtype}"
-    gpus = Gpus(
-        memory_bytes=_bytes("--memory", arguments.memory),
-        reserve=arguments.reserve,
-        weight_bytes=weights,
-        scratch_bytes=_scratch_bytes(sizes, config, arguments.tp),
-        tp=arguments.tp,
-        page_size=arguments.page_size,
+def _budgeted(
+    arguments: argparse.Namespace, sizes: ModelSizes, gpus: Gpus, workload: Workload, kv_dtype: str
+) -> tuple[RoundRules, str | None]:
+    """The rules, and why they have this budget if the command chose it."""
+    if arguments.share is not None:
+        budget = capacity.budget_for_share(arguments.share, workload)
+        answer = workload.length - workload.prompt
+        return _rules(arguments, sizes, budget), f"{arguments.share:.4g} of the {answer:,} tokens of an answer"
+    if arguments.requests is None:
+        return _rules(arguments, sizes, arguments.budget), None
+    budget = capacity.budget_for_requests(
+        sizes,
+        gpus,
+        lambda budget: _rules(arguments, sizes, budget),
+        workload,
+        kv_dtype,
+        arguments.requests,
+        least=max(sizes.layout.window, 1),
     )
+    if budget is None:
+        raise TriAttentionError(
+            f"No budget lets {arguments.requests:,} requests of {workload.length:,} tokens, {workload.prompt:,} of "
+            f"them prompt, fit on {gpus.tp} x {plan_text.gib(gpus.memory_bytes)}: lower --requests, --prompt or "
+            "--interval, or use more memory."
+        )
+    return _rules(arguments, sizes, budget), f"the largest at which {arguments.requests:,} requests fit"
+
+
+def _rules(arguments: argparse.Namespace, sizes: ModelSizes, budget: int | None) -> RoundRules:
+    given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "interval", "budget_scope")}
+    config = read_settings({ENABLE: True, **given, PREFIX + "budget": budget})
+    assert config is not None
+    layout = sizes.layout
+    return complete(config, window=layout.window, latent=layout.latent, page_size=arguments.page_size)
+
+
+def _check_memory(gpus: Gpus) -> None:
     if gpus.kv_bytes <= gpus.scratch_bytes:
         raise TriAttentionError(
-            f"The weights ({_gib(gpus.weight_share)} a GPU) and --reserve {gpus.reserve:g} leave too little of "
-            f"{_gib(gpus.memory_bytes)} for a KV cache: use a larger --memory, more GPUs (--tp), or smaller weights."
+            f"The weights ({plan_text.gib(gpus.weight_share)} a GPU) and --reserve {gpus.reserve:g} leave too little "
+            f"of {plan_text.gib(gpus.memory_bytes)} for a KV cache: use a larger --memory, more GPUs (--tp), or "
+            "smaller weights."
         )
-    return gpus, origin
-
-
-def _scratch_bytes(sizes: ModelSizes, config: RoundRules, ranks: int) -> int:
-    """Device memory that a compressing server takes from the pool for scoring."""
-    from sglang_triattn.kernels.scorer import WorkspacePlan
-    from sglang_triattn.rounds.plan import scored_tokens
-
-    num_tokens, longest = scored_tokens(config, sizes.context)
-    return WorkspacePlan(
-        layers=len(sizes.layout.scored),
-        q_heads=sizes.q_heads // ranks,
-        kv_heads=max(sizes.kv_heads // ranks, 1),
-        # As the server reserves it, which cannot know yet how many dims RoPE turns.
-        frequencies=sizes.head_dim // 2,
-        num_tokens=num_tokens,
-        longest=longest,
-        selection=config.selection,
-        aggregation=config.aggregation,
-        value_share=config.value_share,
-    ).bytes()
-
-
-def _facts(sizes: ModelSizes, gpus: Gpus, config: RoundRules, workload: Workload, origin: str) -> list[str]:
-    each = f" on each of {gpus.tp} GPUs" if gpus.tp > 1 else ""
-    return [
-        f"model        {sizes.model_type}, {sizes.layers} layers, {sizes.q_heads} query and {sizes.kv_heads} KV heads "
-        f"of {sizes.head_dim}, context {sizes.context:,}{_windows(sizes)}",
-        f"memory       {_gib(gpus.memory_bytes)}{each}, {gpus.reserve:.0%} in reserve",
-        f"weights      {_gib(gpus.weight_share)}{each} ({origin})",
-        f"KV           {_gib(gpus.kv_bytes)}{each}, pages of {gpus.page_size}; with compression "
-        f"{gpus.scratch_bytes >> 20} MiB less, for scoring",
-        f"compression  {f'{config.profile}: ' if config.profile else ''}budget {config.budget:,} "
-        f"({config.budget_scope}), interval {config.interval:,}",
-        f"request      {workload.length:,} tokens, {workload.prompt:,} of them prompt",
-    ]
-
-
-def _windows(sizes: ModelSizes) -> str:
-    """What the bytes per token leave out."""
-    if not sizes.layout.window_pool:
-        return ""
-    return f"; {sizes.layout.kinds[WINDOW]} layers keep only their window, in {WINDOW_SHARE:.0%} as many slots"
-
-
-def _table(rows: list[Capacity]) -> list[str]:
-    lines = [f"{'':13}" + "  ".join(_COLUMNS)]
-    for row in rows:
-        values = (row.bytes_per_token, row.pool_tokens, row.peak_tokens, row.longest_trace, row.requests)
-        cells = [f"{value:{len(title)},}" for title, value in zip(_COLUMNS, values, strict=True)]
-        lines.append(f"{row.name:<13}" + "  ".join(cells))
-    return lines
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.2f} GiB"
 
 
 def _write_json(path: Path, content: dict) -> None:

@@ -15,16 +15,10 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fields import count, text_fields
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.model.layout import AttentionLayout, read_layout
+from sglang_triattn.model.weights import WeightBytes, Weights, bits_of, read_weights
 
-WEIGHT_DTYPES = ("bfloat16", "fp8", "int8", "int4")
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
 MODEL_HELP = "config.json of a Hugging Face model, its folder, or a name in the local cache of Hugging Face"
-
-# Models whose decoder layers have four attention matrices, a gated MLP of three matrices, and two norms. The value says
-# whether query, key and value projections always have a bias.
-_LLAMA_LIKE = {"llama": False, "mistral": False, "qwen2": True, "qwen3": False, "phi3": False, "granite": False}
-_GROUP = 128
-_ZERO_POINT_AND_SCALE_BITS = 4 + 16
 
 
 @dataclass(frozen=True)
@@ -34,9 +28,7 @@ class ModelSizes:
     Attributes:
         context: longest logical length in tokens.
         kv_dtype: the dtype that SGLang's `--kv-cache-dtype auto` selects.
-        matrices: parameters of the decoder layers' matrices, which quantisation shrinks; None if unknown.
-        others: parameters of embeddings, output head, norms and biases, which quantisation leaves at 16 bits; None if
-            unknown.
+        weights: its parameters; None if unknown.
     """
 
     model_type: str
@@ -46,13 +38,12 @@ class ModelSizes:
     head_dim: int
     context: int
     kv_dtype: str
-    matrices: int | None
-    others: int | None
+    weights: Weights | None
     layout: AttentionLayout
 
     @property
     def parameters(self) -> int | None:
-        return None if self.matrices is None or self.others is None else self.matrices + self.others
+        return None if self.weights is None else self.weights.matrices + self.weights.others
 
     def check_ranks(self, ranks: int) -> None:
         """Raises TriAttentionError unless the heads split evenly over `ranks` GPUs."""
@@ -127,39 +118,37 @@ def read_sizes(config: Mapping[str, Any]) -> ModelSizes:
         "kv_heads": layer.kv_heads,
         "head_dim": layer.head_dim,
     }
-    matrices, others = _parameters(merged, **sizes)
     return ModelSizes(
         model_type=name,
         context=context_limit(merged),
         kv_dtype=kv_dtype_of(merged),
-        matrices=matrices,
-        others=others,
+        weights=read_weights(merged, **sizes),
         layout=layout,
         **sizes,
     )
 
 
-def weight_bytes(sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None) -> tuple[int, str]:
-    """(bytes of all weights, their dtype in words), estimated.
-
-    Args:
-        dtype: one of WEIGHT_DTYPES; None follows the config's quantization_config, or means 16 bits without one.
+def weight_bytes(
+    sizes: ModelSizes, config: Mapping[str, Any], dtype: str | None = None, given: int | None = None
+) -> WeightBytes:
+    """The weights of a model, estimated unless `given` is the size of all in bytes; `dtype` as for `bits_of`.
 
     Raises:
-        TriAttentionError: the dtype or the shapes of the layers are unknown.
+        TriAttentionError: the dtype or the shapes of the layers are unknown, and no size is given.
     """
-    if sizes.matrices is None or sizes.others is None:
+    if given is not None:
+        try:
+            return WeightBytes(given, "given", sizes.weights, bits_of(config, dtype))
+        except TriAttentionError:
+            return WeightBytes(given, "given")
+    if sizes.weights is None:
         raise TriAttentionError(
             f"The weights of the model type {sizes.model_type} cannot be estimated: give their size, such as "
             "--weights 18.5G."
         )
-    quantized = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if dtype is None and quantized:
-        bits, words = _quantized_bits(quantized)
-    else:
-        words = dtype or "bfloat16"
-        bits = {"bfloat16": 16, "fp8": 8, "int8": 8, "int4": _with_groups(4, _GROUP)}[words]
-    return int(sizes.matrices * bits / 8) + sizes.others * 2, words
+    bits = bits_of(config, dtype)
+    origin = f"estimated: {sizes.parameters:,} parameters, {bits.words}"
+    return WeightBytes(bits.total_bytes(sizes.weights), origin, sizes.weights, bits)
 
 
 def context_limit(config: Mapping[str, Any]) -> int:
@@ -183,50 +172,3 @@ def kv_dtype_of(config: Mapping[str, Any]) -> str:
 
 def _object(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _parameters(
-    config: Mapping[str, Any], *, layers: int, q_heads: int, kv_heads: int, head_dim: int
-) -> tuple[int | None, int | None]:
-    """`matrices` and `others` of ModelSizes."""
-    model_type = config.get("model_type")
-    if model_type not in _LLAMA_LIKE or config.get("vision_config"):
-        return None, None
-    hidden = count(config, "hidden_size")
-    inner, vocabulary = count(config, "intermediate_size"), count(config, "vocab_size")
-    projected = (q_heads + 2 * kv_heads) * head_dim
-    matrices = hidden * (projected + q_heads * head_dim + 3 * inner)
-    vectors = 2 * hidden
-    if model_type == "qwen3":
-        vectors += 2 * head_dim
-    if _LLAMA_LIKE[model_type]:
-        vectors += projected
-    elif config.get("attention_bias"):
-        vectors += projected + hidden
-    if config.get("mlp_bias"):
-        vectors += 2 * inner + hidden
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return layers * matrices, layers * vectors + embeddings + hidden
-
-
-def _quantized_bits(quantized: Mapping[str, Any]) -> tuple[float, str]:
-    """(bits per parameter of a matrix, description) of a quantization_config."""
-    method = str(quantized.get("quant_method"))
-    if method == "fp8":
-        return 8, method
-    if method in ("awq", "gptq"):
-        groups = [{"num_bits": quantized.get("bits"), "group_size": quantized.get("group_size")}]
-    else:
-        groups = [group.get("weights") or {} for group in (quantized.get("config_groups") or {}).values()]
-    bits = {(group.get("num_bits"), group.get("group_size")) for group in groups}
-    count, group = bits.pop() if len(bits) == 1 else (None, None)
-    if not isinstance(count, int):
-        raise TriAttentionError(
-            f"The size of weights quantised by {method} cannot be estimated: give it, such as --weights 18.5G."
-        )
-    return _with_groups(count, group), f"{method}, {count} bits"
-
-
-def _with_groups(bits: int, group: int | None) -> float:
-    """Bits per parameter, including a scale and a zero point for each group of `group` parameters."""
-    return bits + (_ZERO_POINT_AND_SCALE_BITS / group if group and group > 0 else 0)

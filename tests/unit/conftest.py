@@ -14,14 +14,13 @@ __all__ = ["folder", "model", "run_check", "run_plan"]
 
 @pytest.fixture
 def run_plan(tmp_path, monkeypatch, capsys):
-    """Plans a config (a dict, saved as the file `model`); returns status, output and error output."""
+    """Plans a config (a dict, saved as the file `model`), for 24 GiB by default; returns status and both outputs."""
     monkeypatch.chdir(tmp_path)
 
     def run(config: object, *options: str) -> tuple[int, str, str]:
         Path("model").write_text(json.dumps(config))
-        status = cli.main(
-            ["plan", "--model", "model", *(options if "--memory" in options else ("--memory", "24G", *options))]
-        )
+        memory = () if {"--memory", "--gpu"} & set(options) else ("--memory", "24G")
+        status = cli.main(["plan", "--model", "model", *memory, *options])
         return status, *capsys.readouterr()
 
     return run

@@ -1,8 +1,11 @@
 """`sglang-triattn plan` refuses models and numbers for which it has no figures, in one sentence."""
 
+import json
+import sys
+
 import pytest
 
-from plan_cases import LLAMA3_8B
+from plan_cases import CONFIGS, LLAMA3_8B
 from sglang_triattn.cli import main as cli
 
 
@@ -55,6 +58,24 @@ def test_models_are_refused_by_name(run_plan, change, words):
         ("--page-size -1", "--page-size is -1"),
         ("--length 40961", "the context limit of this llama model is 40960"),
         ("--length 100 --prompt 101", "--prompt is 101"),
+        ("--gpu H100 --tp 8 --dp 3", "--dp is 3, but groups of equally many of the 8 GPUs of --tp were expected"),
+        ("--dp 0", "--dp is 0, but it must be at least 1"),
+        ("--batch 0", "--batch is 0, but it must be at least 1"),
+        ("--requests 0", "--requests is 0, but it must be at least 1"),
+        ("--bandwidth 3.35", "--bandwidth is 3.35, but bytes per second such as 3.35T or 864G were expected"),
+        ("--bandwidth 3.35TB", "--bandwidth is 3.35TB"),
+        ("--bandwidth 0T", "--bandwidth is 0T"),
+        ("--share 0", "--share is 0, but it must be a fraction above 0, at most 1"),
+        ("--share nan", "--share is nan"),
+        ("--share 0.5 --budget 9", "--budget and --share are given, but each sets the budget: use one of them"),
+        ("--share 0.5 --requests 9", "--share and --requests are given"),
+        (
+            "--requests 100000",
+            "No budget lets 100,000 requests of 32,768 tokens, 1,024 of them prompt, fit on 1 x 24.00",
+        ),
+        ("--plot plan.pdf", "--plot is plan.pdf, but a file that ends in .png or .svg was expected"),
+        ("--plot none/plan.png", "Cannot write none/plan.png (No such file or directory)"),
+        ("--plot plan.png --prompt 9 --length 9", "--plot has no step to draw"),
         ("--json none/plan.json", "Cannot write none/plan.json (No such file or directory)"),
     ],
 )
@@ -66,6 +87,36 @@ def test_mistakes_give_one_sentence_and_status_2(run_plan, options, words):
     assert error.startswith("sglang-triattn: ")
     assert error.endswith(".\n")
     assert error.count("\n") == 1
+
+
+def test_some_memory_is_needed(capsys, tmp_path):
+    """Prevents a usage message that does not say that --gpu would do."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    assert cli.main(["plan", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "sglang-triattn: Neither --gpu nor --memory is given, but the memory of a GPU was expected: add one, such as "
+        "--gpu H100 or --memory 24G.\n"
+    )
+
+
+def test_a_picture_needs_matplotlib(run_plan, monkeypatch):
+    """Prevents a traceback where only --plot needs a package that is missing."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, output, error = run_plan(LLAMA3_8B, "--plot", "plan.png")
+    assert status == 2
+    assert "requests" in output
+    assert error == (
+        "sglang-triattn: --plot needs matplotlib, which is not installed: run `pip install matplotlib`, or leave "
+        "--plot out.\n"
+    )
+
+
+def test_budgets_below_a_window_are_refused(run_plan):
+    """Prevents a plan with a budget that the server refuses."""
+    config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+    status, _, error = run_plan(config, "--budget", "100")
+    assert status == 2
+    assert "--triattention-budget is 100, but some layers of this model attend to a sliding window of 128" in error
 
 
 def test_unreadable_files_are_explained(run_plan, capsys, tmp_path):

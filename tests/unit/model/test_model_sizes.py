@@ -34,7 +34,8 @@ def test_heads_split_over_ranks():
 def test_published_parameter_counts(config, count):
     """Prevents an estimate that forgets the output head or counts a tied one twice."""
     assert read_sizes(config).parameters == count
-    assert weight_bytes(read_sizes(config), config, None) == (2 * count, "bfloat16")
+    found = weight_bytes(read_sizes(config), config)
+    assert (found.total, found.origin) == (2 * count, f"estimated: {count:,} parameters, bfloat16")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "phi3", "granite"])
@@ -55,7 +56,7 @@ def test_parameters_are_those_that_transformers_makes(model_type, bias):
     sizes = read_sizes(config)
     assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
     in_layers = [p.numel() for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
-    assert sizes.matrices == sum(in_layers)
+    assert sizes.weights.matrices == sum(in_layers)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,9 @@ def test_quantised_weights(quantized, bits):
     """Prevents an estimate that treats embeddings as quantised, or a quantised checkpoint as 16 bits."""
     sizes = read_sizes(LLAMA3_8B)
     config = {**LLAMA3_8B, "quantization_config": quantized}
-    assert weight_bytes(sizes, config, None)[0] == int(sizes.matrices * bits / 8) + 2 * sizes.others
-    assert weight_bytes(sizes, config, "int8")[0] == sizes.matrices + 2 * sizes.others
+    weights = sizes.weights
+    for dtype, each in ((None, bits), ("int8", 8)):
+        assert weight_bytes(sizes, config, dtype).total == int(weights.matrices * each / 8) + 2 * weights.others
 
 
 def test_context_limit(run_plan):
