@@ -25,7 +25,7 @@ ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)
 # More tokens than any stream has.
 _UNLIMITED = Config(budget=1 << 40, recent=0)
 # The benchmark sets the first and takes the second from --stats.
-_TAKEN = ("budget", "stats")
+_TAKEN = ("budget", "rounds_per_step", "stats")
 
 
 class ChoiceError(ValueError):

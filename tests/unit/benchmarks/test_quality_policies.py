@@ -116,7 +116,7 @@ def test_default_is_what_a_server_derives():
     found = named.config(64, 16)
     assert (found.budget, found.interval, found.recent) == (64, 16, 16)
     assert (found.selection, found.aggregation, found.sinks) == ("per-layer-head", "max", 2)
-    others = ("budget", "stats", "window", "round_to", "images")
+    others = ("budget", "rounds_per_step", "stats")
     for field in dataclasses.fields(Config):
         if field.name not in others and isinstance(field.default, int | float | str):
             name = f"settings:{field.name}={field.default if field.name != 'recent' else 8}"
