@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from plan_cases import CONFIGS, LLAMA3_8B
+from plan_cases import LLAMA3_8B, published
 from sglang_triattn.cli import main as cli
 
 
@@ -113,8 +113,7 @@ def test_a_picture_needs_matplotlib(run_plan, monkeypatch):
 
 def test_budgets_below_a_window_are_refused(run_plan):
     """Prevents a plan with a budget that the server refuses."""
-    config = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
-    status, _, error = run_plan(config, "--budget", "100")
+    status, _, error = run_plan(published("gpt-oss-20b"), "--budget", "100")
     assert status == 2
     assert "--triattention-budget is 100, but some layers of this model attend to a sliding window of 128" in error
 

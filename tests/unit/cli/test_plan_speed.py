@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plan_cases import CONFIGS, LLAMA3_8B
+from plan_cases import LLAMA3_8B, published
 
 PROMPT, LENGTH, FIRST, BUDGET, INTERVAL, RECENT = 512, 8192, 2176, 2048, 128, 409
 STEPS = LENGTH - PROMPT
@@ -121,8 +121,7 @@ def planned(run_plan):
     """Plans a known model; returns the content of --json, with the output as `text`."""
 
     def run(name: str, *options: str) -> dict:
-        config = json.loads((CONFIGS / f"{name}.json").read_text())
-        status, output, error = run_plan(config, *options, "--json", "plan.json")
+        status, output, error = run_plan(published(name), *options, "--json", "plan.json")
         assert status == 0, error
         return {**json.loads(Path("plan.json").read_text()), "text": output}
 

@@ -1,12 +1,10 @@
 """What a config.json says about the weights that a decode step reads, experts and latent attention included."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
-from plan_cases import CONFIGS, LLAMA3_8B, shape
+from plan_cases import LLAMA3_8B, published, shape
 from sglang_triattn.model.sizes import read_sizes, weight_bytes
 from sglang_triattn.model.weights import Weights, bits_of, read_weights
 
@@ -61,7 +59,7 @@ def test_parameters_are_those_that_transformers_makes(model_type, fields):
 )
 def test_published_sizes(name, count, size):
     """Prevents estimates for experts that are not the files that users download."""
-    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config = published(name)
     assert read_sizes(config).parameters == count
     assert weight_bytes(read_sizes(config), config).total == pytest.approx(size, rel=0.01)
 
@@ -78,7 +76,7 @@ def test_experts_that_a_batch_touches():
 @pytest.mark.parametrize("field", ["moe_intermediate_size", "num_experts_per_tok", "num_experts", "intermediate_size"])
 def test_a_missing_field_leaves_the_weights_unknown(field):
     """Prevents figures for experts whose number or width the file does not give."""
-    fields = {**json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()), "mlp_only_layers": [0]}
+    fields = {**published("qwen3-30b-a3b"), "mlp_only_layers": [0]}
     heads = {"layers": 48, "q_heads": 32, "kv_heads": 4, "head_dim": 128}
     assert read_weights(fields, **heads) is not None
     del fields[field]
