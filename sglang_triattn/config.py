@@ -99,9 +99,9 @@ class Config:
                     f"{', '.join(choices)}: use one of these."
                 )
         most = self.rounds_per_step
-        if most != AUTO and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        if most != AUTO and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise TriAttentionError(
-                f"{flag('rounds_per_step')} is {quoted(most)}, but it must be {AUTO} or a whole number, at least 1."
+                f"{flag('rounds_per_step')} is {quoted(most)}, but it must be {AUTO} or a whole number, at least 0."
             )
         share = self.value_share
         if share is not None and (
@@ -178,7 +178,7 @@ OPTIONS = (
         _number_or_word,
         "auto|N",
         "most compaction rounds of one step: a request's first round comes early where more would meet, or where it "
-        "can join others (auto: 8, or more where many requests run)",
+        "can join others (auto: 8, or more where many requests run; 0: all rounds run when they are due)",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(

@@ -35,6 +35,8 @@ class Leveller:
             requests: the running requests, in order of admission, after a look at those that may be due.
             num_due: how many rounds are due.
         """
+        if self._rules.most_rounds == 0:
+            return []
         lot = lot_for(len(requests), self._rules.interval, self._rules.most_rounds)
         self._sleep -= 1
         if num_due >= lot or (not num_due and self._sleep > 0 and len(requests) == self._running):

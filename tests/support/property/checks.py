@@ -146,7 +146,12 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         rounds, overdue = rounds + (running is not chunked), overdue + (due and running is not chunked)
         regular = kept_private(settings, first)
         # A first round may come early, to keep rounds level; it then evicts at least a quarter of a regular one.
-        level = not due and running in fresh and length - first >= regular + max(settings.interval // 4, 1)
+        level = (
+            not due
+            and sim.config.most_rounds != 0
+            and running in fresh
+            and length - first >= regular + max(settings.interval // 4, 1)
+        )
         level &= running.req.kv.kv_committed_len == first + regular + (length - first - regular) % settings.round_to
         keep = regular if due or level else kept_private(settings.under_pressure(), first)
         keep += (length - first - keep) % settings.round_to
@@ -161,7 +166,9 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         sim.level_rounds += level
         sim.prefill_rounds += running is chunked
         sim.cut_rounds += sim.compressor.strategies != ("remap",) and int(sim.row(running)[-1]) == last_slots[running]
-    assert rounds - early <= max(sim.config.most_rounds or LOT, overdue), "more rounds than there may be meet in a step"
+    assert rounds - early <= max(LOT if sim.config.most_rounds is None else sim.config.most_rounds, overdue), (
+        "more rounds than there may be meet in a step"
+    )
     assert not early or missing > freed[True] - between_chunks, "a round ran early although memory was there"
     for index, running in enumerate(sim.running):
         lengths = batch.seq_lens_cpu[index], batch.seq_lens[index], running.req.kv.kv_committed_len

@@ -48,7 +48,6 @@ SETTINGS = st.fixed_dictionaries(
         "budget_scope": st.sampled_from(["private", "total"]),
         "prompt": st.sampled_from(["frozen", "compact"]),
         "sinks": st.sampled_from([0, 2, 4, 12]),
-        "rounds_per_step": st.sampled_from(["auto", "auto", 1, 2]),
         "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
     }
 )
@@ -59,10 +58,10 @@ LENGTHS = st.sampled_from(
         {"budget": 13, "interval": 7, "recent": 3},
         {"budget": 13, "interval": 7, "recent": 3, "pressure_budget": 6},
         {"budget": 13, "interval": 12, "recent": 3, "pressure_budget": 6},
-        {"budget": 13, "interval": 7, "recent": 10},
+        {"budget": 13, "interval": 7, "recent": 10, "rounds_per_step": 0},
         {"budget": 12, "interval": 5, "recent": 9, "pressure_budget": 10},
-        {"budget": 13, "interval": 8, "recent": 3, "pressure_budget": 6},
-        {"budget": 17, "interval": 8, "recent": 11},
+        {"budget": 13, "interval": 8, "recent": 3, "pressure_budget": 6, "rounds_per_step": 1},
+        {"budget": 17, "interval": 8, "recent": 11, "rounds_per_step": 2},
         {"budget": 29, "interval": 16, "recent": 18, "pressure_budget": 21},
     ]
 )
