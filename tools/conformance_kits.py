@@ -27,7 +27,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Class attributes of the kit that differ from its defaults."""
     note: str = ""
-    """What tells this case from another of the same kit, and what else was set."""
+    """How this case differs from others of the same kit, and what else was set."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Reasons by the names of tests that are not run."""
     quick: bool = False
@@ -69,7 +69,7 @@ _ABORT = {"abort_all_max_new_tokens": 8000, "abort_all_sleep": 6}
 _NO_GSM8K = {"test_gsm8k": _DATA}
 _UNLIMITED = "its answer has no limit, and a model of this size writes up to the end of its context"
 _SENSE = "asks for sense; run with SmolLM2"
-_OPENAI = "needs an API without SGLang behind it"
+_OPENAI = "needs an API without SGLang"
 
 CASES = (
     Case("kits.basic_decode_correctness_kit.BasicDecodeCorrectnessMixin", launch="text"),
@@ -147,7 +147,7 @@ CASES = (
         "kits.spec_server_kits.SpecLogprobKit",
         left_out={
             "test_logprob_mixed": (
-                "over 100 requests with the log-probabilities of up to 2,000 prompt tokens; the function behind it is "
+                "over 100 requests with the log-probabilities of up to 2,000 prompt tokens; its function is "
                 "run by test_utils with shorter prompts"
             )
         },
@@ -226,11 +226,11 @@ NOT_RUN = {
     "kits.spec_server_kits.SpecPerfKit": f"{_DATA}; {_SPEED}",
     "kits.streaming_session_kit.StreamingSessionKitMixin": _SESSIONS,
     "kits.streaming_session_kit.AbortLeakReproKitMixin": _SESSIONS,
-    "kits.unified_radix_cache_kit.AccuracyTwoPassMixin": f"{_DATA}; its other test needs a storage behind HiCache",
+    "kits.unified_radix_cache_kit.AccuracyTwoPassMixin": f"{_DATA}; its other test needs a storage for HiCache",
     "kits.vlm_perf_kit": f"{_VISION}; {_SPEED}",
 }
 
-# Modules beside the kits, and whole packages, by the reason why no case calls them.
+# Modules other than the kits, and whole packages, by the reason why no case calls them.
 OTHER_MODULES = {
     "run by the kits that use it": ("kl_multiturn_utils",),
     "run by tests/server/test_jitter.py": ("cache_consistency_jitter",),
@@ -253,7 +253,7 @@ OTHER_MODULES = {
     _SPEED: ("nightly_utils", "nightly_bench_utils", "performance_test_runner"),
     "needs a larger model, one that calls tools": ("tool_call_test_runner",),
     "needs LoRA adapters of larger models; tests/server/test_lora.py makes its own": ("lora_utils",),
-    "a draft model beside the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
+    "a draft model with the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
     "for other machines than CPUs and NVIDIA's GPUs": ("ascend", "xpu", "hicache_xpu_common"),
     "tests kernels, layers or transfers of SGLang, not a server": (
         "kernels", "cpu_test_utils", "layer_ut_utils", "quant_ref_utils", "test_deepep_utils", "test_marlin_utils",
@@ -282,7 +282,7 @@ def kits_in_wheel() -> set[str]:
 
 
 def modules_in_wheel() -> set[str]:
-    """Names of all modules and packages beside the kits."""
+    """Names of all modules and packages in the kits' folder."""
     found = {file.stem for file in folder().glob("*.py")}
     found |= {path.name for path in folder().iterdir() if any(path.rglob("*.py")) and path.is_dir()}
     return found - {"__init__", "kits", "__pycache__"}

@@ -98,7 +98,7 @@ def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
 
 
 def _choose(server_args: ServerArgs, previous: Step) -> None:
-    """Behind the step that settles the attention backend."""
+    """Runs after the step that settles the attention backend."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     previous(server_args)
@@ -110,7 +110,7 @@ def _choose(server_args: ServerArgs, previous: Step) -> None:
 
 
 def _asked(server_args: ServerArgs) -> str | None:
-    """The user's choice; for prefill and decode apart, any of the two."""
+    """The user's choice; either of the two if prefill and decode have their own."""
     return (
         server_args.attention_backend or server_args.prefill_attention_backend or server_args.decode_attention_backend
     )

@@ -24,7 +24,7 @@ def prefill(
     activation: str | None = "silu",
     **_: object,
 ) -> torch.Tensor:
-    """Convolves the tokens of several requests, one behind the other.
+    """Convolves the concatenated tokens of several requests.
 
     Args:
         x: [width, tokens].

@@ -50,7 +50,7 @@ def _before_disaggregation(server_args: ServerArgs, previous: Step) -> None:
     # The main process looks the name up later, and builds no model.
     install()
     if settings.disaggregation_mode == "prefill":
-        # SGLang sends what is cached behind a CUDA event of the queued step.
+        # SGLang sends cached K/V after a CUDA event of the queued step.
         declare_resolution(server_args, NAME, disable_overlap_schedule=True)
 
 
@@ -67,7 +67,7 @@ def _by_name(cls: type[TransferBackend], value: object) -> TransferBackend | Non
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 
     MooncakeKVManager.init_engine = _init_engine
-    # Otherwise SGLang copies them behind a queued step, by CUDA events.
+    # Otherwise SGLang copies them after a CUDA event of the queued step.
     MooncakeKVSender.supports_host_tensor_indices = False
     return cls.MOONCAKE
 

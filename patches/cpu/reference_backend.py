@@ -86,7 +86,7 @@ class ReferenceBackend(AttentionBackend):
         """Stores the step's K/V, then answers its queries.
 
         Args:
-            q: [tokens, H_q * D], or with the last two dims apart; tokens of all requests, in the batch's order.
+            q: [tokens, H_q * D] or [tokens, H_q, D]; tokens of all requests, in the batch's order.
             k: [tokens, H_kv, D]. For latent KV, the latent and the turned key in one row, with H_kv = 1.
             v: [tokens, H_kv, D_v]. K and V may be None where a layer reads those of another.
             layer: its settings.

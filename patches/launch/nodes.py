@@ -56,8 +56,8 @@ def nodes_of(settings: Any) -> Nodes | None:
     return Nodes(count, getattr(settings, "node_rank", 0), address)
 
 
-def tell_others(nodes: Nodes, refusal: str) -> None:
-    """Tells the other nodes why this one refuses, before it has started a rank; takes up to OTHERS_COME_S seconds."""
+def notify_others(nodes: Nodes, refusal: str) -> None:
+    """Sends the other nodes why this one refuses, before it starts a rank; takes up to OTHERS_COME_S seconds."""
     sentence = f"Node {nodes.rank} of this launch refused to start: {refusal}"[:_LONGEST]
     deadline = time.monotonic() + OTHERS_COME_S
     with suppress(OSError, ValueError, RuntimeError):

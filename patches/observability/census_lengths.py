@@ -27,10 +27,10 @@ class Lengths:
     Attributes:
         owners: a request, or the name of a conversation.
         in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
-        reserve: whether rows may have slots behind their computed entries, for drafted tokens. SGLang then leaves
+        reserve: whether rows may have slots after their computed entries, for drafted tokens. SGLang then leaves
             `orig_seq_lens` at the prompt's length.
-        unknown: most tokens by which a batch's lengths and its requests' books may differ: those of a queued step, of
-            whose drafts nobody knows how many hold.
+        unknown: most tokens by which a batch's lengths and its requests' books may differ: those of a queued step,
+            whose number of accepted drafts is not known yet.
         row, allocated, committed, frozen, evicted: [n] int64, by their own books.
         due: [n] int64: how many entries there must be, evicted ones included unless the row is in prefill.
     """

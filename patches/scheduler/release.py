@@ -150,7 +150,7 @@ def report_on(req: Req, page_size: int) -> Report:
     compression = compression_of(req)
     protected = req.kv.cache_protected_len
     frozen = protected if compression.settings is None else frozen_of(req, compression.settings, page_size)
-    # With overlap a step may have run past the end; nobody owns those tokens.
+    # With overlap, a step may have run past the end; its tokens belong to no request.
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
     logical = min(req.kv.kv_committed_len + compression.evicted_tokens, computed)
     physical = logical - compression.evicted_tokens

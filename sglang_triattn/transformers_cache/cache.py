@@ -103,7 +103,7 @@ class CompactedCache(Cache):
         return cls(rows)
 
     def inputs(self, size: int, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """Keyword arguments for one call of the model with `size` tokens per row, besides `input_ids` [B, size].
+        """Keyword arguments for one call of the model with `size` tokens per row, without `input_ids` [B, size].
 
         Args:
             counts: how many of each row's tokens count, from the first; the others are padding and are forgotten.

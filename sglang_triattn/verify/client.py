@@ -127,7 +127,7 @@ class Client:
         return Load(sum(load["num_used_tokens"] for load in loads), requests)
 
     def ids_of(self, text: str) -> list[int]:
-        """The tokens of a text, with whatever the tokenizer puts before it."""
+        """The tokens of a text, with those that the tokenizer puts before it."""
         sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": {KEY: {"enabled": False}}}
         body = {"text": text, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         meta = self._json("/generate", body)["meta_info"]
