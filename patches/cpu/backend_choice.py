@@ -103,9 +103,9 @@ def _choose(server_args: ServerArgs, previous: Step) -> None:
 
     previous(server_args)
     settings, asked = resolving_view(server_args), _asked(server_args)
-    unasked = asked is None and settings.attention_backend == "torch_native"
+    is_default = asked is None and settings.attention_backend == "torch_native"
     speculative = settings.speculative_algorithm is not None
-    if asked == NAME or (unasked and is_needed(model_config_of(server_args), speculative)):
+    if asked == NAME or (is_default and is_needed(model_config_of(server_args), speculative)):
         declare_resolution(server_args, NAME, attention_backend=NAME)
 
 

@@ -117,10 +117,10 @@ class ReferenceBackend(AttentionBackend):
         answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         done = 0
         for span in self._spans:
-            mine = slice(done, done + span.queries)
-            seen = mine if expanded else self._slots(span, layer)
-            answers[mine] = attend(
-                queries[mine],
+            block = slice(done, done + span.queries)
+            seen = block if expanded else self._slots(span, layer)
+            answers[block] = attend(
+                queries[block],
                 keys[seen],
                 values[seen],
                 span.visible(layer.sliding_window_size),

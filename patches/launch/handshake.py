@@ -140,10 +140,10 @@ def stop_launch(schedulers: list) -> None:
         for child in psutil.Process().children()
         if child.create_time() >= since and _title(child).startswith("sglang::")
     ]
-    doomed = {process for parent in (*alive, *others) for process in (parent, *parent.children(recursive=True))}
-    for process in doomed:
+    processes = {process for parent in (*alive, *others) for process in (parent, *parent.children(recursive=True))}
+    for process in processes:
         process.kill()
-    psutil.wait_procs(doomed, timeout=30)
+    psutil.wait_procs(processes, timeout=30)
 
 
 def _locals_of(function: str) -> dict[str, object]:

@@ -77,16 +77,16 @@ class Lengths:
             chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads
                 these again.
         """
-        going_on = [
+        continuing = [
             (index, request)
             for index, request in enumerate(batch.reqs)
             if request is not chunked and request.kv.holds_kv and not request.finished() and not request.is_retracted
         ]
-        if not going_on:
+        if not continuing:
             return None
         number_of = {id(owner): number for number, owner in enumerate(self.owners)}
-        at = np.array([index for index, _ in going_on])
-        number = np.array([number_of[id(request)] for _, request in going_on])
+        at = np.array([index for index, _ in continuing])
+        number = np.array([number_of[id(request)] for _, request in continuing])
         length = self.committed[number]
         wanted = {
             "req_pool_indices": self.row[number],

@@ -22,8 +22,8 @@ REASON = "a reason."
 @pytest.fixture
 def places(monkeypatch):
     """Two nodes, which wait for each other less long than real ones."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 30.0)
-    monkeypatch.setattr(nodes, "OTHERS_END_S", 0.1)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(nodes, "READ_TIMEOUT_S", 0.1)
     address = f"127.0.0.1:{free_port()}"
     return Nodes(2, 0, address), Nodes(2, 1, address)
 
@@ -71,7 +71,7 @@ def test_both_refuse(places):
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_no_other_node_comes(places, monkeypatch, refusing):
     """Prevents a launch from hanging in its own refusal."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 0.5)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 0.5)
     start = time.monotonic()
     notify_others(places[refusing], REASON)
     assert 0.4 < time.monotonic() - start < 5
@@ -79,7 +79,7 @@ def test_no_other_node_comes(places, monkeypatch, refusing):
 
 def test_an_address_that_is_none(monkeypatch):
     """Prevents a traceback in place of the refusal."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 0.5)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 0.5)
     for place in (Nodes(2, 0, "nowhere"), Nodes(2, 1, "nowhere"), Nodes(2, 1, "host.invalid:1")):
         notify_others(place, REASON)
 
