@@ -65,7 +65,7 @@ def notify_others(nodes: Nodes, refusal: str) -> None:
             store = _open_store(nodes)
             store.set(REFUSAL, sentence)
             _wait_for_acknowledgements(store, nodes, deadline)
-            # Ranks that lose the store end their nodes with SGLang's error: those that acknowledged must end them first.
+            # Ranks that lose the store end their nodes with SGLang's error: nodes that acknowledged must end first.
             time.sleep(READ_TIMEOUT_S)
             return
         while (store := _join_store(nodes)) is None:

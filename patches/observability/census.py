@@ -143,7 +143,7 @@ class Census:
         return fault
 
     def _requests(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> list[Req]:
-        """Every request that holds a row, wherever SGLang keeps it."""
+        """Every request that holds a row, from all of SGLang's queues and batches."""
         scheduler = self._scheduler
         chunked = scheduler.chunked_req
         found = [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of everyone who holds a row, first requests, then idle conversations, each identified by its number.
+    """Lengths of all holders of a row: requests, then idle conversations, each identified by its number.
 
     Attributes:
         owners: a request, or the name of a conversation.

@@ -25,7 +25,7 @@ _reasons: list[str] = []
 
 
 def record_stop(reason: str) -> None:
-    """Notes in the main process why a scheduler has stopped to compress; the first reason stays."""
+    """Records in the main process why a scheduler has stopped compressing; the first reason stays."""
     if not _reasons:
         _reasons.append(reason)
 

@@ -125,7 +125,7 @@ def _use_logical_lengths(
 
 
 def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> None:
-    """Takes images away from the prefill of rows that have lost tokens, where SGLang would look for them by place.
+    """Removes images from the prefill of shortened rows, where SGLang would look for them by place.
 
     They lie in the frozen prompt, which was complete before the first round.
     """

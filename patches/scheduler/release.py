@@ -114,9 +114,9 @@ def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
     """Gives the tree the first `exact` entries of a finished row, if that is more than it has.
 
     It gets no more than SGLang's release counts as the request's own: with --strip-thinking-cache that frees what was
-    generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed that K/V of theirs
-    (`window_pool`), and SGLang matches no prefix without it. Nor does it where layers keep a state: SGLang matches
-    no prefix without one, and the request's own has seen the whole answer.
+    generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed their K/V
+    (`window_pool`), and SGLang matches no prefix without it. It also gets nothing where layers keep a state: SGLang
+    matches no prefix without one, and the request's own state has seen the whole answer.
     """
     if tree_cache.supports_swa() or tree_cache.supports_mamba():
         return
