@@ -52,7 +52,7 @@ def compact_rows(
     for rows in slices(len(slots), request_bytes(scorer.sets, num_kept, slots.shape[1], strategy)):
         kept = scorer.keep(slots[rows], lengths[rows], next_positions[rows], num_kept, recent)
         first = unchanged_start(kept)
-        # At the cut another token moves up, whatever was there before.
+        # At the cut, another token always moves up.
         unchanged[rows] = first if cut is None else first.clamp_max(cut)
         if ordered is not None:
             ordered[rows] = remap(slots[rows], kept)

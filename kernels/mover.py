@@ -38,9 +38,9 @@ class Mover:
         self._layers = len(k_buffers)
         k, v = k_buffers[0], (*v_buffers, k_buffers[0])[0]
         self.token_bytes = sum(buffer[0].nbytes for buffer in (*k_buffers, *v_buffers))
-        alike = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
+        same_layout = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
         # One launch for both, unless keys and values differ in dtype, shape or strides.
-        groups = [[*k_buffers, *v_buffers]] if alike else [list(k_buffers), list(v_buffers)]
+        groups = [[*k_buffers, *v_buffers]] if same_layout else [list(k_buffers), list(v_buffers)]
         self._buffers, self._pools = groups, None
         if k_buffers[0].is_cuda if kernels is None else kernels:
             from sglang_triattn.kernels.compact.move_kernel import check_movable

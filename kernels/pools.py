@@ -14,7 +14,7 @@ KINDS = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-"""Key dtypes as the kernels tell them apart; float8 is decoded from bytes because older GPUs lack the conversion."""
+"""Key dtypes as the kernels distinguish them; float8 is decoded from bytes because older GPUs lack the conversion."""
 
 FLOAT8 = {
     torch.float8_e4m3fn: (20, 0x7F, 2.0**120, float("nan")),

@@ -28,7 +28,7 @@ class Untimed:
 
 
 class RoundTimes(Untimed):
-    """Tells two observers the times of each step with rounds, in seconds.
+    """Reports the times of each step with rounds, in seconds, to two observers.
 
     Where the device works on its own, the host's time is that of the host's thread, and the device's is what passes on
     its stream between the first and the last work of the launches, known at some later call of `poll`. A CPU does both

@@ -52,15 +52,15 @@ class Scorer:
         selection, aggregation: as for `select_torch` and `score_torch`.
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may differ; needed by
             `value_share`, and must stay where they are.
-        value_share: share, from 0 to 1, of the kept tokens besides the newest that are chosen for the largest
+        value_share: share, from 0 to 1, of the kept tokens other than the newest that are chosen for the largest
             values, see `select_torch`. If it is 1, no key is read.
         reduce_ranks: merges the importance [R, 1, N] of the tensor-parallel ranks, each with its own heads, into one
             that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
         kernels: whether to use the Triton kernels; by default if the pool is on a CUDA device.
 
-    A layer's k_scale and v_scale are not needed: they scale all scores and all values of the layer alike, which changes
-    no selection. Once built, a Scorer can score any request within its plan.
+    A layer's k_scale and v_scale are not needed: they scale all scores and all values of the layer equally, which
+    changes no selection. Once built, a Scorer can score any request within its plan.
 
     Raises:
         ValueError: `tables` do not fit the pool, the selection or aggregation is unknown, `check_values` refuses,

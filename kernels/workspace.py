@@ -65,7 +65,7 @@ class WorkspacePlan:
         return sum(padded_bytes(shape) for shape in self.parts(requests, num_tokens, layers).values())
 
     def bytes(self) -> int:
-        """Bytes held throughout, whatever requests arrive."""
+        """Bytes held throughout, independent of the requests."""
         least = max(self.needs(1, self.num_tokens, self.layers), self.needs(1, self.longest, 1))
         return max(self.limit // _ALIGNMENT * _ALIGNMENT, least)
 

@@ -166,7 +166,7 @@ class Compression:
             compressor = build_compressor(
                 scheduler, self.config, stats, self._workspace.memory, self._conversations, merge, self._breaker
             )
-            with nullcontext() if merge is None else merge.apart():
+            with nullcontext() if merge is None else merge.suspended():
                 rehearsal.rehearse(scheduler, compressor)
         if merge is not None:
             with rehearsal.in_one_sentence():
@@ -216,7 +216,7 @@ class Compression:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)
 
     def _describe(self) -> dict[str, Any]:
-        """What `/server_info` says besides, once the scheduler is built."""
+        """The fields that a built scheduler adds to `/server_info`."""
         return {
             "conversations_parked": self._conversations.parked,
             "conversations_resumed": self._conversations.resumed,

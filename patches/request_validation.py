@@ -89,7 +89,7 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
     rules = rules_of(server_args)
     if rules is not None:
         asked = obj.sampling_params
-        # Of several prompts, those with images are told apart later.
+        # Which of several prompts have images is checked later.
         media = (
             [] if isinstance(asked, list) else [kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))]
         )
@@ -126,7 +126,7 @@ def _check(
 
     Args:
         no_conversations: see `_no_conversations`.
-        custom_params, beam_width: whatever the client sent; SGLang checks the latter later.
+        custom_params, beam_width: as the client sent them, unchecked; SGLang checks the latter later.
     """
     try:
         _check_settings(rules, no_conversations, custom_params, beam_width, media)
@@ -143,7 +143,7 @@ def _check_settings(
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
         raise RequestError(
             f"custom_params.{KEY}.conversation does not work with beam_width {beam_width}, because beam search is not "
-            "compressed and leaves no row behind: leave one of the two out.",
+            "compressed and keeps no row: leave one of the two out.",
             CONFLICT,
         )
     if asked.conversation is not None and no_conversations is not None:

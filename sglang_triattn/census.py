@@ -66,7 +66,7 @@ class Pool:
         free: [n] int64: numbers of the free pages.
         tree: [m] int64: slots of the radix tree, whole pages.
         table: [rows + 1, width] int32 on any device: the slots of each row; row 0 is padding.
-        free_rows: numbers of the rows that nobody holds.
+        free_rows: numbers of the rows that are free.
     """
 
     page_size: int
@@ -167,7 +167,7 @@ def _page_shape_fault(pool: Pool, holders: Holders, entries: Entries) -> Iterato
 
 
 def read_claims(pool: Pool, holders: Holders, entries: Entries) -> tuple[np.ndarray, np.ndarray]:
-    """The claimed pages and the owner behind each claim; a disputed page appears more than once."""
+    """The claimed pages and the owner of each claim; a disputed page appears more than once."""
     own, tree = entries.private, pool.tree
     if pool.page_size > 1:
         own, tree = own & (entries.position % pool.page_size == 0), tree[:: pool.page_size] // pool.page_size
@@ -199,7 +199,7 @@ def _belongs(owners: np.ndarray, holders: Holders) -> str:
     found = sorted(set(owners.tolist()) - {FREE}, key=lambda owner: (owner == TREE, owner))
     names = ["the tree" if owner == TREE else holders.name(owner) for owner in found]
     if not len(owners):
-        return "belongs to nobody and is not free"
+        return "has no owner and is not free"
     if not names:
         return "is free" if len(owners) == 1 else "is free twice"
     twice = " twice" if len(names) == 1 and (owners != FREE).sum() > 1 else ""

@@ -1,4 +1,4 @@
-"""Ownership check of the pool that window layers have for themselves, beside `sglang_triattn.census`.
+"""Ownership check of the window layers' own pool, which `sglang_triattn.census` does not cover.
 
 slot of the full layers    has one peer in the window layers' pool, or none; a free one has none
 page of that pool          free | the peer of one page of the full layers, and owned by its owner
@@ -25,7 +25,7 @@ class Peers:
         free: [n] int64: numbers of its free pages.
         of: [slots] int64: the peer of each slot of the full layers; 0 without one.
         tree: how many of its slots the radix tree counts as its own.
-        cursor: [holders] int64: the first entry behind the frozen ones that has a peer.
+        cursor: [holders] int64: the first entry after the frozen ones that has a peer.
         reach: tokens before its own that a query sees.
     """
 
@@ -76,11 +76,11 @@ def _faults(pool: Pool, holders: Holders, peers: Peers) -> Iterator[str]:
 def _entry_faults(holders: Holders, entries: Entries, peers: Peers) -> Iterator[str]:
     number, position = entries.holder, entries.position
     has = peers.of[entries.slots] > 0
-    behind = entries.private & (position < peers.cursor[number])
+    left_window = entries.private & (position < peers.cursor[number])
     seen = position >= (holders.length - peers.reach)[number]
     for wrong, what in (
-        (behind & has, "still has a peer, although the window is past it"),
-        (entries.private & ~behind & ~has, "has no peer, although the window is not past it"),
+        (left_window & has, "still has a peer, although the window is past it"),
+        (entries.private & ~left_window & ~has, "has no peer, although the window is not past it"),
         (seen & ~has, "has no peer, although the next query sees it"),
     ):
         if wrong.any():

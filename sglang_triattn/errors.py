@@ -30,7 +30,7 @@ LONGEST_QUOTE = 200
 
 
 def quoted(value: object) -> str:
-    """A value for a message: in ASCII, at most LONGEST_QUOTE characters, whatever a client or file gave."""
+    """A value for a message: in ASCII and at most LONGEST_QUOTE characters, for any input of a client or file."""
     try:
         text = _QUOTES.repr(value)
     except (ValueError, RecursionError):

@@ -31,9 +31,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
 
 
 def who_else_writes(path: Path) -> str | None:
-    """Who besides this user and root decides what is in a file or folder, for a sentence; None if nobody does.
+    """Who else than this user and root may write a file or folder, for a sentence; None if no one may.
 
-    A link counts as what it leads to, and what does not exist is nobody's. A group may write: many systems give each
+    A link counts as its target, and no one else writes what does not exist. A group may write: many systems give each
     user a group of their own.
 
     Raises:
@@ -49,6 +49,6 @@ def who_else_writes(path: Path) -> str | None:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Removes the temporary files that a killed `write_safetensors` of `path` left beside it."""
+    """Removes the temporary files that a killed `write_safetensors` of `path` left in its folder."""
     for leftover in path.parent.glob(f"{path.name}*.tmp"):
         leftover.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 A profile keeps the composition of what stays, which was the best of all that were measured at each of these shares
 (docs/quality.md), and chooses how much stays: a half, a quarter or an eighth of LONG_ANSWER tokens. `recent` and
-`value_share` are not listed, because they follow from these settings and from what the user gives beside the profile.
+`value_share` are not listed, because they follow from these settings and from what else the user gives.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PROFILES: dict[str, dict[str, Any]] = {
 METAVAR = "|".join(PROFILES)
 HELP = (
     "settings that were measured together: sets budget, interval, recent, selection and value share; any of them that "
-    "is given beside it wins, even with its default value"
+    "is given too wins, even with its default value"
 )
 
 
 def complete(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a user gave, by field of Config, and beside them those of the profile among them, if any.
+    """The settings that a user gave, by field of Config, completed by those of the given profile, if any.
 
     Raises:
         TriAttentionError: there is no profile of that name.

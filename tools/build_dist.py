@@ -21,7 +21,7 @@ from checkout import ROOT
 from env import fail
 
 PACKAGE = "sglang_triattn"
-# Sub-packages that are links to folders beside it.
+# Sub-packages that are links to folders next to it.
 LINKED = ("kernels", "patches")
 
 

@@ -162,7 +162,7 @@ def figures(log: str, ptx: str, shared: int) -> dict:
     }
 
 
-def complaint(name: str, settings: dict, row: dict) -> str | None:
+def defect_of(name: str, settings: dict, row: dict) -> str | None:
     """Why a kernel is not fit to ship, or None."""
     if "error" in row:
         return row["error"]
@@ -227,7 +227,7 @@ def main() -> int:
     print(f"{'arch':>6} {'regs':>4} {'spill':>5} {'shared':>6}  kernel")
     for architecture, name, settings, path in jobs:
         row = made[path] if path in made else json.loads(path.read_text())
-        wrong = complaint(name, settings, row)
+        wrong = defect_of(name, settings, row)
         failed += wrong is not None
         numbers = f"{row.get('registers', '-'):>4} {row.get('spilled', '-'):>5} {row.get('shared', '-'):>6}"
         print(f"sm_{architecture:<3} {numbers}  {name} {label(settings)}" + (f"  NOT FIT: {wrong}" if wrong else ""))

@@ -27,7 +27,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Class attributes of the kit that differ from its defaults."""
     note: str = ""
-    """What tells this case from another of the same kit, and what else was set."""
+    """How this case differs from others of the same kit, and what else was set."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Reasons by the names of tests that are not run."""
     quick: bool = False
@@ -230,7 +230,7 @@ NOT_RUN = {
     "kits.vlm_perf_kit": f"{_VISION}; {_SPEED}",
 }
 
-# Modules beside the kits, and whole packages, by the reason why no case calls them.
+# Modules other than the kits, and whole packages, by the reason why no case calls them.
 OTHER_MODULES = {
     "run by the kits that use it": ("kl_multiturn_utils",),
     "run by tests/server/test_jitter.py": ("cache_consistency_jitter",),
@@ -282,7 +282,7 @@ def kits_in_wheel() -> set[str]:
 
 
 def modules_in_wheel() -> set[str]:
-    """Names of all modules and packages beside the kits."""
+    """Names of all modules and packages in the kits' folder."""
     found = {file.stem for file in folder().glob("*.py")}
     found |= {path.name for path in folder().iterdir() if any(path.rglob("*.py")) and path.is_dir()}
     return found - {"__init__", "kits", "__pycache__"}

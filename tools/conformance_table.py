@@ -1,5 +1,5 @@
 """Write the tables of docs/conformance.md, from a run of benchmarks.conformance and tools/conformance_kits.py and
-conformance_failures.py beside it.
+conformance_failures.py.
 
 python tools/conformance_table.py            writes them
 python tools/conformance_table.py --check    fails if what stands there is stale

@@ -77,10 +77,10 @@ def draw_stat(axes: Any, panel: dict, prometheus: Prometheus, start: float, end:
     defaults = panel["fieldConfig"]["defaults"]
     (series,) = prometheus.query_range(filled(panel["targets"][0]["expr"], WINDOW), start, end, STEP_S)
     value = float(series["values"][-1][1])
-    named = {key: told for mapping in defaults["mappings"] for key, told in mapping["options"].items()}
-    told = named.get(f"{value:g}", {"text": shown(value, defaults["unit"]), "color": "green"})
+    named = {key: display for mapping in defaults["mappings"] for key, display in mapping["options"].items()}
+    display = named.get(f"{value:g}", {"text": shown(value, defaults["unit"]), "color": "green"})
     axes.axis("off")
-    axes.text(0.5, 0.45, told["text"], ha="center", va="center", fontsize=20, color=told["color"])
+    axes.text(0.5, 0.45, display["text"], ha="center", va="center", fontsize=20, color=display["color"])
 
 
 def named(legend: str, labels: dict[str, str]) -> str:

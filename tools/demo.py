@@ -72,14 +72,14 @@ def pool_tokens_in_use(server: Server) -> int:
 
 def watch_pool(server: Server, running: list[Future]) -> int:
     """Returns the most slots seen in use until all of `running` are done."""
-    start = said = time.monotonic()
+    start = printed = time.monotonic()
     peak = 0
     while wait(running, timeout=POLL_S).not_done:
         in_use = pool_tokens_in_use(server)
         peak = max(peak, in_use)
-        if time.monotonic() - said >= PROGRESS_S:
-            said = time.monotonic()
-            print(f"  {said - start:4.0f} s: {in_use:,} slots in use", flush=True)
+        if time.monotonic() - printed >= PROGRESS_S:
+            printed = time.monotonic()
+            print(f"  {printed - start:4.0f} s: {in_use:,} slots in use", flush=True)
     return peak
 
 

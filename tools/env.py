@@ -88,7 +88,7 @@ def checkout_stamp(root: Path, shared: Path) -> str:
     stamp = {
         "checkout": str(root),
         "shared": str(shared),
-        # Tells an environment from one that was removed and installed again.
+        # Changes when an environment is removed and installed again.
         "shared_installed_ns": (shared / MARKER).stat().st_mtime_ns,
         "sources": hashlib.sha256(contents).hexdigest(),
     }

@@ -43,7 +43,7 @@ class PackagedModel:
     sha256: str
     """Of the whole GGUF."""
     effort: str
-    """What preparing it takes, told to the user."""
+    """What preparing it takes, for a message to the user."""
 
 
 MODELS = {

@@ -76,7 +76,7 @@ class Prometheus:
         return self._ask("query", query=expression)
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """The series of an expression from `start` to `end` (seconds of the epoch), `step` seconds apart."""
+        """The series of an expression from `start` to `end` (seconds of the epoch), one value every `step` seconds."""
         return self._ask("query_range", query=expression, start=start, end=end, step=step)
 
     def _ask(self, path: str, **parameters: object) -> list[dict[str, Any]]:

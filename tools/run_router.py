@@ -33,7 +33,7 @@ def running_router(
 
     Args:
         args: added to its command line; they name the servers with `--pd-disaggregation`.
-        servers: the servers behind `urls`, if the router is to find out the latter by itself.
+        servers: the servers at `urls`, if the router is to find the latter itself.
     """
     port = server.free_port()
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]

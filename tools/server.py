@@ -1,7 +1,7 @@
 """Start and stop an SGLang server as a child process, for `make demo`, `make serve` and the server tests.
 
 Imports only the standard library. The server runs offline, with the python that imports this module, from a new
-temporary folder unless told otherwise.
+temporary folder unless the caller names one.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_TIMEOUT_S = 600
-# An idle SGLang exits within three seconds; a busy one first finishes its work, which nobody here waits for.
+# An idle SGLang exits within three seconds; a busy one first finishes its work, which is not worth the wait.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
 # What uvicorn logs.
@@ -71,7 +71,7 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that nobody listens on and that is this process's until it ends: a server binds it seconds later.
+    """A free port that this process holds until it ends: a server binds it seconds later.
 
     It is below those that the system assigns to connections.
     """
@@ -118,7 +118,7 @@ def launch_command(model: str | Path, port: int, args: Sequence[str] = ()) -> li
 
 
 def session_members(session: int) -> list[int]:
-    """Living processes of a session; zombies that nobody has reaped yet do not count."""
+    """Living processes of a session; zombies that are not reaped yet do not count."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -246,7 +246,7 @@ def triattention_args(stats: str | Path) -> list[str]:
 
 
 def exit_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP unwind this process like Ctrl-C, so that no server is left behind."""
+    """Makes SIGTERM and SIGHUP unwind this process like Ctrl-C, so that no server keeps running."""
 
     def leave(number, _frame):
         raise SystemExit(128 + number)

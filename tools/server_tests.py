@@ -143,7 +143,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "sglang_triattn/rounds/plan.py": ("test_long_requests", "storm"),
     "sglang_triattn/rounds/scoring.py": ("test_partial_rotary", "test_latent"),
     "sglang_triattn/stats": ("test_auto_stats", "test_oracle", "test_refusals"),
-    "sglang_triattn/transformers_cache": ("test_cache_beside_server", "test_quality_server"),
+    "sglang_triattn/transformers_cache": ("test_cache_against_server", "test_quality_server"),
     "sglang_triattn/variable.py": ("test_calibrate_engine", "test_environment_settings", "test_refusals"),
     "sglang_triattn/verify": ("test_verify",),
     "sglang_triattn/verify/connection.py": ("test_tls",),

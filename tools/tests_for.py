@@ -77,7 +77,7 @@ def tests_that_read(checkout: Checkout, file: str) -> dict[str, str]:
     folders = {str(path.parent), path.parent.name if path.parts[0] in ("tests", "benchmarks") else path.parts[0]}
     places = {file} if path.parent == Path() else {file, *folders}
     places |= {path.name} if "." in path.name else set()
-    mine = {path.stem} if path.stem.isupper() else set()
+    constants = {path.stem} if path.stem.isupper() else set()
     sources = {
         each
         for each, source in checkout.sources.items()
@@ -86,7 +86,7 @@ def tests_that_read(checkout: Checkout, file: str) -> dict[str, str]:
     found = {}
     for test in checkout.tests:
         source = checkout.sources[test]
-        itself = bool({path.name} & source.strings or mine & source.names)
+        itself = bool({path.name} & source.strings or constants & source.names)
         if itself or (not test.startswith(FOLDER) and sources & set(checkout.reached(test))):
             found[test] = f"reads {file}"
     if path.parts[0] in ("tests", "sglang_triattn"):

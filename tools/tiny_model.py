@@ -94,7 +94,7 @@ def build_tiny_model(
 def save_random_stats(
     tiny: TinyModel, rope: Rope, layers: tuple[int, ...] = (), rotates: tuple[bool, ...] = (), rotary_start: int = 0
 ) -> None:
-    """Writes random statistics of a model, of all its layers and all turned by `rope` unless told otherwise."""
+    """Writes random statistics of a model, by default of all its layers, all turned by `rope`."""
     from sglang_triattn.model.fingerprint import model_fingerprint
     from sglang_triattn.stats.file import QueryStats, save_stats
 

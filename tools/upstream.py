@@ -1,9 +1,9 @@
-"""Say what in the newest SGLang does not fit this package: `sglang-triattn doctor` beside that SGLang.
+"""Say what in the newest SGLang does not fit this package: `sglang-triattn doctor` with that SGLang.
 
     python tools/upstream.py [--version VERSION]
 
 If the newest on the registry is the version that this package is for, says so and installs nothing. Otherwise that
-SGLang alone, without what it depends on, is installed into a folder of its own beside the environments, which comes
+SGLang alone, without what it depends on, is installed into its own folder next to the environments, which comes
 first on the path of the pinned environment; that one is not touched. Exits with the status of `doctor`.
 """
 
@@ -75,7 +75,7 @@ def examine(folder: Path) -> tuple[int, list[dict[str, str]]]:
 def report(version: str, rows: list[dict[str, str]]) -> str:
     """What would break, and how much was looked at."""
     faults = [row for row in rows if "consequence" in row]
-    lines = [f"sglang-triattn for sglang {SGLANG_VERSION}, beside sglang {version}:"]
+    lines = [f"sglang-triattn for sglang {SGLANG_VERSION}, with sglang {version}:"]
     for row in faults:
         lines += [
             "",

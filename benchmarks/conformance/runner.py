@@ -111,7 +111,7 @@ def _name(test: Any) -> str:
 
 
 def _first_line(trace: str, target: Target) -> str:
-    """The exception in one line, the first behind the last frame, without this machine's paths and ports."""
+    """The exception in one line, the first after the last frame, without this machine's paths and ports."""
     lines = trace.replace(target.model, "MODEL").replace(target.url, "URL").splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     words = next((line for line in lines[frames[-1] + 1 if frames else 0 :] if line), trace)
@@ -156,7 +156,7 @@ def books(url: str) -> str:
 
 
 def run_on(case: kits.Case, target: Target) -> dict[str, Any]:
-    """Results of the tests, what compression did meanwhile, and whether the books balance behind them."""
+    """Results of the tests, what compression did meanwhile, and whether the books balance afterwards."""
     before, start = counters(target.url), time.monotonic()
     tests = run_case(case, target)
     wrong = books(target.url)
@@ -167,12 +167,12 @@ def run_on(case: kits.Case, target: Target) -> dict[str, Any]:
     return {"tests": tests, "books": BALANCED, **did, "seconds": round(time.monotonic() - start)}
 
 
-def tell(server: str, case: kits.Case, found: dict[str, Any]) -> None:
+def print_results(server: str, case: kits.Case, found: dict[str, Any]) -> None:
     """One line for each case, and one for each test that it does not pass."""
     passed = sum(words == PASSED for words in found["tests"].values())
-    said = f"{passed} of {len(found['tests'])} passed, {found['rounds']} rounds, {found['seconds']} s"
+    counts = f"{passed} of {len(found['tests'])} passed, {found['rounds']} rounds, {found['seconds']} s"
     wrong = "" if found["books"] == BALANCED else f", {found['books']}"
-    print(f"{server:12} {case.name}: {said}{wrong}", flush=True)
+    print(f"{server:12} {case.name}: {counts}{wrong}", flush=True)
     for test, words in found["tests"].items():
         if words != PASSED:
             print(f"{'':14}{test}: {words}", flush=True)
@@ -239,7 +239,7 @@ def run(names: list[str], chosen: list[kits.Case], folder: Path) -> Iterator[lis
         for launch in kits.LAUNCHES:
             cases, model = [case for case in chosen if case.launch == launch], served[kits.LAUNCHES[launch].model]
             for case, found in run_launch(name, launch, cases, model, reference, log):
-                tell(name, case, found)
+                print_results(name, case, found)
                 results[case.name][name] = found
         yield [
             {"case": case.name, "launch": case.launch, "settings": dict(case.settings), "servers": results[case.name]}

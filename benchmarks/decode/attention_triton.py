@@ -19,7 +19,7 @@ MAX_PARTS = 64
 
 
 def parts_for(requests: int, kv_heads: int, processors: int) -> int:
-    """Parts per request, a power of two: about four programs per multiprocessor, whatever the batch."""
+    """Parts per request, a power of two: about four programs per multiprocessor for every batch size."""
     wanted = triton.cdiv(4 * processors, requests * kv_heads)
     return min(triton.next_power_of_2(wanted), MAX_PARTS)
 

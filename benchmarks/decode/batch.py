@@ -115,7 +115,7 @@ class Batch:
         self.lengths, self.logical = list(lengths), list(logical)
         size, width = self.page_size, max(ceil_align(length, self.page_size) for length in lengths)
         counts = [ceil_align(length, size) // size for length in lengths]
-        # Page 0 belongs to nobody, as in SGLang.
+        # Page 0 is never handed out, as in SGLang.
         total = self.slots_for(len(lengths), most) // size - 1
         pages = 1 + torch.randperm(total, generator=torch.Generator().manual_seed(2))
         host = torch.zeros(len(lengths), width // size, dtype=torch.int64)

@@ -46,7 +46,7 @@ class Shape:
         return 2 * layers * self.kv_heads * self.head_dim * BYTES
 
     def read_bytes(self, layers: int) -> int:
-        """Bytes of weights that a step reads, whatever its batch: all but the embedding, of which it reads one row per
+        """Bytes of weights that a step of any batch size reads: all but the embedding, of which it reads one row per
         request."""
         attention = self.hidden * (self.width_qkv + self.q_heads * self.head_dim)
         layer = attention + 3 * self.hidden * self.inner + 2 * self.hidden

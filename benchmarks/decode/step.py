@@ -48,7 +48,7 @@ class CudaGraphs:
 
 
 class Eager:
-    """The same interface for a device that does not run beside the host: work is done when it is called."""
+    """The same interface for a device that does not run asynchronously: work is done when it is called."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return work

@@ -45,15 +45,15 @@ def grid(bench: Bench, errors: Errors, requests: int) -> list[dict]:
 def goal_rows(bench: Bench, errors: Errors, rows: list[dict]) -> list[dict]:
     """The goals' cell measured again with as many layers as fit, if the run has that cell and not all layers fit."""
     s = bench.setting
-    mine = [r for r in rows if _is_goal(bench, r)]
-    if not mine or mine[0]["dense_tokens_s"] is not None:
+    wanted_rows = [r for r in rows if _is_goal(bench, r)]
+    if not wanted_rows or wanted_rows[0]["dense_tokens_s"] is not None:
         return []
-    runner = bench.dense(bench.step(mine[0]["batch"], 1), mine[0]["context"])
+    runner = bench.dense(bench.step(wanted_rows[0]["batch"], 1), wanted_rows[0]["context"])
     layers = max((n for n in range(1, s.layers) if runner.slots() <= bench.pool.slots(n)), default=0)
     if not layers:
         return []
-    step = bench.step(mine[0]["batch"], layers)
-    return _cells(bench, errors, step, mine[0]["context"], [(mine[0]["budget"], 1)], set())
+    step = bench.step(wanted_rows[0]["batch"], layers)
+    return _cells(bench, errors, step, wanted_rows[0]["context"], [(wanted_rows[0]["budget"], 1)], set())
 
 
 def _cells(bench: Bench, errors: Errors, step: Step, context: int, wanted, checked: set) -> list[dict]:

@@ -88,12 +88,12 @@ def measure(requests: int, blocks: int, steps: int) -> dict:
     for number in range(blocks):
         without = block(plain, None, requests, number * steps, steps)
         differences.append((block(compressor, metrics, requests, number * steps, steps) - without) / steps)
-    told = rounds.get() - known
+    counted = rounds.get() - known
     # Names are registered once in a process.
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
-    if not told == compressor.totals.rounds == plain.totals.rounds:
-        raise SystemExit(f"the metrics counted {told} of {plain.totals.rounds} rounds")
+    if not counted == compressor.totals.rounds == plain.totals.rounds:
+        raise SystemExit(f"the metrics counted {counted} of {plain.totals.rounds} rounds")
     seconds = statistics.median(differences)
     return {
         "shape": f"{requests} requests",

@@ -88,7 +88,7 @@ def texts(folder: Path, chats: bool) -> list[Path]:
     from pydoc_data.topics import topics
 
     names = [name for name in sorted(topics) if not any(name in held for held in TOPICS.values())]
-    prose, told = names[::2], names[1::2]
+    prose, chats = names[::2], names[1::2]
     assert not set(CODE) & {name for held in SOURCES.values() for name in held}
     code = [Path(os.__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in CODE]
     talks = [
@@ -96,7 +96,7 @@ def texts(folder: Path, chats: bool) -> list[Path]:
             {"role": "user", "content": f"What does Python's reference manual say under {name!r}?"},
             {"role": "assistant", "content": topics[name]},
         ]
-        for name in told
+        for name in chats
     ]
     files = {
         "prose.txt": "\n\n".join(topics[name] for name in prose),

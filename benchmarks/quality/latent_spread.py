@@ -3,7 +3,7 @@
 With latent KV (MLA), a score's position-independent part is m . c: the mean absorbed query times the latent. Over
 queries of covariance S, what a token can expect is E exp(q . c) = exp(m . c + c^T S c / 2), if they are Gaussian. So
 S, cut to its r largest directions, could be added to a score. It costs r columns for each query head in the kernel's
-product, beside one for the mean.
+product, in addition to one for the mean.
 
 No trained model with latent KV is small enough for the machines of this project. Queries are drawn with spreads of
 different sizes and shapes, latents normalised as by the models' norm. A figure is the share of the queries' attention
@@ -24,7 +24,7 @@ from benchmarks.common import report
 RANK, TOKENS, QUERIES, KEPT = 512, 1024, 512, 256
 RANKS = (0, 4, 8, RANK)
 DECAYS = (0.0, 0.5, 1.0, 2.0)
-"""Exponents of the spread's spectrum, i ** -decay: all directions alike, to nearly all of it in a few."""
+"""Exponents of the spread's spectrum, i ** -decay: from equal in all directions to nearly all of it in a few."""
 SPREADS = (0.5, 1.0, 2.0)
 """Deviation of a logit over queries, for each deviation over tokens that the mean query makes."""
 MEAN_LOGITS = 2.0

@@ -42,7 +42,7 @@ SINKS, FUTURE = 4, 512
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a policy knows about its row besides the pools.
+    """What a policy knows about its row, in addition to the pools.
 
     Attributes:
         seed: for random choices; the same at every budget, so that a smaller sample lies within a larger one.

@@ -1,4 +1,4 @@
-"""Which criterion predicts attention, in which layers, and does the concentration of the queries tell beforehand?
+"""Which criterion predicts attention, in which layers, and does the concentration of the queries predict it?
 
 Texts (`benchmarks.quality.streams`, task `text`) go through a model once, with everything in sight. At several places
 the older private tokens are ranked by what a round could go by, and a quarter of them is chosen for each layer and KV
@@ -46,7 +46,7 @@ KEPT = 0.25
 RECENT = 128
 """Newest tokens, which are not ranked: a round keeps them anyway."""
 AHEAD = 256
-"""Number of queries whose attention is foretold."""
+"""Number of queries whose attention is predicted."""
 TEXTS = 4
 BOUNDS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.01)
 """Bounds of the concentration bins."""
@@ -122,7 +122,7 @@ class Captures:
         return rows
 
     def by_concentration(self, name: str, stats: QueryStats) -> list[dict]:
-        """The score in heads whose concentration lies between two bounds, beside the best and the newest."""
+        """The score in heads whose concentration lies between two bounds, with the best and the newest."""
         spread, rows = self._spread(stats), []
         for low, high in itertools.pairwise(BOUNDS):
             where = (low <= spread) & (spread < high)

@@ -139,10 +139,10 @@ class ServerRunner:
             for one in stream.questions
             for place, token in enumerate(one.answer)
         ]
-        told = iter(self._all_told(stream, fields, jobs))
+        answers = iter(self._predict_all(stream, fields, jobs))
         tasks: dict[str, list[Unit]] = {}
         for one in stream.questions:
-            tokens, logprobs = zip(*(next(told) for _ in one.answer), strict=True)
+            tokens, logprobs = zip(*(next(answers) for _ in one.answer), strict=True)
             unit = Unit(float(list(tokens) == one.answer), sum(logprobs) / len(logprobs))
             tasks.setdefault(one.task, []).append(unit)
         return tasks
@@ -151,18 +151,19 @@ class ServerRunner:
         """Asks for every STEP-th token at the end; the first caller's answers fill `likely`."""
         ids = stream.prompt + stream.private
         jobs = [(ids[:place], ids[place]) for place in range(len(ids) - stream.score_last, len(ids), STEP)]
-        told = self._all_told(stream, fields, jobs)
+        predictions = self._predict_all(stream, fields, jobs)
         if not likely:
-            likely.extend(token for token, _ in told)
-        return {TEXT: [Unit(float(own == dense), logprob) for (own, logprob), dense in zip(told, likely, strict=True)]}
+            likely.extend(token for token, _ in predictions)
+        pairs = zip(predictions, likely, strict=True)
+        return {TEXT: [Unit(float(own == dense), logprob) for (own, logprob), dense in pairs]}
 
-    def _all_told(
+    def _predict_all(
         self, stream: Tokens, fields: dict[str, Any], jobs: Sequence[tuple[list[int], int]]
     ) -> list[tuple[int, float]]:
         with ThreadPoolExecutor(self.parallel) as pool:
-            return list(pool.map(lambda job: self._told(stream, fields, *job), jobs))
+            return list(pool.map(lambda job: self._predict(stream, fields, *job), jobs))
 
-    def _told(self, stream: Tokens, fields: dict[str, Any], ids: list[int], target: int) -> tuple[int, float]:
+    def _predict(self, stream: Tokens, fields: dict[str, Any], ids: list[int], target: int) -> tuple[int, float]:
         """The most likely token after `ids`, and the log-probability of `target`."""
         key = f"quality {uuid.uuid4()}"
         self._generate(stream.prompt, {"prompt": "frozen"}, key)
@@ -179,7 +180,7 @@ class ServerRunner:
         if not shared <= frozen <= max(shared, self.settings["sinks"]):
             raise AskError(
                 f"The server froze {frozen} tokens, but the prompt of {stream.id} has {len(stream.prompt)}: leave its "
-                "radix cache on, and let nobody else use it meanwhile."
+                "radix cache on, and send it no other requests meanwhile."
             )
         if not facts["triattention"]["rounds"] and length - frozen >= fields["budget"] + 2 * fields["interval"]:
             raise AskError(

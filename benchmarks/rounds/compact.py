@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Bytes, time and freed memory of a round's compaction.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="layers to time (all on a GPU, 1 elsewhere: layers cost alike)")
+    parser.add_argument("--layers", type=int, help="layers to time (all on a GPU, 1 elsewhere: layers cost the same)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="2 requests and 2 runs; less than a minute")
     arguments = parser.parse_args(argv)

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Speed of the scorer against a copy and against a plain version.")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, help="layers to score (all on a GPU, 1 elsewhere: layers cost alike)")
+    parser.add_argument("--layers", type=int, help="layers to score (all on a GPU, 1 elsewhere: layers cost the same)")
     parser.add_argument("--repeats", type=int, default=5, help="alternated runs (%(default)s)")
     parser.add_argument(
         "--quick", action="store_true", help="1 layer, 3 runs, rows an eighth as long; less than a minute"

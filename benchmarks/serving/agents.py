@@ -1,7 +1,7 @@
 """What does a turn of an agent cost, with exact reuse and with compressed continuation?
 
 Several agents at once share a long first prompt (instructions and tools). In every turn each agent adds a short message
-and generates an answer that outgrows its budget. `exact` prefills again whatever part of the last answer the tree could
+and generates an answer that outgrows its budget. `exact` prefills again the part of the last answer that the tree could
 not take; `continued` names a conversation and resumes after its compressed row. For every turn: prefilled tokens and
 milliseconds until the first token, medians over the agents. `answers_equal_cold` counts the answers that equal those of
 a server with nothing cached; a continued answer sees less of the past than that.

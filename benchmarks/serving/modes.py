@@ -1,6 +1,6 @@
 """What does freed memory buy in each way of serving? The requests of capacity.py, plain and compressed.
 
-Each way is a set of flags that both servers have, or servers behind SGLang's router. Plain and compressed alternate,
+Each way is a set of flags that both servers have, or servers with SGLang's router. Plain and compressed alternate,
 and figures are medians over the runs. As in capacity.py, the ratio of running requests is a matter of memory and
 carries over to a GPU; that of tokens per second does not.
 
@@ -33,14 +33,14 @@ class Mode:
         args: flags of both servers; "{model}" stands for the path of the model.
         env: added to the environment of both.
         devices: how many GPUs it takes, where there are any.
-        behind_router: starts the servers, where there are several, and yields as `running` does; called with whether
+        start_servers: starts the servers, where there are several, and yields as `running` does; called with whether
             they compress, the model, its statistics and a folder for logs.
     """
 
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     devices: int = 1
-    behind_router: Callable | None = None
+    start_servers: Callable | None = None
 
 
 # Requests here wait for room, longer than the router and a decode server let them by default.
@@ -73,7 +73,7 @@ def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> 
 
 
 @contextmanager
-def replicas_behind_a_router(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
+def replicas_with_a_router(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
     """Two servers, either of which a request may go to: where its prefix is, or else where there is less to do."""
     with ExitStack() as stack:
         urls = []
@@ -86,7 +86,7 @@ def replicas_behind_a_router(compressed: bool, model: str, stats: str, logs: Pat
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
-# Its own draft model. With random weights it does not foretell all: it is not given the first token.
+# Its own draft model. With random weights, it predicts some tokens only: it is not given the first token.
 STANDALONE = (
     *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
@@ -107,8 +107,8 @@ MODES = {
     "attention data parallel": Mode(
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", *REFERENCE), on_cores(0, 1), devices=2
     ),
-    "prefill and decode apart": Mode(devices=2, behind_router=prefill_and_decode),
-    "two replicas behind a router": Mode(devices=2, behind_router=replicas_behind_a_router),
+    "prefill and decode disaggregated": Mode(devices=2, start_servers=prefill_and_decode),
+    "two replicas with a router": Mode(devices=2, start_servers=replicas_with_a_router),
 }
 
 
@@ -120,8 +120,8 @@ def fits(mode: Mode) -> bool:
 @contextmanager
 def running(mode: Mode, compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
     """The URL that takes requests, and those of the servers that decode them."""
-    if mode.behind_router:
-        with mode.behind_router(compressed, model, stats, logs) as urls:
+    if mode.start_servers:
+        with mode.start_servers(compressed, model, stats, logs) as urls:
             yield urls
         return
     args = [*capacity.server_args(compressed, stats), *(flag.replace("{model}", model) for flag in mode.args)]

@@ -6,7 +6,7 @@
 What follows `--` are further flags of both servers. Both run at the same time; the one that is not asked sleeps. All of
 it is repeated with new servers, in the opposite order, and figures are medians over the repeats. Four questions:
 
-- `context`: what does a decode step cost behind a prompt of so many tokens? The compressed server compacts the prompt
+- `context`: what does a decode step cost after a prompt of so many tokens? The compressed server compacts the prompt
   while it prefills it (`"prompt": "compact"`): that is the state of a request that has decoded as many tokens, and is
   reached sooner.
 - `rounds`: how long is the longest step, among them those at which compaction rounds run? All requests start together,
@@ -246,7 +246,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--stats", help="its statistics; by default measured at launch")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--contexts", type=lambda text: tuple(map(int, text.split(","))), help="lengths of prompts")
-    parser.add_argument("--context-requests", type=int, help="requests that decode together behind such prompts")
+    parser.add_argument("--context-requests", type=int, help="requests that decode together after such prompts")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--interval", type=int)
     parser.add_argument("--requests", type=int, help="requests that decode together elsewhere")

@@ -1,6 +1,6 @@
 """Triton `move`: all K/V copies of a round, every layer, head and request in one launch; see `reference.move_torch`.
 
-Bytes are copied as 32-bit words, whatever the pool's dtype. One program handles one KV head of one layer's K or V for
+Bytes are copied as 32-bit words for every dtype of the pool. One program handles one KV head of one layer's K or V for
 one request, or some of its moves; no other program touches those bytes.
 
 Why nothing is overwritten before it is read, although the copies are in place:

@@ -153,14 +153,14 @@ def _fill(
     rank, kept = place[..., :most].contiguous(), kept.contiguous()
     ends = torch.stack([torch.full_like(emptied, cut), cut + emptied], -1)  # [R, 2]
     ends = ends.view(len(ends), *[1] * (kept.ndim - 2), 2).expand(*kept.shape[:-1], 2).contiguous()
-    first, behind = torch.searchsorted(kept, ends).split(1, -1)  # [R, ..., 1], indices into kept
+    first, end = torch.searchsorted(kept, ends).split(1, -1)  # [R, ..., 1], indices into kept
     which = first + rank
     # The holes in the emptied columns are skipped.
-    inside = ends[..., 1:] - cut - (behind - first)
+    inside = ends[..., 1:] - cut - (end - first)
     hole = torch.where(rank < cut - first, rank, rank + inside)
     target = hole + torch.searchsorted(kept - place, hole, right=True)
     source = kept.gather(-1, which.clamp_max(kept.shape[-1] - 1))
-    return torch.where(which < behind, source, 0), torch.where(which < behind, target, 0)
+    return torch.where(which < end, source, 0), torch.where(which < end, target, 0)
 
 
 def move_torch(buffers: Sequence[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ def check_latents(pool: torch.Tensor, tables: ScoreTables) -> None:
     if any(size % ALIGN for size in sizes):
         raise ValueError(f"dims of latents, frequencies and rows must be multiples of {ALIGN}, got {sizes}")
     if not tables.rotary_start or tables.num_kv_heads != 1:
-        raise ValueError(f"latents are one KV head behind which the rotated dims begin, got {tables.num_kv_heads}")
+        raise ValueError(f"latents are one KV head that the rotated dims follow, got {tables.num_kv_heads}")
 
 
 def launch_settings(dtype: torch.dtype, q_heads: int, style: str, aggregation: str, warpgroups: bool) -> dict:
@@ -35,7 +35,7 @@ def launch_settings(dtype: torch.dtype, q_heads: int, style: str, aggregation: s
         warpgroups: as for `launch_settings` of `score_kernel`.
     """
     offsets = aggregation == "max"
-    # Latents of more than one bfloat16 part, and accumulators for offsets, would spill registers beside so many heads.
+    # Latents of more than one bfloat16 part, and accumulators for offsets, would spill registers with so many heads.
     single = dtype == torch.bfloat16 or dtype.itemsize == 1
     wide = single and (warpgroups or style == "interleaved")
     most = (LEAST_HEADS if offsets else HEADS // 2) * (2 if wide else 1)

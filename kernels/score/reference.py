@@ -14,8 +14,8 @@ its mean `g_f` folds into `mu_f` once per model, and a head's score becomes one 
 
     [Re K, Im K, |K|] . [Re v, Im v, b]    with    v_f = s mu_f g_f exp(i w_f T),  b_f = s (a_f - |mu_f|)
 
-Dims u that RoPE does not turn, behind the rotated ones, meet the key alike from every position. There the mean over
-future queries of q_u . K_u is mean(q_u) . K_u exactly, which is added once, without s: RoPE scales rotated dims alone.
+Dims u that RoPE does not turn follow the rotated ones; their product with the key is the same from every position. So
+its mean over future queries is exactly mean(q_u) . K_u, which is added once, without s: RoPE scales rotated dims alone.
 With latent attention (MLA) the unturned dims are the latent c, which all heads share, and stand before the rotated
 ones: q . W c is (W^T q) . c, so their mean query is that of the absorbed queries W^T q.
 In a layer without RoPE nothing depends on the position: its score is mean(q) . K over the whole head, with exp() and
@@ -33,7 +33,7 @@ import torch
 from sglang_triattn.kernels.score.tables import OFFSETS, ScoreTables, check_fits
 
 WORKSPACE_BYTES = 256 << 20
-"""Most device memory that a reference uses besides its result; keys or values are processed in pieces that fit."""
+"""Most device memory that a reference uses, its result not counted; keys or values are processed in pieces that fit."""
 
 CPU_WORKSPACE_BYTES = 4 << 20
 """The same on a CPU, where pieces that stay in a core's cache are two to four times as fast as large ones."""
@@ -118,7 +118,7 @@ def score_torch(
 
 
 def workspace_bytes(pool: torch.Tensor) -> int:
-    """Bytes that a reference may use besides its result, on the pool's device."""
+    """Bytes that a reference may use in addition to its result, on the pool's device."""
     return CPU_WORKSPACE_BYTES if pool.device.type == "cpu" else WORKSPACE_BYTES
 
 

@@ -13,7 +13,7 @@ program to four query heads: 17 offsets cost far more than reading the keys agai
 A model whose RoPE turns every dim (U = 0) has a kernel without the unrotated part. Layers without RoPE run the same
 kernel as the others: their phases are taken as cos 1 and sin 0.
 
-The newest tokens stay whatever their score, so their keys are not read.
+The newest tokens stay at any score, so their keys are not read.
 
 Each program also reduces its scores to a mean and a sum of squared deviations, which `importance_triton` merges in a
 fixed order: no atomics, the same bits in every run, and no request's result depends on the batch around it.

@@ -14,7 +14,7 @@ STYLES = ("half", "interleaved")
 
 @dataclass(frozen=True, eq=False)
 class ScoreTables:
-    """Constants of one model on one device: everything that a score needs besides the keys and T."""
+    """Constants of one model on one device: everything that a score needs except the keys and T."""
 
     mean: torch.Tensor
     """[L, H_q, F] complex64: s * mu; mu in layers without RoPE."""
@@ -94,7 +94,7 @@ def build_tables(
     if unrotated.ndim != 3 or unrotated.shape[:2] != mean.shape[:2]:
         raise ValueError(f"unrotated must be [L, H_q, U] for mean {list(mean.shape)}, got {list(unrotated.shape)}")
     if rotary_start not in (0, unrotated.shape[-1]):
-        raise ValueError(f"the rotated dims begin at 0 or behind all {unrotated.shape[-1]} others, got {rotary_start}")
+        raise ValueError(f"the rotated dims begin at 0 or after all {unrotated.shape[-1]} others, got {rotary_start}")
     rotates = [True] * len(mean) if rotates is None else rotates
     if len(rotates) != len(mean):
         raise ValueError(f"rotates must have one entry for each of {len(mean)} layers, got {len(rotates)}")

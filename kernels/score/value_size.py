@@ -1,4 +1,4 @@
-"""Sizes of cached values: a second criterion beside the score, separate for each layer and KV head.
+"""Sizes of cached values: a second criterion next to the score, separate for each layer and KV head.
 
 An attention head's output is the attention-weighted mean of the values, o = sum_i a_i v_i. Without token i it becomes
 o - a_i / (1 - a_i) (v_i - o) (CAOTE, arXiv 2504.14051): the loss is proportional to the distance of v_i from the
@@ -7,7 +7,7 @@ values are measured from a center that stands for the output, the plain mean of 
 
     size = sum_d (v_d - c_d)^2,    c = mean of v over the newest min(recent, NEWEST) tokens, 0 where recent is 0
 
-The newest tokens stay anyway, and their places are known whatever order rounds have left the others in. The size is
+The newest tokens stay anyway, and their places are known in whichever order rounds left the others. The size is
 squared because only the order counts, which a square root would not change. For the same reason a pool that was
 divided by a v_scale (float8) needs no correction: one factor for all values of a layer changes no order.
 

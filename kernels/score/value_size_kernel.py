@@ -1,7 +1,7 @@
 """Triton `value_size`: the sizes of all values of a round in one launch; reference: `value_size.value_size_torch`.
 
 One program handles TOKENS of a request's private tokens in one KV head of one layer. It reads each value once, straight
-from the paged pool, and writes one number for it. Of the newest tokens, which stay whatever their size, it reads only
+from the paged pool, and writes one number for it. Of the newest tokens, which stay at any size, it reads only
 the NEWEST that make up the center; other programs of the row read the same ones from the cache. Sums run over the
 row's own values alone, in an order that depends only on their number and dtype, so the batch around a request cannot
 change a bit.

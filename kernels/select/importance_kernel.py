@@ -58,7 +58,7 @@ def importance_triton(
         ValueError: there are layers before these, but no `importance`.
     """
     if before and importance is None:
-        raise ValueError(f"{before} layers are said to be merged, but into no importance")
+        raise ValueError(f"{before} layers are given as merged, but without their importance")
     requests, layers, q_heads, num_tokens = scores.shape
     chosen = selection_named(selection)
     sets = chosen.sets(layers, num_kv_heads)

@@ -62,7 +62,7 @@ def _ordered(p_row, o_n, candidates):
     return tl.where(m_n, b_order, 0)
 
 
-# Besides what is said at `score_kernel`, Triton declares `static_range` and `sum` as other than what they are.
+# The type errors noted at `score_kernel` apply; Triton's declarations of `static_range` and `sum` are wrong as well.
 # As in `score_triton`, nothing is specialised on a run-time value.
 @triton.jit(do_not_specialize=list(range(6)))
 def keep_kernel(

@@ -51,8 +51,8 @@ def select_torch(
         num_kv_heads: needed by "per-head" and "per-layer-head".
         reduce_ranks: see `Scorer`; for selections with one kept set.
         sizes: [R, L, H_kv, N], from `value_size_torch`, padded like `scores`; needed by `value_share`.
-        value_share: share, from 0 to 1, of the kept tokens besides the newest that are chosen for the largest values;
-            the rest are the best of the other candidates. For "per-layer-head".
+        value_share: share, from 0 to 1, of the kept tokens other than the newest that are chosen for the largest
+            values; the rest are the best of the other candidates. For "per-layer-head".
 
     Returns:
         int64 [R, num_kept], ascending; for "per-head" [R, H_kv, num_kept], for "per-layer-head"

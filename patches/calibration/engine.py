@@ -210,7 +210,7 @@ def _check(record: ServerArgs) -> None:
 
 
 def _engine_class() -> type:
-    """An Engine without a tokenizer manager: nobody sends requests, and Ctrl-C takes effect sooner."""
+    """An Engine without a tokenizer manager: it receives no requests, and Ctrl-C takes effect sooner."""
     from sglang.srt.entrypoints.engine import Engine
 
     class CalibrationEngine(Engine):

@@ -178,7 +178,7 @@ class _Run:
 
 
 class _Sampler:
-    """Chooses the tokens of one trace, whatever other traces run beside it."""
+    """Chooses the tokens of one trace, independently of the other traces in its batch."""
 
     def __init__(self, job: CalibrationJob, trace: int) -> None:
         self._temperature = job.temperature

@@ -63,7 +63,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
         if stats.rope is None:
             logger.warning(
                 "TriAttention turns keys back by the served model's own RoPE frequencies, because %s holds none: "
-                "nothing there tells whether it was measured with this model",
+                "nothing in it shows whether it was measured with this model",
                 wanted,
             )
         return check_stats(stats, shape)
@@ -72,7 +72,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     with measuring_alone(shape.fingerprint, shape.variant) if first and not random else nullcontext():
         found = broadcast_from_first_rank(scheduler, load_cached(shape) if first else None)
         if found is not None:
-            _tell_found(found, shown_name(scheduler.model_config.model_path))
+            _log_found(found, shown_name(scheduler.model_config.model_path))
             return found
         if first and not random:
             _warn_if_not_kept(shape.fingerprint)
@@ -103,7 +103,7 @@ def measured_stats(scheduler: Scheduler, shape: ModelShape, source: str) -> Quer
     return check_stats(dataclasses.replace(measured, source=source), shape)
 
 
-def _tell_found(stats: QueryStats, model: str) -> None:
+def _log_found(stats: QueryStats, model: str) -> None:
     if stats.model in (None, model):
         logger.info("TriAttention found the statistics of this model in %s", stats.source)
     else:
@@ -177,7 +177,7 @@ def _measure(scheduler: Scheduler, shown: bool) -> QueryStats:
     except torch.OutOfMemoryError as error:
         raise TriAttentionError(
             "The device ran out of memory while TriAttention measured the statistics of the served model, because the "
-            "KV pool leaves too little beside it: use a smaller --mem-fraction-static, or give a file made by "
+            "KV pool leaves too little memory: use a smaller --mem-fraction-static, or give a file made by "
             "`sglang-triattn calibrate` with --triattention-stats PATH."
         ) from error
 

@@ -48,12 +48,12 @@ class Span:
 
         Args:
             window: how many tokens before its own a query sees, negative for all. In a tree, the tokens of the branch
-                count. SGLang's kernels count along the row instead, and so see less from branches behind the first.
+                count. SGLang's kernels count along the row instead, so later branches see fewer tokens.
         """
         start = self.first_key(window)
         place = torch.arange(self.length)
         if self.tree is not None:
-            # A drafted token stands behind its ancestors, of which it sees all, and itself.
+            # A drafted token sees all its ancestors and itself: their number gives its place.
             place[self.first :] = self.first - 1 + self.tree[:, self.first :].sum(1)
         query, key = place[self.first :, None], place[None, start:]
         seen = key <= query if self.tree is None else self.tree[:, start:]
@@ -67,8 +67,8 @@ def drafted_spans(rows: Sequence[int], lengths: Sequence[int], drafted: int, mas
         rows: lines in `req_to_token`.
         lengths: tokens before the drafted ones.
         drafted: drafted tokens of each request.
-        mask: `spec_info.custom_mask`: the requests' masks [drafted, length + drafted] bool one behind the other,
-            flattened, and possibly more behind the last (`NgramVerifyInput` and `EagleVerifyInput`,
+        mask: `spec_info.custom_mask`: the requests' masks [drafted, length + drafted] bool, flattened and
+            concatenated, possibly with more after the last (`NgramVerifyInput` and `EagleVerifyInput`,
             sglang/srt/speculative/). None for drafts that are a chain.
 
     Raises:

@@ -17,12 +17,12 @@ def install() -> None:
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     forward_batch_info._is_cpu = True
     GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
-    # It returns its output, too, which nobody reads.
+    # It also returns its output, which is not used.
     GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor  # pyright: ignore[reportAttributeAccessIssue]
     # SGLang asks backends that do not have it.
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = _padded_length  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _padded_length(backend: object) -> int:
-    """Length of the rows that fill up a batch: each attends to one token, whose result nobody reads."""
+    """Length of the rows that fill up a batch: each attends to one token, and its result is not used."""
     return 1

@@ -98,19 +98,19 @@ def _adjust_to_model(server_args: ServerArgs, previous: Step) -> None:
 
 
 def _choose(server_args: ServerArgs, previous: Step) -> None:
-    """Behind the step that settles the attention backend."""
+    """Runs after the step that settles the attention backend."""
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     previous(server_args)
     settings, asked = resolving_view(server_args), _asked(server_args)
-    unasked = asked is None and settings.attention_backend == "torch_native"
+    is_default = asked is None and settings.attention_backend == "torch_native"
     speculative = settings.speculative_algorithm is not None
-    if asked == NAME or (unasked and is_needed(model_config_of(server_args), speculative)):
+    if asked == NAME or (is_default and is_needed(model_config_of(server_args), speculative)):
         declare_resolution(server_args, NAME, attention_backend=NAME)
 
 
 def _asked(server_args: ServerArgs) -> str | None:
-    """The user's choice; for prefill and decode apart, any of the two."""
+    """The user's choice; either of the two if prefill and decode have their own."""
     return (
         server_args.attention_backend or server_args.prefill_attention_backend or server_args.decode_attention_backend
     )

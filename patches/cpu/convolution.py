@@ -24,7 +24,7 @@ def prefill(
     activation: str | None = "silu",
     **_: object,
 ) -> torch.Tensor:
-    """Convolves the tokens of several requests, one behind the other.
+    """Convolves the concatenated tokens of several requests.
 
     Args:
         x: [width, tokens].
@@ -40,13 +40,13 @@ def prefill(
     found = torch.zeros_like(x)
     bounds = query_start_loc.tolist()
     slots = list(range(len(bounds) - 1)) if cache_indices is None else cache_indices.tolist()
-    going_on = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
+    continued = [False] * len(slots) if has_initial_state is None else has_initial_state.tolist()
     taps = weight.shape[-1]
-    for slot, goes_on, first, end in zip(slots, going_on, bounds, bounds[1:], strict=False):
+    for slot, is_continued, first, end in zip(slots, continued, bounds, bounds[1:], strict=False):
         if slot < 0 or first == end:
             continue
         state = conv_states[slot]
-        before = state[:, -(taps - 1) :] if goes_on else torch.zeros_like(state[:, -(taps - 1) :])
+        before = state[:, -(taps - 1) :] if is_continued else torch.zeros_like(state[:, -(taps - 1) :])
         inputs = torch.cat((before.to(x.dtype), x[:, first:end]), dim=-1)
         found[:, first:end] = _convolve(inputs[None], weight, bias, activation)[0]
         state[:, -(taps - 1) :] = inputs[:, -(taps - 1) :].to(state.dtype)

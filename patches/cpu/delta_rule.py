@@ -91,7 +91,7 @@ def prefill(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Outputs of the tokens of several requests, one behind the other.
+    """Outputs for the concatenated tokens of several requests.
 
     Args:
         q, k: [1, tokens, key heads, K]. v: [1, tokens, value heads, V]. g, beta: [1, tokens, value heads].

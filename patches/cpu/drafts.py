@@ -17,8 +17,7 @@ def write_rows(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Writes the slots `out_cache_loc`, those of one request behind those of the other, to columns [start, end) of the
-    requests' rows.
+    """Writes the slots `out_cache_loc`, concatenated over requests, to columns [start, end) of the requests' rows.
 
     Stands for `assign_req_to_token_pool_func` (sglang/srt/mem_cache/allocation.py).
     """
@@ -91,8 +90,8 @@ def describe_trees(
     ancestor = tree_mask.view(-1, n, n).bool() & (number < number[:, None])
     parent = torch.where(ancestor, number, -1).amax(-1)
     child = torch.where(ancestor, number[:, None], n).amin(1)
-    beside = (parent[:, :, None] == parent[:, None, :]) & (number[:, None] > number) & (parent >= 0)[:, None, :]
-    sibling = torch.where(beside, number[:, None], n).amin(1)
+    is_later = (parent[:, :, None] == parent[:, None, :]) & (number[:, None] > number) & (parent >= 0)[:, None, :]
+    sibling = torch.where(is_later, number[:, None], n).amin(1)
     shape = retrieve_index.shape
     positions.view(-1, n).copy_(ancestor.sum(-1) + verified_seq_len[:, None])
     retrieve_index.copy_(torch.arange(batch_size * n).view(shape))
@@ -116,14 +115,14 @@ def verify_greedily(
     Stands for `verify_tree_greedy_func` (sglang/kernels/ops/speculative/spec_tree.py).
 
     Args:
-        predicts: [R * n] int32, out: what the target predicts behind each accepted token.
-        accept_index: [R, depth] int32, out: numbers of the accepted tokens within the batch, the root first; what is
-            behind them stays.
-        accept_token_num: [R] int32, out: accepted tokens besides the root.
+        predicts: [R * n] int32, out: what the target predicts after each accepted token.
+        accept_index: [R, depth] int32, out: numbers of the accepted tokens within the batch, the root first; later
+            entries stay.
+        accept_token_num: [R] int32, out: accepted tokens, the root not counted.
         candidates: [R, n], the drafted tokens; the first of each request is its root, which holds already.
         retrieve_index: [R, n], a token's number within the batch.
         retrieve_next_token, retrieve_next_sibling: [R, n], see `describe_trees`.
-        target_predict: [R, n], the target's prediction behind each token.
+        target_predict: [R, n], the target's prediction after each token.
 
     Returns:
         The three outputs.
@@ -154,7 +153,7 @@ def _columns(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torc
     return request, torch.arange(len(request)) + (start - before)[request]
 
 
-def slots_behind(
+def slots_after(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -164,7 +163,7 @@ def slots_behind(
     positions: torch.Tensor | None = None,
     mrope: torch.Tensor | None = None,
 ) -> None:
-    """Writes the slots in the `topk * num_cols` columns behind `seq_lens`, [R], of the rows to `out_cache_loc`.
+    """Writes the slots in the `topk * num_cols` columns from `seq_lens`, [R], of the rows to `out_cache_loc`.
 
     Stands for `assign_draft_cache_locs_contiguous_func` (sglang/kernels/ops/speculative/cache_locs.py).
     """
@@ -196,7 +195,7 @@ def build_chains(
 
     Args:
         seq_lens: [R], tokens before the drafted ones.
-        tree_mask: out, of each request [n, length + n] bool, flattened, one behind the other; true on arrival.
+        tree_mask: out, of each request [n, length + n] bool, flattened and concatenated; true on arrival.
         positions: [R * n] int64, out.
         retrieve_index, retrieve_next_token, retrieve_next_sibling: [R, n] int64, out; the last is -1 on arrival.
 

@@ -50,7 +50,7 @@ def _before_disaggregation(server_args: ServerArgs, previous: Step) -> None:
     # The main process looks the name up later, and builds no model.
     install()
     if settings.disaggregation_mode == "prefill":
-        # SGLang sends what is cached behind a CUDA event of the queued step.
+        # SGLang sends cached K/V after a CUDA event of the queued step.
         declare_resolution(server_args, NAME, disable_overlap_schedule=True)
 
 
@@ -67,7 +67,7 @@ def _by_name(cls: type[TransferBackend], value: object) -> TransferBackend | Non
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVSender
 
     MooncakeKVManager.init_engine = _init_engine
-    # Otherwise SGLang copies them behind a queued step, by CUDA events.
+    # Otherwise SGLang copies them after a CUDA event of the queued step.
     MooncakeKVSender.supports_host_tensor_indices = False
     return cls.MOONCAKE
 
@@ -112,17 +112,17 @@ class ProcessMemory:
         for start in range(0, len(lengths), _PIECES):
             part = slice(start, start + _PIECES)
             process = _process(session)
-            ours, theirs = (_pieces(each[part], lengths[part]) for each in (sources, targets))
-            count, size = len(ours), sum(lengths[part])
-            if process is None or self._write(process, ours, theirs, count) != size:
+            local, remote = (_pieces(each[part], lengths[part]) for each in (sources, targets))
+            count, size = len(local), sum(lengths[part])
+            if process is None or self._write(process, local, remote, count) != size:
                 return -1
         return 0
 
-    def _write(self, process: int, ours: ctypes.Array, theirs: ctypes.Array, count: int) -> int:
+    def _write(self, process: int, local: ctypes.Array, remote: ctypes.Array, count: int) -> int:
         write = self._libc.process_vm_writev
         write.restype = ctypes.c_ssize_t
         many = ctypes.c_ulong(count)
-        return write(ctypes.c_int(process), ours, many, theirs, many, ctypes.c_ulong(0))
+        return write(ctypes.c_int(process), local, many, remote, many, ctypes.c_ulong(0))
 
 
 def _pieces(starts: Sequence[int], lengths: Sequence[int]) -> ctypes.Array:

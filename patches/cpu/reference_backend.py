@@ -86,7 +86,7 @@ class ReferenceBackend(AttentionBackend):
         """Stores the step's K/V, then answers its queries.
 
         Args:
-            q: [tokens, H_q * D], or with the last two dims apart; tokens of all requests, in the batch's order.
+            q: [tokens, H_q * D] or [tokens, H_q, D]; tokens of all requests, in the batch's order.
             k: [tokens, H_kv, D]. For latent KV, the latent and the turned key in one row, with H_kv = 1.
             v: [tokens, H_kv, D_v]. K and V may be None where a layer reads those of another.
             layer: its settings.
@@ -117,10 +117,10 @@ class ReferenceBackend(AttentionBackend):
         answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         done = 0
         for span in self._spans:
-            mine = slice(done, done + span.queries)
-            seen = mine if expanded else self._slots(span, layer)
-            answers[mine] = attend(
-                queries[mine],
+            block = slice(done, done + span.queries)
+            seen = block if expanded else self._slots(span, layer)
+            answers[block] = attend(
+                queries[block],
                 keys[seen],
                 values[seen],
                 span.visible(layer.sliding_window_size),

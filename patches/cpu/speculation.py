@@ -3,7 +3,7 @@
 SGLang parts: the kernels' modules in sglang/kernels/ops/speculative, and the modules that import from them by name.
 Everything else of SGLang's speculative decoding runs unchanged.
 
-Drafted tokens are verified greedily, whatever a request's temperature, as SGLang's own engine for CPUs does
+Drafted tokens are verified greedily at every temperature, as SGLang's own engine for CPUs does
 (`_verify_uses_greedy`, sglang/srt/speculative/eagle_utils.py).
 """
 
@@ -59,7 +59,7 @@ def _install_draft_model() -> None:
 
     overlap_utils.gather_spec_extras = drafts.relayed
     eagle_utils.build_tree_kernel_efficient_func = drafts.build_chains
-    eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_behind
+    eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_after
     eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted
     # SGLang declares its own backends.
     factory: Any = draft_utils.DraftBackendFactory

@@ -63,7 +63,7 @@ def install() -> None:
         setattr(mamba, f"causal_conv1d_update{suffix}", convolution.decode)
     # Where the models put their norms. A torch that is built for CUDA asks CUDA, GPU or not, and raises.
     setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # noqa: B010
-    # Which copies a step makes for the tree is prepared in pinned memory, whatever the platform says of it.
+    # SGLang prepares a step's copies for the tree in pinned memory without asking the platform.
     setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # noqa: B010
 
 

@@ -52,14 +52,14 @@ def prefill(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Writes the outputs of the tokens of several requests, one behind the other, to `out`.
+    """Writes the outputs for the concatenated tokens of several requests to `out`.
 
     Args:
         x, out: [1, tokens, heads, V]. dt: [1, tokens, heads]. A, D, dt_bias: [heads].
         B, C: [1, tokens, groups, N]; heads of a group share them.
         cu_seqlens: first token of each request, and the end.
         initial_states: [requests, heads, V, N]; zero where there are none.
-        track_seq_idx, track_end_locs: requests, and for each the token behind the last one that its third result saw.
+        track_seq_idx, track_end_locs: requests, and for each the end of the tokens that its third result saw.
 
     Returns:
         The states before each `chunk_size`-th token of all, [1, chunks, heads, V, N]; the last state of each request;

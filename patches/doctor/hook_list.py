@@ -32,11 +32,11 @@ def all_hooks() -> dict[str, list[Hook]]:
     main = (server_args.hooks(*[lambda _: None] * 3), handshake.main_hooks(), reporting.main_hooks())
     census = Census(Conversations(1)).hooks()
     # The scheduler's hooks include the census's where the environment asks for it.
-    apart = {hook.target for hook in census}
+    of_census = {hook.target for hook in census}
     return {
         MAIN: [hook for group in (*main, request_validation.main_hooks()) for hook in group],
         CONTROLLER: handshake.controller_hooks(),
-        SCHEDULER: [hook for hook in Compression(complete(Config())).hooks() if hook.target not in apart],
+        SCHEDULER: [hook for hook in Compression(complete(Config())).hooks() if hook.target not in of_census],
         CENSUS: census,
         CALIBRATION: [
             *calibration.main_hooks(),

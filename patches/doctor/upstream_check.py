@@ -19,7 +19,7 @@ from sglang_triattn.patches.hooks.hook import MISSING, TargetError, check_target
 FOLDER = Path(__file__).parents[1]
 
 # What a file replaces without importing it.
-BESIDE = {"plugin.py": {"sglang.srt.entrypoints.engine.Engine.server_args_class"}}
+NOT_IMPORTED = {"plugin.py": {"sglang.srt.entrypoints.engine.Engine.server_args_class"}}
 
 
 def hook_rows() -> Iterator[Row]:
@@ -38,7 +38,7 @@ def use_rows() -> Iterator[Row]:
     """A row for each file of `patches` that uses SGLang at run time, with the names that SGLang lacks."""
     for path in sorted(FOLDER.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = names_used(tree) | BESIDE.get(path.relative_to(FOLDER).as_posix(), set())
+        names = names_used(tree) | NOT_IMPORTED.get(path.relative_to(FOLDER).as_posix(), set())
         if not names:
             continue
         file = f"patches/{path.relative_to(FOLDER)}"

@@ -86,7 +86,7 @@ def check_target(hook: Hook) -> None:
 
 
 def resolve(target: str) -> Callable:
-    """The function behind a dotted path; for a classmethod or staticmethod, the plain function."""
+    """The function that a dotted path names; for a classmethod or staticmethod, the plain function."""
     owner_path, name = target.rsplit(".", 1)
     owner = pkgutil.resolve_name(owner_path)
     attribute = inspect.getattr_static(owner, name)

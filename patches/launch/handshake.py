@@ -1,7 +1,7 @@
 """The launch succeeds only if every scheduler confirms that it compresses.
 
-SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), with which a scheduler tells the main
-process that it is ready; `DataParallelController` (data_parallel_controller.py), which stands between the two if there
+SGLang parts: `Scheduler.get_init_info` (sglang/srt/managers/scheduler.py), by which a scheduler reports
+to the main process that it is ready; `DataParallelController` (data_parallel_controller.py), between the two if there
 are several replicas; `_wait_for_scheduler_ready` (sglang/srt/entrypoints/engine.py), where the main process collects
 the answers.
 
@@ -47,15 +47,15 @@ def check_answers(infos: list[dict[str, Any]]) -> None:
         infos: the init info of each scheduler, or of the data-parallel controller in front of them.
     """
     for info in infos:
-        said = info.get(KEY)
-        if said is None or said["version"] != __version__:
+        confirmation = info.get(KEY)
+        if confirmation is None or confirmation["version"] != __version__:
             raise TriAttentionError(
                 f"A scheduler process did not confirm that sglang-triattn {__version__} is active in it, so the "
                 "server would run without compression: see the log above for a plugin that failed to load there, "
                 "and start the server from a folder that holds no folder named sglang_triattn."
             )
-        if said["refusal"] is not None:
-            raise TriAttentionError(said["refusal"])
+        if confirmation["refusal"] is not None:
+            raise TriAttentionError(confirmation["refusal"])
 
 
 def main_hooks() -> list[Hook]:
@@ -126,24 +126,24 @@ def _wait_for_schedulers(original: Callable, readers: list, processes: list) -> 
 
 
 def stop_launch(schedulers: list) -> None:
-    """Kills a launch's schedulers and the SGLang processes started beside them, and waits up to 30 s for their end.
+    """Kills a launch's schedulers and its other SGLang processes, and waits up to 30 s for their end.
 
-    If a launch fails, `sglang.Engine` leaves them running, and holding their memory. Whatever the launch had built in
-    this process is kept alive: it has sockets to the schedulers, and if Python collected those, ZeroMQ would wait for
-    their peers forever.
+    If a launch fails, `sglang.Engine` leaves them running, and holding their memory. The objects that the launch built
+    in this process are kept alive: they have sockets to the schedulers, and if Python collected those, ZeroMQ would
+    wait for their peers forever.
     """
     _abandoned.append(_locals_of("_launch_subprocesses"))
     alive = [psutil.Process(process.pid) for process in schedulers if process.is_alive()]
     since = min((process.create_time() for process in alive), default=float("inf"))
-    beside = [
+    others = [
         child
         for child in psutil.Process().children()
         if child.create_time() >= since and _title(child).startswith("sglang::")
     ]
-    doomed = {process for parent in (*alive, *beside) for process in (parent, *parent.children(recursive=True))}
-    for process in doomed:
+    processes = {process for parent in (*alive, *others) for process in (parent, *parent.children(recursive=True))}
+    for process in processes:
         process.kill()
-    psutil.wait_procs(doomed, timeout=30)
+    psutil.wait_procs(processes, timeout=30)
 
 
 def _locals_of(function: str) -> dict[str, object]:

@@ -24,12 +24,12 @@ from sglang_triattn.errors import TriAttentionError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-REFUSAL, HEARD = "triattention/refusal", "triattention/heard"
-OTHERS_COME_S = 60.0
+REFUSAL, ACKNOWLEDGED = "triattention/refusal", "triattention/heard"
+JOIN_TIMEOUT_S = 60.0
 """How long a node that refused tries to reach the others."""
-OTHERS_END_S = 5.0
+READ_TIMEOUT_S = 5.0
 """How long a first node that refused keeps the store for nodes that have heard it."""
-OTHERS_HEAR_S = 15.0
+ACKNOWLEDGE_TIMEOUT_S = 15.0
 """How long the node that has the store keeps it once it knows that the launch is refused."""
 _STORE_S = 3.0
 _LONGEST = 2000
@@ -56,30 +56,30 @@ def nodes_of(settings: Any) -> Nodes | None:
     return Nodes(count, getattr(settings, "node_rank", 0), address)
 
 
-def tell_others(nodes: Nodes, refusal: str) -> None:
-    """Tells the other nodes why this one refuses, before it has started a rank; takes up to OTHERS_COME_S seconds."""
+def notify_others(nodes: Nodes, refusal: str) -> None:
+    """Sends the other nodes why this one refuses, before it starts a rank; takes up to JOIN_TIMEOUT_S seconds."""
     sentence = f"Node {nodes.rank} of this launch refused to start: {refusal}"[:_LONGEST]
-    deadline = time.monotonic() + OTHERS_COME_S
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     with suppress(OSError, ValueError, RuntimeError):
         if nodes.rank == 0:
             store = _open_store(nodes)
             store.set(REFUSAL, sentence)
-            _wait_until_heard(store, nodes, deadline)
-            # Ranks that lose the store end their nodes with SGLang's error: those that heard must end them first.
-            time.sleep(OTHERS_END_S)
+            _wait_for_acknowledgements(store, nodes, deadline)
+            # Ranks that lose the store end their nodes with SGLang's error: nodes that acknowledged must end first.
+            time.sleep(READ_TIMEOUT_S)
             return
         while (store := _join_store(nodes)) is None:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.2)
-        # The first to refuse is heard; one that refuses later need not hear it.
+        # The first refusal counts; nodes that refuse later keep their own.
         if not store.check([REFUSAL]):
             store.set(REFUSAL, sentence)
-        store.add(HEARD, 1)
+        store.add(ACKNOWLEDGED, 1)
 
 
-def _wait_until_heard(store: TCPStore, nodes: Nodes, deadline: float) -> None:
-    while store.add(HEARD, 0) < nodes.count - 1 and time.monotonic() < deadline:
+def _wait_for_acknowledgements(store: TCPStore, nodes: Nodes, deadline: float) -> None:
+    while store.add(ACKNOWLEDGED, 0) < nodes.count - 1 and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
@@ -126,10 +126,10 @@ class Listener:
             if self._store is None or not self._store.check([REFUSAL]):
                 return
             sentence = self._store.get(REFUSAL).decode(errors="replace")
-            self._store.add(HEARD, 1)
+            self._store.add(ACKNOWLEDGED, 1)
             if self._nodes.rank == 0:
                 # The store ends with the rank that has it.
-                _wait_until_heard(self._store, self._nodes, time.monotonic() + OTHERS_HEAR_S)
+                _wait_for_acknowledgements(self._store, self._nodes, time.monotonic() + ACKNOWLEDGE_TIMEOUT_S)
         except (OSError, ValueError, RuntimeError):
             self._store = None
             return

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from sglang_triattn.config import SWITCH, Config, add_flags
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.launch.nodes import nodes_of, tell_others
+from sglang_triattn.patches.launch.nodes import nodes_of, notify_others
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.variable import VARIABLE, from_environment, read_launch, words
 
@@ -92,7 +92,7 @@ def refuse(server_args: ServerArgs, error: TriAttentionError, others_know: bool 
     """
     if not getattr(server_args, _FROM_CLI, False):
         if not others_know:
-            _tell_other_nodes(server_args, error)
+            _notify_other_nodes(server_args, error)
         raise error
     _exit(error, None if others_know else server_args)
 
@@ -210,7 +210,7 @@ def engine_arguments(
                 elif nodes_of(record) is not None:
                     watch(record)
             except TriAttentionError as error:
-                _tell_other_nodes(SimpleNamespace(**keywords), error)
+                _notify_other_nodes(SimpleNamespace(**keywords), error)
                 raise
             return record
 
@@ -226,15 +226,15 @@ def _add_cli_args(_: object, parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
 
 
-def _tell_other_nodes(settings: Any, error: TriAttentionError) -> None:
+def _notify_other_nodes(settings: Any, error: TriAttentionError) -> None:
     nodes = nodes_of(settings)
     if nodes is not None:
-        tell_others(nodes, str(error))
+        notify_others(nodes, str(error))
 
 
 def _exit(error: TriAttentionError, settings: Any = None) -> NoReturn:
-    """Prints the error and exits; tells the other nodes of a launch with these settings first, if given."""
+    """Prints the error and exits; first notifies the other nodes of a launch with these settings, if given."""
     print(f"sglang-triattn: error: {error}", file=sys.stderr, flush=True)
     if settings is not None:
-        _tell_other_nodes(settings, error)
+        _notify_other_nodes(settings, error)
     raise SystemExit(2)

@@ -28,7 +28,7 @@ def traits_of(model: ModelConfig) -> Traits:
         window=window,
         window_pool=bool(model.is_hybrid_swa),
         latent=_has_latents(model),
-        states=_has_states(model),
+        linear_states=_has_linear_states(model),
         images=bool(model.is_multimodal or model.model_is_mrope),
         image_prompts=family.images != "text",
         context=model.context_len,
@@ -45,13 +45,13 @@ def _uncovered(model: ModelConfig, family: Family) -> dict[str, str]:
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     latent = _has_latents(model)
-    states = _has_states(model) or model.attention_arch == AttentionArch.SSM
+    states = _has_linear_states(model) or model.attention_arch == AttentionArch.SSM
     marks = {
         "does_not_generate": not model.is_generation,
         "encoder_decoder": model.is_encoder_decoder,
         "other_media": model.is_multimodal and family.images is None,
         "indexed": is_deepseek_dsa(model.hf_text_config),
-        "states": states and not family.states,
+        "linear_states": states and not family.linear_states,
         "latent": latent and not family.latent,
         "window_pool": model.is_hybrid_swa and not family.pool_covered,
         "chunks": model.attention_chunk_size or model.is_local_attention_model,
@@ -73,7 +73,7 @@ def _has_latents(model: ModelConfig) -> bool:
     return model.attention_arch == AttentionArch.MLA
 
 
-def _has_states(model: ModelConfig) -> bool:
+def _has_linear_states(model: ModelConfig) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None

@@ -35,7 +35,7 @@ def make_mover(
 def kv_buffers(pool: KVCache, layers: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Key and value buffers of `layers` of SGLang's KV pool, per layer [num_slots, H_kv, head_dim].
 
-    Rows of latents are given as keys; there are no values besides.
+    Rows of latents are given as keys, without values.
     """
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sglang_triattn.patches.sglang_types import Scheduler
 
-# Keeps these requests apart from every prefix that the tree may hold.
+# With it, these requests match no prefix that the tree may hold.
 _NAMESPACE = "sglang-triattn"
 
 
@@ -90,7 +90,7 @@ class EagerBatch:
         """Prefills all requests.
 
         Args:
-            positions: RoPE position of each token, all texts one behind the other, if not from 0 on in each.
+            positions: RoPE position of each token, all texts concatenated; None for from 0 on in each.
 
         Returns:
             Logits [requests, vocabulary] of each text's next token, on the model's device; nothing of use in a
@@ -144,7 +144,7 @@ class EagerBatch:
 
         scheduler = self._scheduler
         runner = scheduler.tp_worker.model_runner
-        # With attention data parallelism, ranks tell one another the sizes of their batches.
+        # With attention data parallelism, ranks exchange the sizes of their batches.
         scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(self._batch)
         forward = ForwardBatch.init_new(self._batch, runner, return_hidden_states_before_norm=False)
         if positions is not None:

@@ -178,7 +178,7 @@ def check_pool(model_runner: ModelRunner) -> None:
     if rows is None or type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
-        raise UnsupportedModel(f"a {type(rows._aux_cache).__name__} beside its rows is not compacted with them")
+        raise UnsupportedModel(f"rounds do not compact its {type(rows._aux_cache).__name__}")
     key = pools[0].get_key_buffer(pools[0].start_layer)
     if key.dtype not in KINDS:
         raise UnsupportedModel(f"its KV pool holds {key.dtype}")

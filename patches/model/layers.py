@@ -40,7 +40,7 @@ class Call:
     """One call of an attention layer.
 
     Attributes:
-        query: [tokens, H_q * D], or with the last two dims apart; with padding, which follows the tokens.
+        query: [tokens, H_q * D] or [tokens, H_q, D]; with padding, which follows the tokens.
         options: keywords of the call.
         latent: the layer with latent KV that the attention belongs to, if it does.
     """
@@ -56,8 +56,8 @@ class Call:
         if self.query.dtype.itemsize == 1:
             return f"as {str(self.query.dtype).removeprefix('torch.')}"
         # Absorbed queries of two parts are final, unless the backend has yet to turn one of them.
-        apart = ("q_rope",) if self.latent is not None else ()
-        pending = (name for name in _UNFINISHED if name not in apart and self.options.get(name) is not None)
+        final = ("q_rope",) if self.latent is not None else ()
+        pending = (name for name in _UNFINISHED if name not in final and self.options.get(name) is not None)
         return next((f"with {name}" for name in pending), None)
 
     def heads(self, tokens: int) -> torch.Tensor:
@@ -131,12 +131,12 @@ def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    latents = [AttentionLayer(latent.attention, latent) for latent in latent_attentions(model)]
-    held = {id(attention) for layer in latents for attention in layer.called}
+    mla_layers = [AttentionLayer(latent.attention, latent) for latent in latent_attentions(model)]
+    held = {id(attention) for layer in mla_layers for attention in layer.called}
     found = [module for module in model.modules() if isinstance(module, RadixAttention) and id(module) not in held]
-    # SGLang's `TransformersBase` (sglang/srt/models/transformers.py) keeps them beside the modules of transformers.
+    # SGLang's `TransformersBase` (sglang/srt/models/transformers.py) keeps them outside the modules of transformers.
     found += getattr(model, "attention_instances", {}).values()
-    layers = [*map(AttentionLayer, found), *latents]
+    layers = [*map(AttentionLayer, found), *mla_layers]
     if not layers:
         raise UnsupportedModel("it has no attention layers that SGLang keeps KV for")
     return sorted(layers, key=lambda layer: layer.number)

@@ -35,7 +35,7 @@ Queries = tuple[torch.Tensor, torch.Tensor]
 """The queries [H_q, D] of one token in one layer, at position 0 and farther on; of latent KV, what RoPE may turn."""
 
 TOLERANCE = 0.05
-"""Largest difference between a query and the one foretold, in its length: 16-bit arithmetic stays well below."""
+"""Largest relative difference between a query and the predicted one: 16-bit arithmetic stays well below."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ With SGLANG_TRIATTN_CHECK=1 it is taken when the server is idle, and before and 
 step that has any. It is meant for tests: it waits for the device, and takes longer the larger the pool.
 
 A fault ends the scheduler, and with it the server: a slot with two owners has given one request another's K/V, or is
-about to, and nobody can tell whose answers are still right.
+about to, and it is unknown whose answers are still right.
 
 With overlap scheduling, one step is queued at the safe point and its result is not known yet. It was planned with the
 requests that held a row then, so the slots that it writes are theirs. There are exceptions, which the order on the
@@ -143,7 +143,7 @@ class Census:
         return fault
 
     def _requests(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> list[Req]:
-        """Every request that holds a row, wherever SGLang keeps it."""
+        """Every request that holds a row, from all of SGLang's queues and batches."""
         scheduler = self._scheduler
         chunked = scheduler.chunked_req
         found = [

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of everyone who holds a row, first requests, then idle conversations, each identified by its number.
+    """Lengths of all holders of a row: requests, then idle conversations, each identified by its number.
 
     Attributes:
         owners: a request, or the name of a conversation.
         in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
-        reserve: whether rows may have slots behind their computed entries, for drafted tokens. SGLang then leaves
+        reserve: whether rows may have slots after their computed entries, for drafted tokens. SGLang then leaves
             `orig_seq_lens` at the prompt's length.
-        unknown: most tokens by which a batch's lengths and its requests' books may differ: those of a queued step, of
-            whose drafts nobody knows how many hold.
+        unknown: most tokens by which a batch's lengths and its requests' books may differ: those of a queued step,
+            whose number of accepted drafts is not known yet.
         row, allocated, committed, frozen, evicted: [n] int64, by their own books.
         due: [n] int64: how many entries there must be, evicted ones included unless the row is in prefill.
     """
@@ -77,16 +77,16 @@ class Lengths:
             chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads
                 these again.
         """
-        going_on = [
+        continuing = [
             (index, request)
             for index, request in enumerate(batch.reqs)
             if request is not chunked and request.kv.holds_kv and not request.finished() and not request.is_retracted
         ]
-        if not going_on:
+        if not continuing:
             return None
         number_of = {id(owner): number for number, owner in enumerate(self.owners)}
-        at = np.array([index for index, _ in going_on])
-        number = np.array([number_of[id(request)] for _, request in going_on])
+        at = np.array([index for index, _ in continuing])
+        number = np.array([number_of[id(request)] for _, request in continuing])
         length = self.committed[number]
         wanted = {
             "req_pool_indices": self.row[number],

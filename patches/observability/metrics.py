@@ -141,7 +141,7 @@ class Refusals:
         target = "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_metric_collector_watchdog"
         # Made once: of a second launch in this process, it is recognised as the one that is in place.
         self._hook = Hook(
-            target, "after", self._on_collector, "self", why="counts refusals beside SGLang's own metrics"
+            target, "after", self._on_collector, "self", why="adds counts of refusals to SGLang's own metrics"
         )
 
     def hooks(self) -> list[Hook]:

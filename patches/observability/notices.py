@@ -28,7 +28,7 @@ def active(scheduler: Scheduler, config: RoundRules) -> str:
     if config.prompt == "frozen" and config.budget_scope == "private":
         keeps = f"its prompt and {at_most} of its answer"
     else:
-        keeps = f"{at_most} besides the prefix that it shares"
+        keeps = f"{at_most} in addition to its shared prefix"
     return (
         f"TriAttention is active{profile}: a request keeps {keeps} (budget {config.budget:,}, interval "
         f"{config.interval:,}, newest {config.recent:,}, {config.selection}), so that a pool of "

@@ -113,7 +113,7 @@ def _reported_completion() -> tuple[type[CompletionResponse], type[CompletionRes
 
 
 def _report_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """What `meta_info` says of compression; {} for an answer that was aborted early."""
+    """The report of compression in `meta_info`; {} for an answer that was aborted early."""
     report = answer["meta_info"].get(KEY)
     return {} if report is None else {KEY: report}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.config import Config
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability import openai_reports
-from sglang_triattn.patches.observability.stopped import hear
+from sglang_triattn.patches.observability.stopped import record_stop
 from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.rounds.plan import Report, Totals
 
@@ -136,7 +136,7 @@ def _add_to_meta_info(
     others = {key: values for key, values in customized_info.items() if key not in (KEY, _STOPPED)}
     original(manager, meta_info, state, others, index, finish_reason)
     if _STOPPED in customized_info:
-        hear(customized_info[_STOPPED][index])
+        record_stop(customized_info[_STOPPED][index])
     report = customized_info.get(KEY, {index: None})[index]
     if report is not None:
         meta_info[KEY] = report

@@ -21,13 +21,13 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 # The reason, in the main process. A list, because it is there before the application is.
-_heard: list[str] = []
+_reasons: list[str] = []
 
 
-def hear(reason: str) -> None:
-    """Notes in the main process why a scheduler has stopped to compress; the first reason stays."""
-    if not _heard:
-        _heard.append(reason)
+def record_stop(reason: str) -> None:
+    """Records in the main process why a scheduler has stopped compressing; the first reason stays."""
+    if not _reasons:
+        _reasons.append(reason)
 
 
 def route_of(scope: Message) -> str:
@@ -54,11 +54,11 @@ class HealthOfStopped:
 
         async def send_unless_stopped(message: Message) -> None:
             nonlocal replaced
-            if message["type"] == "http.response.start" and _heard and message["status"] == 200:
+            if message["type"] == "http.response.start" and _reasons and message["status"] == 200:
                 from starlette.responses import JSONResponse
 
                 replaced = True
-                await JSONResponse({"error": {"message": _heard[0]}}, status_code=503)(scope, receive, send)
+                await JSONResponse({"error": {"message": _reasons[0]}}, status_code=503)(scope, receive, send)
             elif not replaced:
                 await send(message)
 

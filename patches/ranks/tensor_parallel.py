@@ -4,7 +4,7 @@ SGLang part: `GroupCoordinator` (sglang/srt/distributed/parallel_state.py). Plan
 equal on all ranks, so every rank comes here for the same requests in the same order.
 
 With attention data parallelism, the ranks of `dp_tp_group` hold the heads of one batch, and run its rounds. All ranks
-of `tp_group` run every forward pass together, and so whatever passes a launch makes.
+of `tp_group` run every forward pass together, those of a launch included.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class RankMerge:
 
     def __init__(self, group: GroupCoordinator, selection: str) -> None:
         self._group, self._merge = group, selection_named(selection).merge
-        self._together = True
+        self._gathers = True
 
     def __call__(self, importance: torch.Tensor) -> torch.Tensor:
-        if not self._together:
+        if not self._gathers:
             return importance
-        parts = self._group.all_gather(importance[None].contiguous(), dim=0)
-        return parts.amax(0) if self._merge == "max" else parts.mean(0)
+        by_rank = self._group.all_gather(importance[None].contiguous(), dim=0)
+        return by_rank.amax(0) if self._merge == "max" else by_rank.mean(0)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """While open, no gather: each rank works for itself, so one that fails leaves no other waiting."""
-        self._together = False
+    def suspended(self) -> Iterator[None]:
+        """Returns importance unmerged while open: no rank then waits for one that failed."""
+        self._gathers = False
         try:
             yield
         finally:
-            self._together = True
+            self._gathers = True
 
 
 def merge_over_ranks(scheduler: Scheduler, selection: str) -> RankMerge | None:
@@ -77,7 +77,7 @@ def agreed(scheduler: Scheduler) -> Iterator[None]:
         refusal = str(error)
     first = refusal
     for group in (scheduler.tp_group, scheduler.pp_group):
-        said = [] if group.world_size == 1 else group.all_gather_object(first)
-        first = next((each for each in (refusal, first, *said) if each is not None), None)
+        gathered = [] if group.world_size == 1 else group.all_gather_object(first)
+        first = next((each for each in (refusal, first, *gathered) if each is not None), None)
     if first is not None:
         raise TriAttentionError(first)

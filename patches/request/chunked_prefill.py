@@ -6,8 +6,8 @@ SGLang parts: `Scheduler.chunked_req`, `Req.init_next_round_input`, `ScheduleBat
 SGLang describes a request's prefill by two numbers, where the finished part ends (`prefix_len`) and where the next
 chunk ends (`extend_end`), and uses them as indices into both its token ids and its row. A round between two chunks
 shortens the row, so for the rest of the prefill the ids are shortened at the front by the same number. The ids still to
-be computed thus keep their places after the row. Nobody reads those before them, because a row with holes never enters
-the tree.
+be computed thus keep their places after the row. The ids before them are not used, because a row with holes never
+enters the tree.
 
     token ids   0 .. evicted | evicted ..                done |  next chunk        (positions: their own places)
     shown ids                | 0 ..                prefix_len |  .. extend_end
@@ -41,7 +41,7 @@ def hooks() -> list[Hook]:
         Hook(
             f"{target}.Req.init_next_round_input",
             "around",
-            _show_ids_behind_row,
+            _show_ids_after_row,
             "self tree_cache cow_mamba",
             why="lets a prefill continue on a row that rounds have shortened",
         ),
@@ -57,12 +57,12 @@ def hooks() -> list[Hook]:
             "around",
             _read_all_ids,
             "chunked_req vocab_size",
-            why="gives a draft model the token behind a chunk",
+            why="gives a draft model the token after a chunk",
         ),
     ]
 
 
-def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
+def _show_ids_after_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
     show_all_ids(req)
     original(req, *args, **kwargs)
     show_ids_behind(req)
@@ -84,7 +84,7 @@ def show_all_ids(request: Req) -> None:
         setattr(request, _SHORTENED, False)
 
 
-def resume_behind(request: Req, length: int) -> None:
+def resume_after_row(request: Req, length: int) -> None:
     """Makes the next chunk of a request start right after its row, which a round has shortened to `length` entries."""
     request.prefix_len = request.extend_end = length
     # SGLang counts tokens before a chunk as cached if the request did not compute them.
@@ -97,11 +97,11 @@ def keep_private(request: Req) -> None:
 
 
 def _read_all_ids(original: Callable, chunked_req: Req | None, vocab_size: int) -> int | None:
-    """Finds the prompt's token behind a chunk, which a draft model is given with the chunk."""
-    behind = None if chunked_req is None else chunked_req.extend_end
-    if chunked_req is None or behind is None:
+    """Finds the prompt's token after a chunk: a draft model gets it with the chunk."""
+    end = None if chunked_req is None else chunked_req.extend_end
+    if chunked_req is None or end is None:
         return original(chunked_req, vocab_size)
-    whole = SimpleNamespace(extend_end=behind + evicted_of(chunked_req), origin_input_ids=chunked_req.origin_input_ids)
+    whole = SimpleNamespace(extend_end=end + evicted_of(chunked_req), origin_input_ids=chunked_req.origin_input_ids)
     return original(whole, vocab_size)
 
 

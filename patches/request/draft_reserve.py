@@ -1,4 +1,4 @@
-"""The reserve of a row: slots behind its computed entries, for the tokens that the next steps draft.
+"""The reserve of a row: slots after its computed entries, for the tokens that the next steps draft.
 
 SGLang parts: `eagle_prepare_for_decode` (sglang/srt/speculative/eagle_utils.py), which serves every way of drafting
 that is covered, and `get_alloc_reserve_per_decode` (sglang/srt/mem_cache/allocation_sizing.py).
@@ -9,8 +9,8 @@ whole pages. The step writes K/V of all of them; those that the model agrees wit
     0          protected                 committed          allocated
     |-- frozen ---|-- private, computed ------|-- reserve --------|
 
-A round evicts computed entries alone. The reserve moves up the row behind them, and keeps its slots: under overlap
-scheduling a queued step writes to them.
+A round evicts computed entries only. The reserve moves up the row after them and keeps its slots: under overlap
+scheduling, a queued step writes to them.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def end_of_chunk(request: Req) -> int:
 
 
 def decoded_in(batch: ScheduleBatch) -> list[Req]:
-    """The requests of a batch that decode a token in it; behind the others, if it prefills as well (mixed chunks)."""
+    """The requests of a batch that decode a token in it; in a mixed batch, they follow those in prefill."""
     if batch.forward_mode.is_decode():
         return batch.reqs
     return list(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else []
 
 
 def media_of(request: Req) -> set[str]:
-    """Kinds of what a request's prompt has besides text, as `sglang_triattn.request.options.with_media` names them."""
+    """Kinds of non-text input in a request's prompt, as `sglang_triattn.request.options.with_media` names them."""
     media = request.multimodal_inputs
     return set() if media is None else kinds_of(media.mm_items)
 

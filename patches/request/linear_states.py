@@ -4,13 +4,13 @@ SGLang parts: `HybridReqToTokenPool` (sglang/srt/mem_cache/memory_pool.py), `Mam
 (sglang/srt/mem_cache/unified_cache/components/mamba.py), `SchedulerBatchResultProcessor`
 (sglang/srt/managers/scheduler_components/batch_result_processor.py).
 
-A request's state is one slot of a pool of its own, whatever the length of its row; a round leaves it alone. It has seen
+A request's state takes one slot of its own pool at any length of its row, and rounds do not change it. It has seen
 every token, evicted ones too, and cannot be shortened to fewer. So the tree gets states of prompts, which SGLang copies
 while a request prefills, and of answers from which nothing was evicted.
 
-With overlap, SGLang also copies the state of a decoding request now and then (`extra_buffer`), each time its row is as
-long as a multiple of some number, and notes the row's length as that of the text. Behind the first eviction it is not:
-then nothing is noted, and what is copied is not used.
+With overlap, SGLang also copies the state of a decoding request (`extra_buffer`) whenever the length of its row is a
+multiple of an interval, and records the row's length as that of the text. After the first eviction the two differ, so
+nothing is recorded and the copy is not used.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the batch also carries `orig_seq_lens`, which nothing reads and which only ever 
 prefill the host knows how many tokens each request has evicted. Graph replay copies `positions` into its static buffer
 after this point, so captured graphs need no change.
 
-A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang takes from the same
-places, behind a prompt with images by adding a number of the request's own. Here they follow from logical lengths.
+A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang computes from
+the same lengths, plus an offset of the request after a prompt with images. Here they follow from logical lengths.
 
 With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
 decode, and the row's length after a prefill.
@@ -75,9 +75,9 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
     Decode: `positions`, `seq_lens`, `orig_seq_lens` are [batch]. The difference is taken on the stream of the forward
     pass, and for every decode batch, so no host flag has to follow requests through merging and filtering.
 
-    Drafted tokens, when a draft model computes them one by one, when they are verified, and when it reads those that
-    hold: `positions` is [batch * n], as many for each request, which stand behind the row. No `orig_seq_lens` follows
-    these steps, so the host's count is sent along.
+    Drafted tokens are computed one by one by a draft model, verified by the target, and read by the draft model once
+    accepted. In these steps `positions` is [batch * n]: n tokens after the row of each request. SGLang does not update
+    `orig_seq_lens` for them, so the host's count of evicted tokens is sent along.
 
     Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
@@ -125,7 +125,7 @@ def _use_logical_lengths(
 
 
 def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> None:
-    """Takes images away from the prefill of rows that have lost tokens, where SGLang would look for them by place.
+    """Removes images from the prefill of shortened rows, where SGLang would look for them by place.
 
     They lie in the frozen prompt, which was complete before the first round.
     """

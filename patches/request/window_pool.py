@@ -4,7 +4,7 @@ SGLang parts: `SWATokenToKVPoolAllocator` (sglang/srt/mem_cache/allocator/swa.py
 `ReqKvInfo`, `ScheduleBatch.maybe_evict_swa` (sglang/srt/managers/schedule_batch.py).
 
 A row lists slots of the pool of the full layers. Each of them may have a peer, a slot in the window layers' pool; the
-allocator hands out both together, and maps one to the other. Once a token is behind the window, SGLang frees its peer
+allocator hands out both together, and maps one to the other. Once a token has left the window, SGLang frees its peer
 and keeps its slot. A cursor says how far it has come:
 
     0          protected                cursor              length
@@ -15,7 +15,7 @@ and keeps its slot. A cursor says how far it has come:
 A round empties slots, moves K/V between slots, or permutes a row, all of it before the newest tokens; and it keeps at
 least as many of those as a window is wide. So it first frees the peers of everything before them. Then emptied slots
 have none, and what moves from slot to slot is of the full layers alone. Afterwards the cursor moves up the row with the
-tokens behind it.
+tokens after it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def has_window_pool(scheduler: Scheduler) -> bool:
 
 
 def cursor_of(kv: ReqKvInfo, page_size: int) -> int:
-    """The first entry behind the frozen ones that has a peer, whole pages."""
+    """The first entry after the frozen ones that has a peer, whole pages."""
     from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
     return max(kv.get_evicted_seqlen(ComponentType.SWA), kv.swa_dead_lo(page_size))
@@ -75,7 +75,7 @@ def check_reach(scheduler: Scheduler, window: int) -> None:
     if pool.size < pool.peak + 2 * pool.page_size:
         raise TriAttentionError(
             f"The KV pool of the window layers has {pool.size} slots, but a request may need {pool.peak} of them "
-            "beside its next chunk: raise --swa-full-tokens-ratio or --max-total-tokens."
+            "in addition to its next chunk: raise --swa-full-tokens-ratio or --max-total-tokens."
         )
 
 
@@ -123,7 +123,7 @@ class WindowPool:
     def free_before(self, rows: Sequence[tuple[ReqKvInfo, int]]) -> list[int]:
         """Frees the peers of all entries before the newest tokens of each row, in whole pages.
 
-        The page in which the newest tokens begin keeps its peers. Those before them are behind every window, and are
+        The page in which the newest tokens begin keeps its peers. Tokens before them are outside every window and are
         never read.
 
         Args:
@@ -160,7 +160,7 @@ class WindowPool:
         """Sees to it that the next step finds `needed` slots, as far as that costs no running request its row.
 
         Args:
-            drop_one: frees memory that nobody is using; False if there is none.
+            drop_one: frees memory that is not in use; False if there is none.
         """
         if needed <= self._free():
             return
@@ -171,7 +171,7 @@ class WindowPool:
             pass
 
     def covers_window(self, kv: ReqKvInfo, length: int) -> bool:
-        """Whether all private tokens that a query behind the first `length` entries sees have peers."""
+        """Whether all private tokens that a query after the first `length` entries sees have peers."""
         return cursor_of(kv, self.page_size) <= max(length - self.reach, kv.cache_protected_len)
 
     def _free(self) -> int:
@@ -180,7 +180,7 @@ class WindowPool:
 
 
 def slide_window(request: Req, tree_cache: BasePrefixCache) -> None:
-    """Frees the peers that a request's window has left behind.
+    """Frees the peers of tokens that have left a request's window.
 
     SGLang does so now and then in decode and, where the tree takes the chunks, in a prefill.
     """
@@ -204,7 +204,7 @@ def hooks() -> list[Hook]:
             "around",
             _slide_by_row,
             "self req pre_len eviction_interval",
-            why="frees what a window leaves behind by its place in the row",
+            why="frees what has left a window by its place in the row",
         ),
     ]
 
@@ -219,8 +219,8 @@ def _due_by_row(
         evicted = evicted_of(request)
         if not evicted:
             return due(request)
-        behind = request.seqlen - evicted - 1 - sliding_window_size
-        return behind >= request.kv.get_evicted_seqlen(ComponentType.SWA) + eviction_interval
+        left_window = request.seqlen - evicted - 1 - sliding_window_size
+        return left_window >= request.kv.get_evicted_seqlen(ComponentType.SWA) + eviction_interval
 
     return due_by_row
 

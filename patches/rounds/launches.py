@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 
-class Kind(NamedTuple):
+class RoundShape(NamedTuple):
     """What the rounds of one launch have in common.
 
     Attributes:
@@ -54,6 +54,10 @@ class Kind(NamedTuple):
         return plan.new_length - in_order
 
 
+Kind = RoundShape
+"""The name that `Compressor` has for it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Launch:
     """Rounds that are scored together.
@@ -63,10 +67,10 @@ class Launch:
         slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
         row_info: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
             the next token.
-        reserves: the slots behind their computed entries; None without any.
+        reserves: the slots after their computed entries; None without any.
     """
 
-    kind: Kind
+    kind: RoundShape
     rounds: Sequence[tuple[CompressedRow, Plan]]
     slots: torch.Tensor
     row_info: torch.Tensor
@@ -108,7 +112,7 @@ class Launch:
         ]
 
 
-def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> Kind:
+def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> RoundShape:
     """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
 
     Args:
@@ -122,7 +126,7 @@ def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page
             raise RuntimeError("a round would copy the newest tokens, on whose places window layers or drafts rely")
         lost = cut is None and needs_order(settings.recent, settings.interval)
         strategy = "slide" if lost else "fill"
-    return Kind(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
+    return RoundShape(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
 
 
 def width_for(length: int) -> int:
@@ -131,19 +135,22 @@ def width_for(length: int) -> int:
 
 
 def snapshot(
-    rows: torch.Tensor, rounds: Sequence[tuple[CompressedRow, Plan]], kind_of: Callable[..., Kind], page_size: int
+    rows: torch.Tensor,
+    rounds: Sequence[tuple[CompressedRow, Plan]],
+    shape_of: Callable[..., RoundShape],
+    page_size: int,
 ) -> list[Launch]:
-    """Makes the launches for `rounds` (row, plan), in the order in which their kinds first appear.
+    """Makes the launches for `rounds` (row, plan), in the order in which their shapes first appear.
 
     All counts go to the device in one copy.
 
     Args:
         rows: SGLang's `req_to_token`, [rows, context] int32.
-        kind_of: the Kind of a row and its plan.
+        shape_of: the shape of a round, from its row and its plan.
     """
-    groups: dict[Kind, list[tuple[CompressedRow, Plan]]] = {}
+    groups: dict[RoundShape, list[tuple[CompressedRow, Plan]]] = {}
     for row, plan in rounds:
-        groups.setdefault(kind_of(row, plan), []).append((row, plan))
+        groups.setdefault(shape_of(row, plan), []).append((row, plan))
     ordered = [member for group in groups.values() for member in group]
     row_info = to_device(
         [
@@ -155,14 +162,14 @@ def snapshot(
         rows.device,
     )
     launches = []
-    parts = row_info.split([len(group) for group in groups.values()], dim=1)
-    for (kind, group), part in zip(groups.items(), parts, strict=True):
-        index, frozen, length, _ = part.unsqueeze(-1)
+    blocks = row_info.split([len(group) for group in groups.values()], dim=1)
+    for (shape, group), columns in zip(groups.items(), blocks, strict=True):
+        index, frozen, length, _ = columns.unsqueeze(-1)
         column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
         slots = rows[index, frozen + column.minimum(length - 1)]
-        emptied_at_end = kind.strategy != "remap" and kind.cut == kind.num_kept
+        emptied_at_end = shape.strategy != "remap" and shape.cut == shape.num_kept
         reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
-        launches.append(Launch(kind, group, slots, part, reserves))
+        launches.append(Launch(shape, group, slots, columns, reserves))
     return launches
 
 

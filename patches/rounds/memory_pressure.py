@@ -36,7 +36,7 @@ def early_rounds(
         requests: the running requests.
         joining: as for `Compressor.run_due_rounds`.
         due: the rounds that run anyway.
-        drop_one: frees memory that nobody is using; False if there is none.
+        drop_one: frees memory that is not in use; False if there is none.
         windows: the window layers' own KV pool, if they have one.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
@@ -101,6 +101,6 @@ def worthwhile(candidates: Iterable[Req], page_size: int) -> Iterator[tuple[Comp
         plan = plan_eviction(row.settings.under_pressure(), **row.lengths())
         if plan is None or plan.freed_slots < max(row.settings.interval // 4, 1):
             continue
-        # A regular round cannot wait; this one waits until it can tell which tokens are the newest.
+        # Unlike a regular round, this one can wait until the newest tokens are known.
         if row.recent == row.settings.recent:
             yield row, plan

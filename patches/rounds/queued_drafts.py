@@ -2,11 +2,11 @@
 
 SGLang part: `FutureMap.resolve_seq_lens_cpu` (sglang/srt/managers/overlap_utils.py).
 
-Until such a step has run, nobody knows how many of its tokens hold. It publishes on the device how long each row is
-after it, and the step behind it reads that as its last preparation. The host's lengths stay one step behind.
+Until such a step has run, the number of tokens it accepts is unknown. It publishes the new length of each row on the
+device, and the next step reads it as its last preparation. The host's lengths are one step late.
 
 A round between the two evicts tokens that both steps take for computed, and moves up the reserve with the tokens of the
-queued step in it. What that step publishes still counts the evicted tokens, so the step behind it takes them off, once.
+queued step in it. What that step publishes still counts the evicted tokens, so the next step takes them off, once.
 
 The slots of the reserve stay where they are, so at page sizes above 1 a round evicts whole pages (`rules.complete`).
 """

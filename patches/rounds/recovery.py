@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.request.batch_lengths import BatchLengths
-from sglang_triattn.patches.request.chunked_prefill import resume_behind
+from sglang_triattn.patches.request.chunked_prefill import resume_after_row
 from sglang_triattn.patches.request.compressed import long_enough, settings_of, write_tree_rule
 from sglang_triattn.patches.request.draft_reserve import allocated_after
 from sglang_triattn.patches.request.failure import end_prefill_with_error, end_with_error
@@ -92,7 +92,7 @@ class Attempt:
             lengths.write(batch)
         if self.chunked is not None:
             row, plan = self.chunked
-            resume_behind(row.request, plan.new_length)
+            resume_after_row(row.request, plan.new_length)
 
     def moved(self, begun: int) -> list[Req]:
         """Requests whose K/V may have moved, if `begun` copies have begun by now."""

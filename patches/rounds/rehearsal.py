@@ -22,7 +22,7 @@ import torch
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.model.eager_batch import forward_stream_of
 from sglang_triattn.patches.model.layers import UnsupportedModel
-from sglang_triattn.patches.rounds.launches import Kind, Launch, width_for
+from sglang_triattn.patches.rounds.launches import Launch, RoundShape, width_for
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.rounds.compressor import Compressor
@@ -50,7 +50,7 @@ def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
         scheduler: SGLang's Scheduler, fully built.
         compressor: its Compressor.
 
-    Raises whatever a kernel raises.
+    Raises what a kernel raises.
     """
     if not runs_kernels(scheduler.device):
         return
@@ -81,11 +81,11 @@ def rehearsals(compressor: Compressor) -> list[Launch]:
         row_info = torch.tensor([[0], [0], [num_tokens], [num_tokens]], device=compressor.device)
         # Evict at least one token: otherwise nothing moves.
         num_kept = min(config.budget, num_tokens - 1)
-        # The more tokens are kept besides the newest, the more of the criteria that share them get any.
+        # The more kept tokens are not among the newest, the more of the criteria that share them get any.
         recents = {min(config.recent, num_kept), 0} if config.value_share else {min(config.recent, num_kept)}
         for strategy, recent in itertools.product(compressor.strategies, sorted(recents)):
-            kind = Kind(num_kept, recent, strategy, num_kept, width_for(num_tokens))
-            made.append(Launch(kind, (), slots, row_info))
+            shape = RoundShape(num_kept, recent, strategy, num_kept, width_for(num_tokens))
+            made.append(Launch(shape, (), slots, row_info))
     return made
 
 
@@ -102,17 +102,17 @@ def in_one_sentence() -> Iterator[None]:
 
 
 def refusal_for(error: Exception) -> TriAttentionError:
-    """What to tell the user about an exception from building a Compressor or from its warm-up."""
-    said = _gist(error)
+    """The refusal that a user sees for an exception from building a Compressor or from its warm-up."""
+    gist = _gist(error)
     if isinstance(error, torch.OutOfMemoryError):
         return TriAttentionError(
-            f"The device has too little memory left for --enable-triattention ({said}): lower --mem-fraction-static."
+            f"The device has too little memory left for --enable-triattention ({gist}): lower --mem-fraction-static."
         )
     if isinstance(error, ValueError):
         # Ours: something that kernels cannot read, or statistics that contradict each other.
-        return UnsupportedModel(said)
+        return UnsupportedModel(gist)
     return TriAttentionError(
-        f"TriAttention cannot run on this device, because {_place(error)} failed ({type(error).__name__}: {said}): "
+        f"TriAttention cannot run on this device, because {_place(error)} failed ({type(error).__name__}: {gist}): "
         "install the versions of torch and triton that this SGLang requires, start with --log-level debug to see the "
         "whole error, or start without --enable-triattention."
     )

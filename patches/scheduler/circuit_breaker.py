@@ -1,7 +1,7 @@
 """Which failures the server survives, and when compression stops.
 
-What nobody can survive is raised again and ends the server: a fault of the device, after which no call to it works; a
-failure with tensor or pipeline parallelism, where the other ranks have gone on; books that do not balance.
+Three failures are raised again and end the server: a fault of the device, after which no call to it works; a failure
+with tensor or pipeline parallelism, where the other ranks have gone on; and counts of slots that do not add up.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ SGLang parts: `SchedulerDisaggregationDecodeMixin`, `DecodePreallocQueue` (sglan
 `ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt`, `backup_kv_cache` and `restore_kv_cache`
 (sglang/srt/mem_cache/common.py).
 
-A request is admitted when slots are taken for its prompt, whose K/V another server then sends. From there on it is one
-like any other: its rounds run before each decode step. What is reserved for it is what it lacks to reach its bound.
+The server admits a request by taking slots for its prompt; another server then sends the prompt's K/V. From then on the
+request is compressed as usual: its rounds run before each decode step. The server reserves the slots that the request
+still needs to reach its bound.
 
 SGLang does not prefill a retracted request again here, but copies its K/V to the host, and back when there is room.
-Rows and records keep what rounds have done to them meanwhile:
+Rows and records keep the effects of earlier rounds:
 
     row     | kept        | queued step's token |      logical length = physical length + evicted tokens
     backup  | kept        |                            SGLang draws that token again
@@ -164,7 +165,7 @@ class DecodeServer:
         n_active: int | None = None,
         extra_reserved_reqs: int = 0,
     ) -> int:
-        """Slots kept back for the requests that hold rows: what compressed ones lack to reach their bounds."""
+        """Slots reserved for the requests that hold rows: what compressed ones still need to reach their bounds."""
         scheduler = queue.scheduler
         active = _distinct(
             scheduler.running_batch.reqs,
@@ -214,7 +215,7 @@ def _required_for_retracted(required: tuple[int, int], queue: DecodePreallocQueu
 
 
 def _needed_for_one(original: Callable, queue: DecodePreallocQueue, retractable_tokens: int | None = None) -> int:
-    """What the largest request of the running batch must be sure to get; for compressed ones all is reserved."""
+    """Slots that the largest request of the running batch must be able to get; for compressed ones all are reserved."""
     batch = queue.scheduler.running_batch
     with replaced(batch, "reqs", [req for req in batch.reqs if settings_of(req) is None]):
         return original(queue, retractable_tokens)
@@ -228,7 +229,7 @@ def _use_physical_lengths(_: None, batch: ScheduleBatch) -> None:
 
 
 def _back_up(original: Callable, req: Req, *args: object, **kwargs: object) -> bool:
-    """Copies a retracted request's row, as rounds have left it; False, upon which SGLang ends it, if that cannot be.
+    """Copies a retracted request's shortened row; False if that fails, and SGLang then ends the request.
 
     The queued step's token is not copied, and after a round that fills holes it may lie anywhere before the end.
     """

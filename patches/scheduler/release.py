@@ -114,9 +114,9 @@ def publish_start(req: Req, exact: int, tree_cache: BasePrefixCache) -> None:
     """Gives the tree the first `exact` entries of a finished row, if that is more than it has.
 
     It gets no more than SGLang's release counts as the request's own: with --strip-thinking-cache that frees what was
-    generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed that K/V of theirs
-    (`window_pool`), and SGLang matches no prefix without it. Nor does it where layers keep a state: SGLang matches
-    no prefix without one, and the request's own has seen the whole answer.
+    generated. Where window layers have a KV pool of their own, it gets nothing: a round has freed their K/V
+    (`window_pool`), and SGLang matches no prefix without it. It also gets nothing where layers keep a state: SGLang
+    matches no prefix without one, and the request's own state has seen the whole answer.
     """
     if tree_cache.supports_swa() or tree_cache.supports_mamba():
         return
@@ -150,7 +150,7 @@ def report_on(req: Req, page_size: int) -> Report:
     compression = compression_of(req)
     protected = req.kv.cache_protected_len
     frozen = protected if compression.settings is None else frozen_of(req, compression.settings, page_size)
-    # With overlap a step may have run past the end; nobody owns those tokens.
+    # With overlap, a step may have run past the end; its tokens belong to no request.
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
     logical = min(req.kv.kv_committed_len + compression.evicted_tokens, computed)
     physical = logical - compression.evicted_tokens

@@ -48,7 +48,7 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
 
     Args:
         model_path: model folder or hub name for transformers.
-        identity: what the result depends on besides the model and the texts.
+        identity: what else the result depends on, after the model and the texts.
         partial: file for the calibration's progress; if an earlier run left one, a line on stderr says so.
 
     Raises:

@@ -1,6 +1,6 @@
 """Queries of models with latent KV (multi-head latent attention, MLA), as they meet the cached latents.
 
-A head's key is W_uk c and one rotated key beside it, where c is the latent that all heads share. So its logit is
+A head's key concatenates W_uk c and one rotated key, where c is the latent that all heads share. So its logit is
 
     q_nope^T W_uk c + q_pe^T k_pe = (W_uk^T q_nope)^T c + q_pe^T k_pe
 
@@ -21,7 +21,7 @@ def key_weights(
 ) -> torch.Tensor:
     """[H, key_dim, rank] float64: W_uk of each head.
 
-    It is read by expanding the unit latents, which works for quantised weights too, whatever their layout.
+    It is read by expanding the unit latents, which works for quantised weights in any layout.
 
     Args:
         expand: the model's projection of latents [n, rank] to [n, H * (key_dim + value_dim)], key before value.

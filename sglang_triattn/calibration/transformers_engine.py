@@ -126,7 +126,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
     total = join_runs(sums.read(), start.sums)
     mean, abs_mean, unrotated = total.means()
     if latent and config.rope_interleave:
-        # transformers moves the halves of each pair apart as it turns them; SGLang's pool has them side by side.
+        # transformers separates the halves of each pair as it turns them; SGLang's pool interleaves them.
         rope = replace(rope, style="interleaved")
     return QueryStats(
         mean=mean,

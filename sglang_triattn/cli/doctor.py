@@ -107,8 +107,8 @@ def _quiet() -> Iterator[None]:
 def _plain(found: dict[str, list[Row]]) -> Iterator[dict[str, str]]:
     for part, rows in found.items():
         for row in rows:
-            told = {"part": part, "name": row.name, "status": row.status, "found": row.found}
-            yield told | ({"consequence": row.consequence} if row.is_fault else {})
+            fields = {"part": part, "name": row.name, "status": row.status, "found": row.found}
+            yield fields | ({"consequence": row.consequence} if row.is_fault else {})
 
 
 def _print_tables(found: dict[str, list[Row]], *, everything: bool) -> None:
@@ -128,6 +128,6 @@ def _print_tables(found: dict[str, list[Row]], *, everything: bool) -> None:
         table = Table(box=SIMPLE, show_header=False, title=Text(part), title_justify="left", title_style="bold")
         for row in rows:
             style = "bold red" if row.is_fault else "yellow" if row.status == NOTE else "green"
-            told = row.found + (f"\n→ {row.consequence}" if row.is_fault else "")
-            table.add_row(Text(row.name, overflow="fold"), Text(row.status, style=style), Text(told, overflow="fold"))
+            text = row.found + (f"\n→ {row.consequence}" if row.is_fault else "")
+            table.add_row(Text(row.name, overflow="fold"), Text(row.status, style=style), Text(text, overflow="fold"))
         console.print(table)

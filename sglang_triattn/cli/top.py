@@ -25,7 +25,7 @@ TOTALS = ("rounds", "pressure_rounds", "evicted_tokens", "freed_slots", "moved_b
 
 @dataclass(frozen=True)
 class Look:
-    """What a server said at one time: `states` has one entry for each data-parallel replica."""
+    """What a server reported at one time: `states` has one entry for each data-parallel replica."""
 
     at: float
     states: list[dict[str, Any]]
@@ -89,7 +89,7 @@ def _watch(connection: Connection, arguments: argparse.Namespace, before: Look) 
     console = Console()
     frame, fault, plain = frame_of(before, before), None, _is_ascii(console)
     try:
-        # On a screen of its own, which leaves the terminal as it was, whatever ends the loop.
+        # A separate screen restores the terminal however the loop ends.
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 view = render(connection.url, frame, console.width, console.height, fault, plain=plain)
@@ -147,20 +147,20 @@ def frame_of(before: Look, now: Look) -> list[dict[str, Any]]:
 
 
 def _replica(number: int, state: dict[str, Any], before: dict[str, Any], seconds: float) -> dict[str, Any]:
-    told = state["triattention"]
+    report = state["triattention"]
     known = {one["id"]: one["generated"] for one in before.get("triattention", {}).get("requests", ())}
     return {
         "replica": number,
-        "running_requests": told["running_requests"],
-        "waiting_requests": told["waiting_requests"],
+        "running_requests": report["running_requests"],
+        "waiting_requests": report["waiting_requests"],
         # SGLang keeps the last figure while nothing runs.
-        "tokens_per_second": state.get("last_gen_throughput") if told["running_requests"] else 0.0,
-        "physical_tokens": told["physical_tokens"],
-        "logical_tokens": told["logical_tokens"],
-        "pool": {name: told[f"pool_{name}"] for name in ("slots", "free_slots", "evictable_slots")},
-        "totals": {name: told[name] for name in TOTALS},
-        "conversations": {name: told[f"conversations_{name}"] for name in ("parked", "resumed")},
-        "requests": [{**one, "tokens_per_second": _rate(one, known, seconds)} for one in told["requests"]],
+        "tokens_per_second": state.get("last_gen_throughput") if report["running_requests"] else 0.0,
+        "physical_tokens": report["physical_tokens"],
+        "logical_tokens": report["logical_tokens"],
+        "pool": {name: report[f"pool_{name}"] for name in ("slots", "free_slots", "evictable_slots")},
+        "totals": {name: report[name] for name in TOTALS},
+        "conversations": {name: report[f"conversations_{name}"] for name in ("parked", "resumed")},
+        "requests": [{**one, "tokens_per_second": _rate(one, known, seconds)} for one in report["requests"]],
     }
 
 

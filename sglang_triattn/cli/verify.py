@@ -20,9 +20,10 @@ TIMEOUT_S = 300.0
 
 PARSER = {
     "help": "check on a live server that it compresses, and that its answers are still right",
-    "description": "Sends some twenty small requests to a server that compresses, and says for each check what was "
-    "seen. Needs nothing but its URL, and may run beside other users. The exit status is 0 if no check failed, 1 "
-    "if one failed, 2 if they could not be made; a check that is not tested, for the reason shown, does not fail.",
+    "description": "Sends some twenty small requests to a server that compresses, and reports for each check what was "
+    "seen. Needs nothing but its URL, and may run while others use the server. The exit status is 0 if no check "
+    "failed, 1 if one failed, 2 if they could not be made; a check that is not tested, for the reason shown, does "
+    "not fail.",
 }
 
 

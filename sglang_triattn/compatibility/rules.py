@@ -16,7 +16,7 @@ UNCOVERED = {
     "encoder_decoder": "it is an encoder-decoder model",
     "other_media": "it takes images or sound, and is none of the models whose images are covered",
     "indexed": "its layers attend to the tokens that an indexer selects (DeepSeek sparse attention)",
-    "states": "it is a state-space model, or has state-space or linear-attention layers",
+    "linear_states": "it is a state-space model, or has state-space or linear-attention layers",
     "latent": "it has multi-head latent attention (MLA), and is none of the models for which that is covered",
     "unknown_layers": "some of its layers are of the type {}",
     "window_pool": "some of its layers attend to a sliding window, and have a KV pool of their own",
@@ -53,7 +53,7 @@ def refused_model(name: str, reason: str) -> TriAttentionError:
 
 @dataclass(frozen=True)
 class Server:
-    """What a rule may depend on besides the setting that it refuses.
+    """What a rule may depend on, in addition to the setting that it refuses.
 
     Attributes:
         settings: SGLang's settings by field; of a command line, those that were given.
@@ -277,7 +277,7 @@ _DECODE_SERVERS = (
         "models that take images, whose window layers have a KV pool of their own, or whose layers keep a state "
         "instead of KV are not tested on a decode server",
         "leave --disaggregation-mode out",
-        lambda server: server.traits.window_pool or server.traits.states or server.traits.images,
+        lambda server: server.traits.window_pool or server.traits.linear_states or server.traits.images,
         names_model=True,
     ),
 )
@@ -304,7 +304,7 @@ _LATENT = _only(
     lambda server: server.traits.latent,
 )
 
-_STATES = _only(
+_LINEAR_STATES = _only(
     (
         Rule("enable_hierarchical_cache", _set, "the copies that it makes of states are not tested with rounds"),
         Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
@@ -319,7 +319,7 @@ _STATES = _only(
         Rule("enable_int8_mamba_checkpoint", _set, "the states that it gives to the tree are not tested with rounds"),
         Rule("enable_linear_replayssm", _set, "it counts a state's tokens by the row's length, which a round changes"),
     ),
-    lambda server: server.traits.states,
+    lambda server: server.traits.linear_states,
 )
 
 _NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
@@ -406,7 +406,7 @@ _DRAFTS = (
             ),
             (
                 "its layers that keep a state instead of KV are not tested with drafted tokens",
-                lambda server: server.traits.states,
+                lambda server: server.traits.linear_states,
             ),
             (
                 "positions that follow images are not tested with drafted tokens",
@@ -419,7 +419,7 @@ _DRAFTS = (
 FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
-    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_STATES),
+    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_LINEAR_STATES),
     *(*_MEASURING, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""

@@ -42,7 +42,7 @@ class Traits:
         window: most tokens that a query of a window layer sees; 0 without such layers.
         window_pool: window layers have a KV pool of their own.
         latent: the layers that attend to all tokens have latent KV (MLA).
-        states: some layers keep a state instead of KV, or with it.
+        linear_states: some layers keep a state instead of KV, or with it.
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
         context: most tokens of a request; None if the file does not say.
@@ -55,7 +55,7 @@ class Traits:
     window: int = 0
     window_pool: bool = False
     latent: bool = False
-    states: bool = False
+    linear_states: bool = False
     images: bool = False
     image_prompts: bool = True
     context: int | None = None
@@ -83,7 +83,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
         window=layout.window,
         window_pool=layout.window_pool,
         latent=layout.latent,
-        states=layout.states,
+        linear_states=layout.linear_states,
         images=any(fields.get(each) for each in _MEDIA) or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         context=context_limit(fields) if known else None,
@@ -123,7 +123,7 @@ def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[
         "encoder_decoder": fields.get("is_encoder_decoder"),
         "other_media": any(fields.get(each) for each in _MEDIA) and family.images is None,
         "indexed": fields.get("index_topk"),
-        "states": _has_states(fields, kinds) and not family.states,
+        "linear_states": _has_linear_states(fields, kinds) and not family.linear_states,
         "latent": fields.get("kv_lora_rank") and not family.latent,
         "unknown_layers": others,
         "window_pool": WINDOW in kinds and has_window_pool(fields) and not family.pool_covered,
@@ -158,7 +158,7 @@ def _by_position(fields: Fields, family: Family, kinds: list[str]) -> Iterator[t
     return ((mark, detail if mark == "rope_kind" else PLAIN) for mark, holds in marks.items() if holds)
 
 
-def _has_states(fields: Fields, kinds: list[str]) -> bool:
+def _has_linear_states(fields: Fields, kinds: list[str]) -> bool:
     named = any(key.startswith(_STATE_SPACE) and value for key, value in fields.items())
     named &= not fields.get("layer_types") or bool(set(kinds) > {FULL})
     return named or LINEAR in kinds or any(word in str(fields.get("model_type")) for word in ("mamba", "rwkv"))

@@ -137,7 +137,7 @@ def attention_words(layout: AttentionLayout) -> str:
 
 
 def scored_words(layout: AttentionLayout) -> str:
-    """What is scored of each head, by layers that rotate alike."""
+    """What is scored of each head, by groups of layers with equal rotation."""
     groups = Counter((layout.layers[number].head_dim, layout.layers[number].rotary_dim) for number in layout.scored)
     return "; ".join(
         f"{layers} {'layer' if layers == 1 else 'layers'}, {_dims(width, turned)}"

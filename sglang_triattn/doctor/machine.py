@@ -65,6 +65,6 @@ def _compile(capability: int, how: str) -> Row:
             found = f"not compiled within {COMPILE_SECONDS} s"
             return Row(title, WRONG, found, f"{_CONSEQUENCE}, or the machine is busy: try again")
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return Row(title, WRONG, said[-1][:200], _CONSEQUENCE)
+        lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        return Row(title, WRONG, lines[-1][:200], _CONSEQUENCE)
     return Row(title, OK, f"the score kernel compiles{how}: {int(done.stdout.split()[-1]):,} bytes")

@@ -33,7 +33,7 @@ _WITHOUT = {"sglang.srt.plugins": _FLAGS, "sglang.srt.platforms": _CPU}
 
 
 def version_rows() -> Iterator[Row]:
-    """Python and the packages whose versions matter, beside what was tested and what is asked for."""
+    """Python and the packages whose versions matter, compared with the tested and the required versions."""
     python = platform.python_version_tuple()
     if tuple(map(int, python[:2])) < LEAST_PYTHON:
         yield Row("python", WRONG, platform.python_version(), f"{NAME} needs {'.'.join(map(str, LEAST_PYTHON))}")
@@ -94,15 +94,15 @@ def _copies_row(copies: list[Distribution]) -> Row:
     """The first copy on the path is the one that SGLang sees; others matter if they say something else."""
     if not copies:
         return Row("installed", "missing", "no metadata of this package is on the path", _FLAGS)
-    told = [(str(copy.locate_file("")), copy.version, _own_entry_points(copy)) for copy in copies]
-    places = ", ".join(f"{version} in {place}" for place, version, _ in told)
-    differing = [place for place, *rest in told[1:] if rest != list(told[0][1:])]
-    if told[0][1] != __version__:
+    facts = [(str(copy.locate_file("")), copy.version, _own_entry_points(copy)) for copy in copies]
+    places = ", ".join(f"{version} in {place}" for place, version, _ in facts)
+    differing = [place for place, *rest in facts[1:] if rest != list(facts[0][1:])]
+    if facts[0][1] != __version__:
         return Row("installed", WRONG, places, f"stale metadata: the code is {__version__}, so reinstall {NAME}")
     if differing:
         remove = f"the first hides the others, and removing it changes what runs: uninstall {', '.join(differing)}"
         return Row("installed", WRONG, places, remove)
-    return Row("installed", OK, places + (": copies that agree" if len(told) > 1 else ""))
+    return Row("installed", OK, places + (": copies that agree" if len(facts) > 1 else ""))
 
 
 def _own_entry_points(copy: Distribution) -> set[tuple[str, str, str]]:
@@ -115,14 +115,14 @@ def _entry_point_row(group: str, name: str, value: str) -> Row:
     found = [entry for entry in importlib.metadata.entry_points(group=group) if entry.name == name]
     if not found:
         return Row(title, "missing", "no installed package has it", f"{without}: reinstall {NAME}")
-    told = ", ".join(f"{entry.value} of {entry.dist.name if entry.dist else 'an unknown package'}" for entry in found)
+    loaded = ", ".join(f"{entry.value} of {entry.dist.name if entry.dist else 'an unknown package'}" for entry in found)
     if len(found) > 1 or found[0].value != value:
-        return Row(title, WRONG, told, f"SGLang loads something else than {value}: uninstall what provides it")
+        return Row(title, WRONG, loaded, f"SGLang loads something else than {value}: uninstall what provides it")
     try:
         found[0].load()
     except Exception as error:
         return Row(title, WRONG, f"{type(error).__name__}: {first_line(error)}", without)
-    return Row(title, OK, told)
+    return Row(title, OK, loaded)
 
 
 def _environment_rows() -> Iterator[Row]:

@@ -48,7 +48,7 @@ class Family:
         asymmetric: SGLang reads the widths of keys and of values separately, and its pools hold them so.
         shares_kv: layers may read the KV of earlier ones, and are scored by the queries of all that read them.
         latent: queries meet latent KV (MLA) in the way that scores assume.
-        states: some layers may keep a state instead of KV, which rounds leave alone.
+        linear_states: some layers may keep a state instead of KV, which rounds leave alone.
         state_in_every_layer: each layer has a state and attention.
         attentions: attentions, each with KV of its own, per layer that the file counts.
         images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
@@ -74,7 +74,7 @@ class Family:
     asymmetric: bool = False
     shares_kv: bool = False
     latent: bool = False
-    states: bool = False
+    linear_states: bool = False
     state_in_every_layer: bool = False
     attentions: int = 1
     images: Literal["prompt", "text"] | None = None
@@ -118,9 +118,9 @@ _GEMMA_4 = {
 _SINKS = Family(window_pool=True, sinks=True)
 _INTERLEAVED = Family(interleaved=True)
 _LATENT = Family(latent=True)
-_STATES = Family(states=True)
+_LINEAR_STATES = Family(linear_states=True)
 _QWEN_VL = Family(windows=False, images="prompt")
-_QWEN_35 = Family(states=True, images="text")
+_QWEN_35 = Family(linear_states=True, images="text")
 _GEMMA_3 = Family(full_every=6)
 _LONGCAT = Family(attentions=2)
 
@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5_MoeForCausalLM": _INTERLEAVED,
     "Exaone4ForCausalLM": Family(rope_in="windows"),
     "ExaoneMoEForCausalLM": Family(rope_in="windows"),
-    "FalconH1ForCausalLM": Family(states=True, state_in_every_layer=True),
+    "FalconH1ForCausalLM": Family(linear_states=True, state_in_every_layer=True),
     "GPT2LMHeadModel": Family(refused=Refused(NO_ROPE)),
     "GPTBigCodeForCausalLM": Family(refused=Refused(NO_ROPE)),
     "GPTJForCausalLM": _INTERLEAVED,
@@ -160,7 +160,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4vForConditionalGeneration": Family(images="prompt"),
     "Glm4vMoeForConditionalGeneration": Family(images="prompt"),
     "GptOssForCausalLM": Family(window_pool=True, pool_covered=True, sinks=True),
-    "GraniteMoeHybridForCausalLM": Family(states=True, may_lack_rope=True),
+    "GraniteMoeHybridForCausalLM": Family(linear_states=True, may_lack_rope=True),
     "GraniteMoeSWAForCausalLM": _SINKS,
     "GraniteSWAForCausalLM": _SINKS,
     "Grok1ForCausalLM": Family(branching_drafts=True),
@@ -176,7 +176,7 @@ FAMILIES: dict[str, Family] = {
     "KimiLinearForCausalLM": Family(rope_in="none"),
     "LLaDA2MoeModelLM": Family(refused=_DIFFUSION),
     "LagunaForCausalLM": _OWN_POOL,
-    "Lfm2ForCausalLM": _STATES,
+    "Lfm2ForCausalLM": _LINEAR_STATES,
     "Llama4ForConditionalGeneration": _OWN_POOL,
     "LlamaForCausalLM": Family(windows=False, branching_drafts=True),
     "LongcatFlashForCausalLM": _LONGCAT,
@@ -192,7 +192,7 @@ FAMILIES: dict[str, Family] = {
     "MuseGlimmerForCausalLM": _OWN_POOL,
     "MuseGlimmerForConditionalGeneration": _OWN_POOL,
     "NanbeigeForCausalLM": Family(refused=_LOOPS),
-    "NemotronHForCausalLM": Family(states=True, may_lack_rope=True, rope_in="none"),
+    "NemotronHForCausalLM": Family(linear_states=True, may_lack_rope=True, rope_in="none"),
     "OPTForCausalLM": Family(refused=Refused(NO_ROPE)),
     "Olmo3ForCausalLM": Family(full_every=4),
     "Phi3ForCausalLM": _PLAIN,
@@ -203,14 +203,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
-    "Qwen3NextForCausalLM": Family(states=True, rotary_share=0.25),
+    "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25),
     "Qwen3VLForConditionalGeneration": _QWEN_VL,
     "Qwen3VLMoeForConditionalGeneration": _QWEN_VL,
     # Served without images.
-    "Qwen3_5ForCausalLM": Family(states=True, images="prompt"),
+    "Qwen3_5ForCausalLM": Family(linear_states=True, images="prompt"),
     # Images are not tested with layers that keep a state.
     "Qwen3_5ForConditionalGeneration": _QWEN_35,
-    "Qwen3_5MoeForCausalLM": Family(states=True, images="prompt"),
+    "Qwen3_5MoeForCausalLM": Family(linear_states=True, images="prompt"),
     "Qwen3_5MoeForConditionalGeneration": _QWEN_35,
     "SDARForCausalLM": Family(refused=_DIFFUSION),
     "SDARMoeForCausalLM": Family(refused=_DIFFUSION),
@@ -226,7 +226,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Step3p7ForConditionalGeneration": _OWN_POOL,
     "XllmForCausalLM": Family(refused=_OTHER_DIMS),
-    "ZayaForCausalLM": Family(refused=Refused("its attention keeps a state beside the KV cache")),
+    "ZayaForCausalLM": Family(refused=Refused("its attention keeps a state in addition to the KV cache")),
 }
 
 _OTHER = Family()

@@ -45,7 +45,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
 
 
 def text_fields(config: Fields) -> dict[str, Any]:
-    """The fields that count: those in `text_config`, else those beside it; `architectures` is the outer one.
+    """The text model's fields: those in `text_config`, else the outer ones; `architectures` is always the outer one.
 
     Args:
         config: content of a config.json.

@@ -75,7 +75,7 @@ def model_fingerprint(model_path: str, revision: str | None = None) -> str | Non
 
 
 def model_variant(model_path: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> str:
-    """What tells models of one fingerprint from each other: "", or "o" and "w", each with 8 hexadecimal digits.
+    """The variant among models of one fingerprint: "", or "o" and "w", each with 8 hexadecimal digits.
 
     "o" is for overridden settings, and "w" for the query weights, which a quantised copy does not show.
 

@@ -55,7 +55,7 @@ def readers(config: Any) -> dict[int, int]:
 
 
 def kv_heads(config: Any) -> int:
-    """KV heads of the scored layers. Latent KV is one, whatever the configuration says of its expanded heads."""
+    """KV heads of the scored layers: one for latent KV, although the configuration counts its expanded heads."""
     if getattr(config, "kv_lora_rank", None):
         return 1
     if getattr(config, "is_heterogeneous", False):

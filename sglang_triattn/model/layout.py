@@ -86,8 +86,8 @@ class AttentionLayout:
         return any(layer.kind == LATENT for layer in self.layers)
 
     @property
-    def states(self) -> bool:
-        """Whether some layers keep a state instead of KV, or beside it."""
+    def linear_states(self) -> bool:
+        """Whether some layers keep a state, instead of KV or in addition to it."""
         return self.state_in_every_layer or any(layer.kind == LINEAR for layer in self.layers)
 
     @property
@@ -121,7 +121,7 @@ def read_layout(config: Fields) -> AttentionLayout:
     # Step-3.5 also lists the layers that only draft tokens.
     if len(kinds) < layers:
         raise TriAttentionError(
-            f"The config.json tells the kinds of {len(kinds)} layers, but has {layers}: give the unchanged file of a "
+            f"The config.json lists the kinds of {len(kinds)} layers, but has {layers}: give the unchanged file of a "
             "Hugging Face model."
         )
     kinds = kinds[:layers]

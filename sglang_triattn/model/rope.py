@@ -33,8 +33,8 @@ class Rope:
     """The rotation of queries and keys.
 
     Attributes:
-        inv_freq: [F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included; exact, whatever
-            dtype the model computes in. 0 for pairs of dims that stay as they are between others (proportional).
+        inv_freq: [F] float64 on the CPU, radians per token, scaling (llama3, yarn, linear) included; exact in every
+            dtype that the model computes in. 0 for pairs of dims that stay as they are between others (proportional).
         attention_scaling: factor s on cos and sin: 1.0 except for YaRN-like types.
         rotary_dim: 2F, the leading dims of a head that are rotated.
         style: half: component f is (x[f], x[f + F]); interleaved: (x[2f], x[2f + 1]).
@@ -189,7 +189,7 @@ def _probe(rotary: torch.nn.Module, apply, rope: Rope, name: str) -> Rope:
         tables = rotary(probe, positions[None], *kind)
         turned = (apply(probe, *tables) if single else apply(probe, probe, *tables)[0]).double()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise RopeError(f"cannot tell how a model of {name} turns its queries; it is not supported") from error
+        raise RopeError(f"the rotation of a model of {name} is not recognised; it is not supported") from error
     for style in STYLES:
         candidate = Rope(rope.inv_freq, rope.attention_scaling, rope.rotary_dim, style)
         expected = rotate(probe.double(), positions, candidate)

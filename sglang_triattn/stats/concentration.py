@@ -1,8 +1,8 @@
-"""How alike a model's queries are, and what that predicts about scores.
+"""How concentrated a model's queries are, and what that predicts about scores.
 
 `benchmarks/quality/predict_attention.py` measured it on Qwen2.5-Coder-0.5B and SmolLM2-135M, on prose and code: the
 attention that a quarter of the older tokens gets when scores choose it, as a fraction of what the best quarter gets. On
-SmolLM2 it was 0.91 to 0.95 whatever the concentration of a head; on Qwen it fell with concentration, as in `MEASURED`.
+SmolLM2 it was 0.91 to 0.95 at every concentration; on Qwen it fell with concentration, as in `MEASURED`.
 No head below 0.6 was seen.
 """
 
@@ -14,12 +14,12 @@ MEASURED = ((0.6, 0.63), (0.7, 0.73), (0.8, 0.86), (0.9, 0.87))
 """(least concentration, fraction of the best choice's attention), for the model where the fraction was lower."""
 SPREAD = 0.6
 """Scores have not been measured below this mean concentration: a poor outlook."""
-ALIKE = 0.8
+GOOD = 0.8
 """From this mean concentration on, the outlook is good; between the two, fair."""
 
 
 def concentration(stats: QueryStats) -> torch.Tensor:
-    """[L, H_q] float64 between 0 and 1: how alike the pre-RoPE queries of each head are.
+    """[L, H_q] float64 between 0 and 1: how concentrated the pre-RoPE queries of each head are.
 
     It is the sum over frequencies of |mean q| divided by that of mean |q|, so frequencies are weighted by size. At 1
     all queries are equal, and the score of a key is exact. It always is in dims of frequency 0, which do not count.
@@ -36,12 +36,12 @@ def outlook(stats: QueryStats) -> str:
     if mean < SPREAD:
         return (
             f"poor (mean concentration {mean:.2f}, below {SPREAD}): the queries of this model are spread, and how well "
-            "scores foretell attention there has not been measured: compare --triattention-value-share 1, which does "
+            "scores predict attention there has not been measured: compare --triattention-value-share 1, which does "
             "without scores, by benchmarks/quality"
         )
     part = max(part for least, part in MEASURED if mean >= least)
     return (
-        f"{'good' if mean >= ALIKE else 'fair'} (mean concentration {mean:.2f}): scores found at least {part} of the "
+        f"{'good' if mean >= GOOD else 'fair'} (mean concentration {mean:.2f}): scores found at least {part} of the "
         "attention that the best choice of a quarter of the tokens finds, on the two small models measured"
     )
 

@@ -1,4 +1,4 @@
-"""Whether a statistics file fits a model, as far as its config.json tells: before the model's weights are loaded.
+"""Whether a statistics file fits a model, judged by its config.json alone: before the model's weights are loaded.
 
 `stats.file.check_stats` compares the rest with the loaded model.
 """

@@ -126,11 +126,11 @@ def check_stats(stats: QueryStats, shape: ModelShape) -> QueryStats:
         scaling = (rope.attention_scaling, served.attention_scaling)
         if not math.isclose(*scaling, rel_tol=INV_FREQ_RTOL):
             require_same(stats, "RoPE attention scaling", *scaling)
-        ours, theirs = rope.inv_freq, served.inv_freq.to("cpu", torch.float64)
-        far = ((ours - theirs).abs() > INV_FREQ_RTOL * theirs.abs()).nonzero().flatten().tolist()
+        stored, expected = rope.inv_freq, served.inv_freq.to("cpu", torch.float64)
+        far = ((stored - expected).abs() > INV_FREQ_RTOL * expected.abs()).nonzero().flatten().tolist()
         if far:
             name = f"RoPE frequency {far[0]} of {frequencies} (rope_theta or rope scaling)"
-            require_same(stats, name, ours[far[0]].item(), theirs[far[0]].item())
+            require_same(stats, name, stored[far[0]].item(), expected[far[0]].item())
     if shape.fingerprint is not None:
         require_same(stats, "model fingerprint", stats.fingerprint, shape.fingerprint)
     return replace(stats, num_kv_heads=shape.num_kv_heads, rope=rope or served)

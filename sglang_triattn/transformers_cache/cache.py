@@ -103,7 +103,7 @@ class CompactedCache(Cache):
         return cls(rows)
 
     def inputs(self, size: int, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """Keyword arguments for one call of the model with `size` tokens per row, besides `input_ids` [B, size].
+        """Keyword arguments for one call of the model with `size` tokens per row, without `input_ids` [B, size].
 
         Args:
             counts: how many of each row's tokens count, from the first; the others are padding and are forgotten.
@@ -145,10 +145,10 @@ class CompactedCache(Cache):
         Raises:
             CacheError: a row does not exist.
         """
-        mine = self.rows
-        chosen = list(range(len(mine.lengths))) if rows is None else list(rows)
-        longest = max((mine.lengths[row] for row in chosen if 0 <= row < len(mine.lengths)), default=0)
-        return CompactedCache(mine.branch(chosen, mine.capacity if room is None else max(longest + room, 1)))
+        source = self.rows
+        chosen = list(range(len(source.lengths))) if rows is None else list(rows)
+        longest = max((source.lengths[row] for row in chosen if 0 <= row < len(source.lengths)), default=0)
+        return CompactedCache(source.branch(chosen, source.capacity if room is None else max(longest + room, 1)))
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends K and V [B, H_kv, size, head_dim] of one layer; returns all of them, [B, H_kv, longest, head_dim]."""

@@ -99,7 +99,7 @@ def replay(cache: CompactedCache, dense: DynamicCache, until: int | None = None,
     """Appends tokens whose K and V are known to all rows, with rounds where `feed` runs them; the model is not called.
 
     The first eviction is exactly that of `feed`. Later ones may differ: here each token's K and V were computed with
-    every earlier token visible, so kept tokens carry what evicted ones would have told them; in the server they are
+    every earlier token visible, so kept tokens carry information of evicted ones; in the server they are
     computed from what is left. Scores read such keys too, so later rounds may keep other tokens. Rankings of settings
     carry over as far as that matters little; figures meant for the server need `feed`.
 

@@ -102,18 +102,18 @@ class Client:
 
     def state(self) -> State:
         """Settings and sums of a server that compresses."""
-        stranger = TriAttentionError(
+        not_sglang = TriAttentionError(
             f"{self.url} answers, but not as an SGLang server does: give the URL of an SGLang server."
         )
         try:
             content = self._read("/server_info")
         except _NotFoundError:
-            raise stranger from None
+            raise not_sglang from None
         try:
             info = json.loads(content)
             replicas = [state.get(KEY) for state in info["internal_states"]]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise stranger from None
+            raise not_sglang from None
         if not any(replicas):
             raise TriAttentionError(
                 f"{self.url} is an SGLang server that does not compress: start it with --enable-triattention."
@@ -127,7 +127,7 @@ class Client:
         return Load(sum(load["num_used_tokens"] for load in loads), requests)
 
     def ids_of(self, text: str) -> list[int]:
-        """The tokens of a text, with whatever the tokenizer puts before it."""
+        """The tokens of a text, with those that the tokenizer puts before it."""
         sampling = {"max_new_tokens": 1, "temperature": 0, "custom_params": {KEY: {"enabled": False}}}
         body = {"text": text, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         meta = self._json("/generate", body)["meta_info"]

@@ -43,10 +43,10 @@ def difference(one: Answer, other: Answer, first: int, last: int) -> float:
     """
     largest = 0.0
     for place in range(first, min(last, len(one.output), len(other.output))):
-        token, theirs = one.output[place], other.output[place]
-        if token != theirs:
+        token, other_token = one.output[place], other.output[place]
+        if token != other_token:
             gaps = [
-                one.logprobs[place] - one.others[place].get(theirs, -math.inf),
+                one.logprobs[place] - one.others[place].get(other_token, -math.inf),
                 other.logprobs[place] - other.others[place].get(token, -math.inf),
             ]
             return max(largest, *map(abs, gaps))

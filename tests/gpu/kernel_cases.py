@@ -65,7 +65,7 @@ class KernelCase:
         inv_freq[turning or half :] = 0
         self.mean = torch.complex(randn(layers, heads, half), randn(layers, heads, half)) * scaling
         abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
-        # Without means, the dims behind the rotated ones are not scored.
+        # Without means, the dims after the rotated ones are not scored.
         self.unrotated = randn(layers, heads, head_dim - 2 * half if unrotated else 0) * scaling
         self.rotates = rotates or [True] * layers
         self.tables = build_tables(

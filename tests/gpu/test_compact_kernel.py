@@ -15,7 +15,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 
 def make_case(device, *, lengths, keep, sets, recent=0, layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, spread=1,
               seed=0):  # fmt: skip
-    """Pools of random bytes, requests' slots (`spread` apart) and kept sets, each with the newest `recent` tokens."""
+    """Pools of random bytes, slots at multiples of `spread`, and kept sets, each with the newest `recent` tokens."""
     generator = torch.Generator().manual_seed(seed)
     count, width = sum(lengths) * spread + 3, torch.empty(0, dtype=dtype).element_size()
     shape = (2 * layers, count, heads, head_dim * width)

@@ -161,12 +161,12 @@ def difference(case: PagedCase, attend, table: PageTable, counts: list[int]) -> 
     attend.plan(table, counts)
     answer = attend.run(queries.to(case.device))
     assert answer.dtype == case.dtype
-    # NaN, read from memory that nobody owns, stays NaN through `amax`.
+    # NaN, read from slots without an owner, stays NaN through `amax`.
     return (answer.cpu().double() - case.expected(queries, counts)).abs().amax().item()
 
 
-# How K/V is moved, for which kept sets, the page size of the pool, and the page size that FlashInfer is told: SGLang
-# plans token by token, whatever its pages are.
+# How K/V is moved, for which kept sets, the page size of the pool, and the page size that FlashInfer gets: SGLang
+# plans token by token for every page size.
 ROUNDS = [
     ("remap", "shared", 1, 1),
     *((strategy, sets, *sizes) for strategy in ("fill", "cut", "slide") for sets, *sizes in (

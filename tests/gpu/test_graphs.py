@@ -50,7 +50,7 @@ class Step:
             mask = there[:, :, None]
             scores = torch.einsum("rhd,rnhd->rnh", queries[layer], keys) / HEAD_DIM**0.5
             weights = scores.masked_fill(~mask, float("-inf")).softmax(1)
-            # Slots that nobody owns hold NaN.
+            # Slots without an owner hold NaN.
             answers.append(torch.einsum("rnh,rnhd->rhd", weights, values.masked_fill(~mask[..., None], 0)))
         return torch.stack(answers)
 

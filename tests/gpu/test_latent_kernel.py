@@ -76,7 +76,7 @@ def test_more_than_one_chunk(device):
 
 @pytest.mark.parametrize("where", [3, 45])
 def test_a_row_with_nan_has_a_score_of_nan(device, where):
-    """Prevents a NaN in a latent or a rotated key from hiding behind a number."""
+    """Prevents a NaN in a latent or a rotated key from turning into a number."""
     case = KernelCase(lengths=[9], device=device, group=4, head_dim=56, rotary_dim=16, **LATENT)
     for pool in case.pools:
         pool[case.slots[0, 4], :, where] = float("nan")

@@ -142,7 +142,7 @@ def test_every_dtype_and_shape(device, cross):
 @pytest.mark.parametrize("others", [8, 24, 48, 64, 72])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_with_unrotated_dims(device, dtype, others):
-    """Prevents dims behind the rotated ones from being decoded, padded or masked wrongly, or left out."""
+    """Prevents dims after the rotated ones from being decoded, padded or masked wrongly, or left out."""
     case = KernelCase(lengths=[37, 10], device=device, dtype=dtype, head_dim=32 + others, rotary_dim=32, group=5,
                       scales=dtype.itemsize == 1, seed=others)  # fmt: skip
     check(case, "mean", recent=3)
@@ -150,7 +150,7 @@ def test_every_dtype_with_unrotated_dims(device, dtype, others):
 
 @pytest.mark.parametrize("where", [3, 40, 79])
 def test_a_key_with_nan_has_a_score_of_nan(device, where):
-    """Prevents a NaN in any dim of a key, rotated or not, from hiding behind a number."""
+    """Prevents a NaN in any dim of a key, rotated or not, from turning into a number."""
     case = KernelCase(lengths=[9], device=device, head_dim=80, rotary_dim=32)
     for pool in case.pools:
         pool[case.slots[0, 4], :, where] = float("nan")

@@ -164,7 +164,7 @@ def test_small_shares_that_round_to_nothing_or_all(device, keep, recent):
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_no_key_is_read_where_values_decide_alone(device, kernels):
-    """Prevents computing scores that nobody asks for: every key is poisoned."""
+    """Prevents computing scores that are not used: every key is poisoned."""
     case = KernelCase(lengths=[90, 64], device=device, head_dim=16)
     scorer = valued(case, 1.0, kernels)
     expected = scorer.keep(*arguments(case))
@@ -215,7 +215,7 @@ def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
 
 
 @pytest.mark.parametrize("selection", SELECTIONS)
-def test_a_request_keeps_the_same_alone_and_beside_a_long_one(device, selection):
+def test_a_request_keeps_the_same_alone_and_with_a_long_one(device, selection):
     """Prevents the batch around a request from changing what it keeps."""
     case = KernelCase(lengths=[130, 64, 50], device=device, layers=4, kv_heads=1, head_dim=16)
     ours = scorer(case, 64, selection, limit=0, longest=130)
@@ -226,7 +226,7 @@ def test_a_request_keeps_the_same_alone_and_beside_a_long_one(device, selection)
 
 
 def test_layers_before_need_an_importance(device):
-    """Prevents merging into memory that nobody has filled."""
+    """Prevents merging into memory that is not initialised."""
     zeros = torch.zeros(1, 1, 2, 30, device=device)
     with pytest.raises(ValueError, match="into no importance"):
         importance_triton(zeros, zeros[..., :1, None], torch.tensor([30], device=device), 0, before=1,
@@ -258,7 +258,7 @@ def test_any_request_within_the_plan_fits(selection, share, aggregation):
 
 
 def test_workspace_holds_what_decides():
-    """Prevents memory for scores where there are none, and for sizes where nobody asks for them."""
+    """Prevents memory for scores where there are none, and for sizes where they are not used."""
     parts = [WorkspacePlan(36, 32, 8, 64, 2176, 4096, value_share=share).parts(2, 100, 3) for share in (0.0, 0.5, 1.0)]
     sizes = {"sizes": (2, 3, 8, 100)}
     assert "sizes" not in parts[0]

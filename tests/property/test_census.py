@@ -37,7 +37,7 @@ def freed_twice(scene):
 
 def lost(scene):
     page, scene.sim.allocator.free_pages = scene.sim.allocator.free_pages[0], scene.sim.allocator.free_pages[1:]
-    return f"{scene.place(page * scene.page)} belongs to nobody and is not free"
+    return f"{scene.place(page * scene.page)} has no owner and is not free"
 
 
 def shared(scene):
@@ -88,7 +88,7 @@ def row_shared(scene):
 
 
 def row_lost(scene):
-    return f"row {scene.sim.rows.free_slots.pop()} belongs to nobody and is not free"
+    return f"row {scene.sim.rows.free_slots.pop()} has no owner and is not free"
 
 
 def length_too_great(scene):

@@ -130,7 +130,7 @@ def test_prefill_in_chunks():
     def between_chunks(running):
         req = running.req
         scheduler = server_of(sim)
-        assert "belongs to nobody" in fault_of(scheduler, sim)
+        assert "has no owner" in fault_of(scheduler, sim)
         scheduler.chunked_req = req
         assert fault_of(scheduler, sim) is None
         scheduler.waiting_queue = [req]
@@ -171,7 +171,7 @@ def test_beams():
     assert fault_of(server_of(sim), sim) is None
     old = table[group.all_rows, 10:12].clone()
     table[group.all_rows, 10:12] = old[:1]
-    assert "belongs to nobody" in fault_of(server_of(sim), sim)
+    assert "has no owner" in fault_of(server_of(sim), sim)
     group.pending_orphans.append(StagedOrphans(1, old, old[:1].expand(3, -1)))
     assert fault_of(server_of(sim), sim) is None
     sim.allocator.free(old[1:2, 0].long())

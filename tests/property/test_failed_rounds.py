@@ -83,10 +83,10 @@ class FailingHistories(Histories):
         steps=st.integers(8, 30),
     )
     def failing_talk(self, name, step, late, tail, steps):
-        # A reserve makes sure that something is freed there; whatever fails afterwards ends the server.
+        # A reserve makes sure that something is freed there; a failure after it ends the server.
         late = late and not (self.sim.reserve and step == "leave the tail")
-        said = self.sim.spoken.get(name, [])
-        turn = self.sim.request([*(said if len(said) < 110 else [7] * 3), *tail], conversation=name)
+        spoken = self.sim.spoken.get(name, [])
+        turn = self.sim.request([*(spoken if len(spoken) < 110 else [7] * 3), *tail], conversation=name)
         fault = Fault(TALK_STEPS, step, 1, late)
         with fault.planted():
             admitted = self._admit(turn, 1000)
@@ -127,7 +127,7 @@ def test_random_failures_of_drafting_requests():
 
 
 def compacted(**options) -> tuple[Simulation, list]:
-    """Two requests with rounds behind them, whose next rounds are due in the same step."""
+    """Two requests that have had rounds, whose next rounds are due in the same step."""
     sim = Simulation(1, **options)
     pair = [sim.request([5] * 20), sim.request([7] * 3)]
     for running in pair:
@@ -206,7 +206,7 @@ def test_failures_in_a_row_stop_compression():
 
 
 def test_a_success_between_failures():
-    """Prevents failures hours apart from adding up."""
+    """Prevents failures with hours between them from adding up."""
     sim, _ = compacted()
     for _ in range(2 * LIMIT):
         until_it_fails(sim, "snapshot")
@@ -214,7 +214,7 @@ def test_a_success_between_failures():
     assert sim.compressor.breaker.reason is None
 
 
-def test_what_nobody_survives():
+def test_what_ends_the_server():
     """Prevents serving on with books that do not balance, and ranks from going separate ways."""
     sim, _ = compacted()
     real = sim.allocator.free_page_ids

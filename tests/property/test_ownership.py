@@ -112,7 +112,7 @@ DRAFTING = [
 
 @pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], DRAFTING, strength=1), ids=shown)
 def test_random_histories_of_drafting_requests(page_size, settings):
-    """Prevents the same where rows have reserves behind their computed entries, which move when rounds close up."""
+    """Prevents the same where rows have reserves after their computed entries, which move when rounds close up."""
     run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)
 
 

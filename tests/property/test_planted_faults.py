@@ -88,7 +88,7 @@ def swap_newest_tokens(patch):
     patch.setattr(Launch, "close_up", close_up)
 
 
-def leave_the_newest_behind(patch):
+def leave_the_newest_in_place(patch):
     patch.setattr(Launch, "close_up", lambda self, rows, slots: None)
 
 
@@ -252,9 +252,9 @@ FAULTS = [
     Fault("a round frees a page too many", free_pages(1), "slots came back, not|belongs to", PAGES),
     Fault("a round frees what it keeps", free_what_stays, "recent token was|came from|not in order", REMAP),
     Fault("order is lost where it counts", forget_the_order, "not in order", {**PAGES, "recent": 10}),
-    Fault("a row is cut behind a newest token", cut_into_the_newest, "not in order|recent token|came from", CUT),
+    Fault("a row is cut after a newest token", cut_into_the_newest, "not in order|recent token|came from", CUT),
     Fault("newest tokens change places in the row", swap_newest_tokens, "not in order", CUT),
-    Fault("a cut row is not closed up", leave_the_newest_behind, "belongs to|recent token|came from|held twice", CUT),
+    Fault("a cut row is not closed up", leave_the_newest_in_place, "belongs to|recent token|came from|held twice", CUT),
     Fault("the first hole is off by one", see_the_first_hole_late, "but may have", REMAP),
     Fault("only the last round's hole counts", forget_earlier_rounds, "but may have", {**REMAP, "prompt": "compact"}),
     Fault("the tree takes compacted rows", let_the_tree_take_all, "but may have", REMAP),

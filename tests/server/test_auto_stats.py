@@ -64,7 +64,7 @@ def first_launch(forkserver, smollm, cache, tmp_path_factory):
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
-    """Prevents a silent wait and a file that nobody can find."""
+    """Prevents a silent wait and a file that no line names."""
     served, log = first_launch
     (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
     assert served == str(file)

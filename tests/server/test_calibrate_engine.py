@@ -86,7 +86,7 @@ def assert_agree(one: QueryStats, other: QueryStats) -> None:
         far = difference(getattr(one, name), getattr(other, name))
         print(f"{name} differs by {far:.2e}")
         assert far < 1e-2
-    assert difference(one.mean, other.mean.roll(1, dims=1)) > 0.1, "the heads are all alike, so nothing was compared"
+    assert difference(one.mean, other.mean.roll(1, dims=1)) > 0.1, "the heads are all equal, so nothing was compared"
 
 
 def assert_all_end(session: int) -> None:

@@ -49,7 +49,7 @@ def test_early_rounds_before_anyone_is_retracted(serve):
     assert_pool_is_whole(client)
 
 
-def test_a_request_that_can_never_fit_is_told(serve):
+def test_a_request_that_can_never_fit_is_refused(serve):
     """Prevents a request whose bound exceeds the pool from waiting forever or ending the scheduler."""
     client = serve("--max-total-tokens", "256")
     # Its bound does not fit after this prompt, so it gets as many tokens as the pool holds, as in plain SGLang.

@@ -97,7 +97,7 @@ def test_settings_of_a_request(chat_client, ask):
     assert rounds_of(chat_client, lambda: ask.client.completions.create(**completion, extra_body=extra))[0] == 14
 
 
-def test_chat_that_goes_on_behind_its_row(chat_client, ask):
+def test_chat_that_continues_its_row(chat_client, ask):
     """Prevents usage that counts evicted tokens as new, and chat turns that are computed from the start."""
     messages = [user(text(11, 40))]
     settings = {"conversation": "chat"}
@@ -164,9 +164,9 @@ def test_ollama(chat_client, stream):
     assert rounds == 2
     last = json.loads(response.text.splitlines()[-1])
     assert (last["done"], last["done_reason"], "triattention" in response.text) == (True, "stop", False)
-    said = "".join(json.loads(line)["message"]["content"] for line in response.text.splitlines())
+    joined = "".join(json.loads(line)["message"]["content"] for line in response.text.splitlines())
     # A stream leaves out its last piece, which may be several words.
-    assert 100 < len(said.split()) < 150 if stream else len(said.split()) == 150
+    assert 100 < len(joined.split()) < 150 if stream else len(joined.split()) == 150
     if not stream:
         assert chat(num_ctx=8, custom_params={"triattention": {"budget": -1}}).json()["eval_count"] == 150
         assert chat(seed=1).status_code == 500

@@ -61,7 +61,7 @@ def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
 
 
 def test_each_turn_reports_what_it_did(serve):
-    """Prevents tokens that count in every later turn, beside slots that do not, so that sums say too much."""
+    """Prevents tokens that count in every later turn while slots do not, so that sums are too large."""
     client = serve("--page-size", "1")
     before, ids, reports = client.totals(), prompt(35, 40), []
     for number in range(3):
@@ -196,7 +196,7 @@ def test_only_a_granted_flush_takes_rows(serve):
 
 
 def test_hundreds_of_abandoned_conversations(serve):
-    """Prevents a leak of a few slots or rows for each conversation that nobody returns to."""
+    """Prevents a leak of a few slots or rows for each abandoned conversation."""
     client = serve("--page-size", "16")
 
     def abandon(number: int) -> str:

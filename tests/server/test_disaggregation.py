@@ -85,7 +85,7 @@ def test_answers_below_the_trigger(pair, serve):
 
 
 def test_logits(pair, tiny):
-    """Prevents rounds that miss the K/V which another server computed, and wrong positions behind them."""
+    """Prevents rounds that miss the K/V which another server computed, and wrong positions after them."""
     client, _ = pair
     stem = prompt(9, 40)
     prompts = [stem, stem + prompt(10, 12), prompt(11, 33)]

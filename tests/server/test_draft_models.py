@@ -149,7 +149,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
         client.flush()
         steps()
         response = client.generate(ids, 430, logprobs=True)
-        found += drafts_beside_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
+        found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
         assert compression(response)["rounds"] >= 10
     held = sum(found)
     assert len(found) > 100
@@ -176,8 +176,8 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
     assert set(taken) == {STEPS + 1}
 
 
-def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
-    """Prevents a draft model that is given another token than the next one behind a chunk of a shortened prompt."""
+def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
+    """Prevents a draft model that is given another token than the one after a chunk of a shortened prompt."""
     pair = pairs["EAGLE"]
     chunks = ("--chunked-prefill-size", "128")
     client, steps = probed(*pair.args, *MODES["moved"], *KEYS_ALONE, *chunks, model=pair.target, env=pair.env)
@@ -187,27 +187,27 @@ def test_drafts_behind_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     ids = prompt(62, 3 * 128 - 12) + in_circle(16)
     response = client.generate(ids, 120, logprobs=True, custom_params={"triattention": {"prompt": "compact"}})
     assert compression(response)["frozen_length"] == 4
-    assert drafts_beside_account(pair, "moved", ids, response, steps(), 4, chunk=128)
+    assert drafts_with_account(pair, "moved", ids, response, steps(), 4, chunk=128)
     assert compression(response)["rounds"] >= 5
 
 
 def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts; each rank tells of each step.
+    """How many tokens of a request were computed before each step that verifies drafts; each rank reports each step.
 
-    With overlap, a step tells what the one before it began with: the first, of the prefill.
+    With overlap, a step reports the start of the one before it: the first step, that of the prefill.
     """
-    told = {request["known"] - 1 for step in steps for request in step["requests"]}
-    return sorted(start for start in told if start >= prompt_length)
+    starts = {request["known"] - 1 for step in steps for request in step["requests"]}
+    return sorted(start for start in starts if start >= prompt_length)
 
 
-def drafts_beside_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
+def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
     """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
     everything = ids + response["output_ids"][:-1]
     done = computed_before(steps, len(ids))
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
     account = pair.watched(mode)
     overlap = mode != "overlap off"
-    expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, behind=overlap)
+    expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, late=overlap)
     assert compression(response)["rounds"] == rounds
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE

@@ -24,7 +24,7 @@ def assert_compresses(client: Client) -> None:
 
 
 def test_config_file(forkserver, tiny, tmp_path):
-    """Prevents flags that work only on a command line, and a profile that overrules the flags beside it."""
+    """Prevents flags that work only on a command line, and a profile that overrules the given flags."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
     arguments += ["--triattention-profile", "conservative"]
@@ -45,7 +45,7 @@ def test_config_file(forkserver, tiny, tmp_path):
 
 
 def test_data_parallel_replicas(serve):
-    """Prevents a replica behind the data-parallel controller from running dense."""
+    """Prevents a replica of the data-parallel controller from running dense."""
     client = serve("--page-size", "1", "--dp-size", "2", env=two_cores())
     responses = [client.generate(prompt(2, 20), 200) for _ in range(4)]
     assert {response["meta_info"]["dp_rank"] for response in responses} == {0, 1}

@@ -35,7 +35,7 @@ POOLS = ("gpt-oss", "mimo-v2", "step-3.5", "gemma-4", "gemma-4-shared", "mellum"
 class Case:
     """
     Attributes:
-        flags: of the server, besides.
+        flags: of the server, in addition.
         measured: whether it measures its statistics at launch, if transformers can check them; else they are random.
         plain: whether its answers without compression are held to those of transformers.
     """

@@ -1,6 +1,6 @@
-"""The KV tier in host memory and the storage behind it: prompts go there and come back, with rounds or without.
+"""The KV tier in host memory and its storage: prompts go there and come back, with rounds or without.
 
-`meta_info["cached_tokens_details"]` tells which tier each cached token of a prompt came from.
+`meta_info["cached_tokens_details"]` reports which tier each cached token of a prompt came from.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> 
         answers.append((index, response))
 
 
-def test_prompts_return_from_the_host_beside_rounds(tiered):
+def test_prompts_return_from_the_host_during_rounds(tiered):
     """Prevents prompts that left the KV pool from coming back altered, or over the rows of compressed requests.
 
     Five prompts, more than the pool holds, are requested in turn while two requests go through rounds all the time.
@@ -110,7 +110,7 @@ def test_generated_tokens_reach_no_tier(tiered):
         assert_same_answer(warm, cold)
 
 
-def test_full_pool_beside_the_host_tier(tiered):
+def test_full_pool_with_the_host_tier(tiered):
     """Prevents slots from being lost and requests from being retracted when more wait than the pool can hold."""
     responses = tiered.generate_all([prompt(340 + i, 64) for i in range(12)], 150)
     assert sum(response["meta_info"]["num_retractions"] for response in responses) == 0

@@ -49,7 +49,7 @@ def test_settings_that_are_junk(chat_client):
 
 
 def test_a_client_that_goes_away(serve):
-    """Prevents a stream that nobody reads from keeping its slots, or its conversation a row that nobody was told of."""
+    """Prevents an abandoned stream from keeping its slots, or its conversation a row that no client knows."""
     client = serve("--page-size", "1")
     ids = prompt(33, 30)
     asked = {"triattention": {"conversation": "gone"}}

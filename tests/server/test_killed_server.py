@@ -41,7 +41,7 @@ def ask(client: Client, seed: int) -> requests.Response:
 
 
 def load(client: Client, threads: ThreadPoolExecutor) -> list[Future]:
-    """Requests that are still running, after rounds of each, beside a conversation that waits for its next turn."""
+    """Requests that are still running, after rounds of each, and a conversation that waits for its next turn."""
     turn = client.post("/generate", input_ids=prompt(50, 40), sampling_params=greedy(150, custom_params=CONVERSATION))
     assert compression(turn.json())["conversation_kept"]
     before = client.totals()["rounds"]

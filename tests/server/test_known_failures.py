@@ -130,7 +130,7 @@ def test_retracted_requests_compute_what_they_would_have(probed, tiny):
 
 
 def test_two_runs_in_one_process(serve):
-    """Prevents a run from leaving behind statistics, counts or kept sets that change the next run."""
+    """Prevents statistics, counts or kept sets of a run that change the next run."""
     client = serve("--page-size", "1")
     prompts = [prompt(95 + number, 40 + 9 * number) for number in range(3)]
     runs, rounds = [], [client.totals()["rounds"]]

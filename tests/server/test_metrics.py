@@ -83,8 +83,8 @@ def test_sums_are_those_of_the_server(client):
     assert totals["moved_bytes"] > 0
     for name in COUNTERS:
         assert after[name] == totals[name.removesuffix("_total")], name
-    told = {reason: after[f"{REFUSED}:{reason}"] - before[f"{REFUSED}:{reason}"] for reason in REASONS}
-    assert told == {"unknown_field": 1, "wrong_value": 1, "conflict": 1, "media": 0}
+    counted = {reason: after[f"{REFUSED}:{reason}"] - before[f"{REFUSED}:{reason}"] for reason in REASONS}
+    assert counted == {"unknown_field": 1, "wrong_value": 1, "conflict": 1, "media": 0}
     for name in HISTOGRAMS:
         assert 0 < after[f"{name}_count"] <= totals["rounds"]
     assert after["round_requests_sum"] == totals["rounds"]

@@ -49,10 +49,10 @@ def drafting(probed, repeating):
 def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
     """How many tokens of a request were computed before each step that verifies drafts.
 
-    With overlap, a step tells what the one before it began with: the first, of the prefill.
+    With overlap, a step reports the start of the one before it: the first step, that of the prefill.
     """
-    told = [request["known"] - 1 for step in steps for request in step["requests"]]
-    return [start for start in told if start >= prompt_length]
+    starts = [request["known"] - 1 for step in steps for request in step["requests"]]
+    return [start for start in starts if start >= prompt_length]
 
 
 @pytest.mark.parametrize("page_size", PAGES)
@@ -91,15 +91,15 @@ def hold_to_account(client, steps, account: Oracle, page_size: int, schedule: st
     overlap = schedule == "overlap"
     account.round_to = page_size if overlap else 1
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
-    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs, behind=overlap)
+    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs, late=overlap)
     assert report["rounds"] == rounds >= 10
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
     dense = type(account)(**{**vars(account), "budget": 10_000})
-    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs, behind=overlap)
+    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs, late=overlap)
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
-    # All that a step drafts holds, from where the circle has been seen to the end, before and after rounds alike.
+    # All that a step drafts holds, from where the circle has been seen to the end, before and after rounds.
     accepted = [end - start for start, end in runs if start > len(ids) + 24]
     assert set(accepted[:-1]) == {DRAFTED}
 

@@ -147,7 +147,7 @@ def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selecti
 @pytest.mark.parametrize("rope", ["yarn", "partial-interleaved", "partial-interleaved-yarn"])
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scoring with other frequencies, dims or pairs than those the model rotates its keys with, dims that are
-    left out, and a wrong weight of rotated beside other dims."""
+    left out, and a wrong weight of rotated against other dims."""
     model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
     ids = prompt(12, 45)
     client = serve(model=model)

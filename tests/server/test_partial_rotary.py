@@ -57,7 +57,7 @@ def test_calibration_in_sglang_agrees_with_transformers(model, data):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_of_requests_compacted_together(serve, model, page_size):
-    """Prevents half of each head from counting for nothing, or another half, in scores of a batch behind one prefix."""
+    """Prevents half of each head from counting for nothing, or another half, in scores of a batch with one prefix."""
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 17, 24))]
     # Scores alone: the model repeats words, and between their equal values the last bits would choose.

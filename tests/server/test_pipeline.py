@@ -92,7 +92,7 @@ def test_one_kept_set_for_each_stage(storm_client, tiny):
 
 
 def test_storm(storm_client):
-    """Prevents stages from drifting apart, and slots from leaking, where requests are aborted, retracted and prefilled
+    """Prevents stages from disagreeing, and slots from leaking, where requests are aborted, retracted and prefilled
     in chunks, and share prefixes. Every slot of both stages is counted at each round."""
     stem = prompt(70, 90)
 

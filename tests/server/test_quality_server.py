@@ -46,14 +46,14 @@ def expected(tiny, model, config, ids, answer, *, evicts):
             model, [config], load_stats(tiny.stats),
             capacity=len(whole), prompt_length=len(whole), protected=PROMPT,
         )  # fmt: skip
-        told = feed(model, cache, whole, chunk=INTERVAL)[0, -1].log_softmax(-1)
+        predicted = feed(model, cache, whole, chunk=INTERVAL)[0, -1].log_softmax(-1)
         assert (cache.rows.report(0).rounds > 0) == evicts
-        right &= int(told.argmax()) == token
-        logprobs.append(float(told[token]))
+        right &= int(predicted.argmax()) == token
+        logprobs.append(float(predicted[token]))
     return right, sum(logprobs) / len(logprobs)
 
 
-def test_answers_are_those_behind_what_the_server_kept(serve, tiny, streams):
+def test_answers_follow_what_the_server_kept(serve, tiny, streams):
     """Prevents prompts found in the tree, chunks without rounds, and answers about another token."""
     client, model = serve(*CHUNKS), tiny.load()
     runner = ServerRunner(client.url, progress=lambda line: None)
@@ -116,9 +116,9 @@ def test_what_a_server_cannot_be_asked(serve, streams):
         runner.run(streams[0], [Cell(0.5, read_choice("default"))])
     with pytest.raises(AskError, match=r"refuses a request: .*interval"):
         runner.run(streams[0], cells_of("settings:interval=99"))
-    said = []
-    coarse = ServerRunner(serve().url, progress=said.append)
-    assert f"--chunked-prefill-size {INTERVAL}" in said[0]
+    lines = []
+    coarse = ServerRunner(serve().url, progress=lines.append)
+    assert f"--chunked-prefill-size {INTERVAL}" in lines[0]
     with pytest.raises(AskError, match="ran no round on 205 tokens"):
         coarse.run(streams[0], cells_of("dense", "default"))
     with pytest.raises(AskError, match="does not compress"):

@@ -54,8 +54,8 @@ def test_curl(client):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
     report = compression(json.loads(done.stdout))
     assert report["rounds"] == ROUNDS
-    said = "reports {rounds} rounds, {evicted_tokens} evicted tokens and {freed_slots} freed slots"
-    assert said.format(**report) in " ".join(section(README, "Quick start").split())
+    sentence = "reports {rounds} rounds, {evicted_tokens} evicted tokens and {freed_slots} freed slots"
+    assert sentence.format(**report) in " ".join(section(README, "Quick start").split())
     assert_pool_is_whole(client)
 
 

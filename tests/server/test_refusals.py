@@ -229,7 +229,7 @@ def foreign_stats(tiny, tmp_path_factory):
 
 
 def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path):
-    """Prevents scoring with another model's frequencies; only the loaded model can tell, in another process."""
+    """Prevents scoring with another model's frequencies; only the loaded model shows it, in another process."""
     words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats)]
     ended = warm.run_module(forkserver, ["sglang.launch_server", *words], {}, tmp_path / "log")
     assert ended.code == 2
@@ -278,7 +278,7 @@ if __name__ == "__main__":
 
 
 def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tmp_path):
-    """Prevents an Engine that refused from holding memory in schedulers that nobody can reach."""
+    """Prevents an Engine that refused from holding memory in schedulers that are out of reach."""
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
     settings = {
@@ -315,7 +315,7 @@ def test_scheduler_without_the_plugin_ends_the_launch(forkserver, tiny, tmp_path
 
 
 def test_shadowed_package_ends_the_launch(tiny, tmp_path):
-    """Prevents a dense server when a folder beside the user hides the package."""
+    """Prevents a dense server when a folder at the user's place hides the package."""
     (tmp_path / "sglang_triattn").mkdir()
     # The user's PYTHONPATH would come after the folder, and find the package after all.
     ended = launch("--model-path", tiny.path, *compressed_args(tiny), cwd=str(tmp_path), env={"PYTHONPATH": ""})

@@ -1,11 +1,11 @@
-"""The replicas of one server (--dp-size) behind SGLang's router, which tells them apart (--dp-aware)."""
+"""The replicas of one server (--dp-size) with SGLang's router, which addresses each of them (--dp-aware)."""
 
 from __future__ import annotations
 
 import pytest
 
 from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, two_cores
-from replicas import cached_behind_prefixes
+from replicas import cached_after_prefixes
 from run_router import SPREAD, running_router
 
 REPLICAS = 2
@@ -21,7 +21,7 @@ def test_prefixes_are_found(replicas, tmp_path):
     not compress, and rows that outgrow their bound in either."""
     targets = [f"{replicas.url}@{rank}" for rank in range(REPLICAS)]
     with running_router(targets, tmp_path / "router.log", "--dp-aware", *SPREAD, servers=[replicas.url]) as router:
-        answers = cached_behind_prefixes(Client(router), replicas.rounds_by_rank, 200)
+        answers = cached_after_prefixes(Client(router), replicas.rounds_by_rank, 200)
     for answer in answers:
         assert 200 <= answer["meta_info"]["cached_tokens"] < 210
         report = compression(answer)

@@ -1,4 +1,4 @@
-"""Two replicas, each a server of its own, behind SGLang's router."""
+"""Two replicas, each its own server, with SGLang's router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import requests
 
 import server
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
-from replicas import cached_behind_prefixes, wait_for_rounds
+from replicas import cached_after_prefixes, wait_for_rounds
 from run_router import SPREAD, running_router, wait_for_workers
 from warm import running_launch
 from words import text as words
@@ -95,7 +95,7 @@ def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int
 def test_prefixes_are_found(fleet, routed):
     """Prevents requests from being spread so that no replica has their prefix, and reports that the router drops."""
     with routed(*SPREAD) as client:
-        answers = cached_behind_prefixes(client, lambda: [each.totals()["rounds"] for each in fleet.clients], 200)
+        answers = cached_after_prefixes(client, lambda: [each.totals()["rounds"] for each in fleet.clients], 200)
     for answer in answers:
         assert 200 <= answer["meta_info"]["cached_tokens"] < 210
         assert compression(answer)["rounds"] > 0

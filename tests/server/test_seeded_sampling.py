@@ -1,4 +1,4 @@
-"""Tokens sampled from a seed: a token's position is its place in the text, whatever the row has lost before it."""
+"""Tokens sampled from a seed: a token's position is its place in the text, also after evictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_drawn_at(logprobs: torch.Tensor, position: int, evicted: int, tokens:
     """Asserts that the first token belongs to `position`, each other to the next, none to a place in the short row."""
     assert shortfall(logprobs, position, tokens).max() < 4 * TOLERANCE
     elsewhere = shortfall(logprobs, position - evicted, tokens)
-    assert elsewhere[0] > 100 * TOLERANCE, "both positions draw this token, so nothing was told apart"
+    assert elsewhere[0] > 100 * TOLERANCE, "both positions draw this token, so the test distinguishes nothing"
     assert elsewhere.median() > 100 * TOLERANCE
 
 

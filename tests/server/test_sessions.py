@@ -36,10 +36,10 @@ def test_session_equals_plain_requests(session):
     client, name = session
     first = say(client, {"id": name}, prompt(1, 40))
     assert compression(first)["rounds"] == 1
-    behind = {"id": name, "rid": first["meta_info"]["id"]}
+    parent = {"id": name, "rid": first["meta_info"]["id"]}
     # Two branches of the same turn.
     for seed in (2, 3):
-        turn = say(client, behind, prompt(seed, 12))
+        turn = say(client, parent, prompt(seed, 12))
         whole = prompt(1, 40) + first["output_ids"] + prompt(seed, 12)
         assert turn["meta_info"]["prompt_tokens"] == len(whole)
         report = compression(turn)
@@ -47,12 +47,12 @@ def test_session_equals_plain_requests(session):
         client.flush()
         plain = client.generate(whole, 120)
         assert (turn["output_ids"], report) == (plain["output_ids"], compression(plain))
-    replaced = say(client, {**behind, "offset": 20, "replace": True}, prompt(4, 12))
+    replaced = say(client, {**parent, "offset": 20, "replace": True}, prompt(4, 12))
     client.flush()
     assert replaced["output_ids"] == client.generate(prompt(1, 40)[:20] + prompt(4, 12), 120)["output_ids"]
 
 
-def test_session_behind_a_conversation(session):
+def test_session_after_a_conversation(session):
     """Prevents the two ways to continue a text from undoing each other."""
     client, name = session
     params = {"custom_params": {"triattention": {"conversation": "in a session"}}}

@@ -49,7 +49,7 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     ids = prompt(31, 48)
     named = {"triattention": {"conversation": "long"}}
     answer = client.generate(ids, 250, **WITHOUT_END)["output_ids"]
-    # One that ends at a token that nobody foresaw: with overlap, the next step has begun by then.
+    # One that ends at a token that was not foreseen: with overlap, the next step has begun by then.
     end = next(place for place in range(200, 250) if answer[place] not in answer[:place])
     first = client.generate(ids, 250, custom_params=named, stop_token_ids=[answer[end]], **WITHOUT_END)
     assert (first["output_ids"], compression(first)["conversation_kept"]) == (answer[: end + 1], True)

@@ -29,8 +29,8 @@ def wait_until_ready(process, url: str, cert, log) -> None:
 
 
 def test_a_certificate_that_signs_itself(forkserver, tiny, tmp_path, capsys, monkeypatch):
-    """Prevents a server with TLS of its own from being watched and verified by nobody, also where the environment names
-    a proxy."""
+    """Prevents a server with its own TLS from being out of reach of `top` and `verify`, also where the environment
+    names a proxy."""
     pair, port, log = certificates.self_signed(tmp_path), free_port(), tmp_path / "log"
     flags = ["--ssl-certfile", str(pair.cert), "--ssl-keyfile", str(pair.key), "--fastapi-root-path", "/x"]
     command = ["sglang.launch_server", "--model-path", str(tiny.path), "--port", str(port), "--page-size", "1"]

@@ -160,6 +160,6 @@ def assert_one_sentence(url: str, sentence: str, capsys) -> None:
     assert error.count("\n") == 1
 
 
-def test_plain_sglang_is_told_apart(serve, capsys):
+def test_plain_sglang_is_recognised(serve, capsys):
     """Prevents a table of failures for a server that was never asked to compress."""
     assert_one_sentence(serve(compressed=False).url, "does not compress: start it with --enable-triattention", capsys)

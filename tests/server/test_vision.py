@@ -94,7 +94,7 @@ def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, 
     ],
 )
 def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, family, page_size):
-    """Prevents wrong positions behind an image after a round, a kept set chosen for another position, image tokens
+    """Prevents wrong positions after an image and a round, a kept set chosen for another position, image tokens
     that are evicted, and prompts whose images are taken for one another's in the tree."""
     model, client = serve_vision(family, "--page-size", str(page_size))
     empty(client)
@@ -156,13 +156,13 @@ def test_only_text_prompts_are_compacted(serve_vision):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "fields", "said"),
+    ("asked", "fields", "message"),
     [
         ({"conversation": "c"}, {}, "conversation does not work with images"),
         ({}, {"video_data": "none.mp4"}, "The prompt has video"),
     ],
 )
-def test_what_is_refused_beside_images(serve_vision, stream, asked, fields, said):
+def test_what_is_refused_with_images(serve_vision, stream, asked, fields, message):
     """Prevents a resumed row without its images, and rounds on media that no test covers."""
     model, client = serve_vision("qwen2.5-vl", *CHUNKED)
     response = client.post(
@@ -174,7 +174,7 @@ def test_what_is_refused_beside_images(serve_vision, stream, asked, fields, said
         **fields,
     )
     assert response.status_code == 400
-    assert said in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 def test_aborted_image_requests(serve_vision):
@@ -266,4 +266,4 @@ def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_p
         one, other = getattr(measured, name), getattr(expected, name)
         assert (one - other).norm() / other.norm() < 1e-2
     rolled = expected.mean.roll(1, dims=1)
-    assert (measured.mean - rolled).norm() / rolled.norm() > 0.1, "the heads are all alike, so nothing was compared"
+    assert (measured.mean - rolled).norm() / rolled.norm() > 0.1, "the heads are all equal, so nothing was compared"

@@ -1,4 +1,4 @@
-"""The package as the container's image and `pip install` install it, with nothing of the checkout beside it."""
+"""The package as the container's image and `pip install` install it, without the checkout."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):
 
 
 def assert_images_are_refused(client: Client) -> None:
-    """Prevents rounds behind an image, and a refusal that comes once a stream has begun."""
+    """Prevents rounds after an image, and a refusal that comes once a stream has begun."""
     for stream in (False, True):
         body = {"image_data": ["data:image/png;base64,"], "sampling_params": {"max_new_tokens": 4}, "stream": stream}
         response = client.post("/generate", input_ids=prompt(5, 9), **body)

@@ -20,7 +20,7 @@ def test_logits_on_two_ranks(serve, tmp_path, family, selection):
 @pytest.mark.parametrize("selection", ["per-layer-head", wide("shared-mean")])
 def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, selection):
     """Prevents a window that is cut short where SGLang counts all tokens of a request and its row holds fewer: in a
-    later turn, between the chunks of a prefill, and wherever SGLang frees what is behind the window."""
+    later turn, between the chunks of a prefill, and wherever SGLang frees what has left the window."""
     tiny, account = prepared(tmp_path, "gpt-oss")
     account.selection = selection
     flags = ("--triattention-selection", selection, "--chunked-prefill-size", "96")

@@ -89,7 +89,7 @@ def test_the_census_is_timed(tmp_path):
 @pytest.mark.wide
 def test_the_cost_of_metrics_is_measured(tmp_path):
     """Prevents a benchmark that no longer runs on the scheduler's metrics."""
-    # It tells prometheus_client where to write, which servers started from here would inherit.
+    # It sets where prometheus_client writes, which servers started from here would inherit.
     content, _ = run_in_a_process("benchmarks.overhead.metrics", tmp_path / "cost.json")
     rows = content["rows"]
     assert [row["requests"] for row in rows] == [1, 32, 128]
@@ -142,7 +142,7 @@ def test_no_figure_for_unequal_answers(monkeypatch):
 
 
 def test_no_time_for_a_compaction_that_loses_tokens(monkeypatch):
-    """Prevents figures for copies that leave a kept token behind."""
+    """Prevents figures for copies that miss a kept token."""
     plain = compact.list_moves
     for selection, strategy in (("shared-mean", "remap"), ("shared-mean", "fill"), ("per-layer-head", "slide")):
         shape = (compact.MODELS[2], selection, strategy, 2, 300, 200, 128, "cpu", 2, 1)
@@ -181,7 +181,7 @@ def test_gpu_benchmarks_need_a_gpu(monkeypatch, tmp_path):
 
 
 def test_plots_are_drawn_from_the_committed_figures(monkeypatch, tmp_path):
-    """Prevents figures and the script that draws them from drifting apart."""
+    """Prevents figures and the script that draws them from disagreeing."""
     for path in plot.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "compact-some-gpu.json").write_text((plot.RESULTS / "compact.json").read_text())

@@ -1,4 +1,4 @@
-"""Profiles: what they set, and what wins beside them."""
+"""Profiles: what they set, and what wins over them."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from sglang_triattn.profiles import PROFILES
 from sglang_triattn.rounds.rules import RoundRules, complete
 
 MEASURED = {"interval": 128, "selection": "per-layer-head", "value_share": 0.8}
-"""What every measurement behind a profile had, besides a fifth of newest tokens; see docs/quality.md."""
+"""What every measurement for a profile had, with a fifth of newest tokens; see docs/quality.md."""
 
 
 def settings(**given: object) -> Config:
@@ -27,7 +27,7 @@ def settings(**given: object) -> Config:
     ("name", "budget", "recent"), [("conservative", 4096, 819), ("balanced", 2048, 409), ("aggressive", 1024, 204)]
 )
 def test_a_profile_is_what_was_measured(name, budget, recent):
-    """Prevents a default that changes and takes a profile along, away from the measurements behind it."""
+    """Prevents a default that changes and takes a profile along, away from its measurements."""
     found = dataclasses.asdict(complete(settings(profile=name)))
     assert found["profile"] == name
     assert {key: found[key] for key in ("budget", "recent", *MEASURED)} == {
@@ -71,7 +71,7 @@ def test_a_profile_alone_compresses_nothing():
 
 
 def test_config_file_and_command_line(tmp_path):
-    """Prevents a profile of the YAML file from overruling flags, in the file or beside it."""
+    """Prevents a profile of the YAML file from overruling flags, in the file or on the command line."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     file = tmp_path / "server.yaml"

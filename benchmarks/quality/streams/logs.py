@@ -119,14 +119,14 @@ def state(rng: Random, order: Order) -> Draft:
     first = count // 6
     last = {first + int((i + 0.5) / COUNTERS * (count - first)): name for i, name in enumerate(names)}
     finals = dict(zip(names, rng.sample(VALUES, COUNTERS), strict=True))
-    told = {line: (name, finals[name]) for line, name in last.items()}
+    reported = {line: (name, finals[name]) for line, name in last.items()}
     for line, name in last.items():
-        free = [other for other in range(line) if other not in told]
+        free = [other for other in range(line) if other not in reported]
         for earlier in rng.sample(free, rng.choice(UPDATES) - 1):
-            told[earlier] = (name, rng.choice([value for value in VALUES if value != finals[name]]))
+            reported[earlier] = (name, rng.choice([value for value in VALUES if value != finals[name]]))
     private, at, minute = "", {}, rng.randrange(60)
     for line in range(count):
-        name, value = told.get(line, (None, 0))
+        name, value = reported.get(line, (None, 0))
         at[name] = len(private)
         minute += rng.randrange(1, 5)
         private += _state_line(rng, order.form, minute, name, value)

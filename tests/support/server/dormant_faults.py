@@ -76,9 +76,9 @@ def plant(_, scheduler, *__, **___) -> None:
         published.__setitem__(slice(None), (metrics, metrics._totals)),
         publish(metrics),
     ]
-    told = "rounds are reported and not done"
-    put(compressor, "compactable_row", told, lambda real, *rest: None)
-    put(release, "report_on", told, lambda real, *req: make_up(real(*req), *req))
+    only_reported = "rounds are reported and not done"
+    put(compressor, "compactable_row", only_reported, lambda real, *rest: None)
+    put(release, "report_on", only_reported, lambda real, *req: make_up(real(*req), *req))
 
 
 def put(owner: object, name: str, fault: str, function) -> None:

@@ -1,4 +1,4 @@
-"""An independent account of what a draft model drafts beside a compressed request, from `transformers`.
+"""An independent account of what a draft model drafts for a compressed request, from `transformers`.
 
 SGLang gives a draft model all tokens but the first: it computes a token one place before the target does. So the place
 that the target has forgotten holds the next token in the draft model, which forgets that one. Nothing here uses the
@@ -18,7 +18,7 @@ from oracle import Oracle
 
 @dataclass
 class Watched(Oracle):
-    """An oracle that notes, besides, what a draft model follows and reads.
+    """An oracle that also notes what a draft model follows and reads.
 
     Attributes:
         seen: [tokens, tokens] bool, what each query of the last layer's first KV head may see.
@@ -71,7 +71,7 @@ def holding(
         draft: transformers model in float32.
         ids: prompt and output.
         seen: [n, n] bool for n tokens, see `Watched`.
-        starts: tokens that were computed before each step. The one behind them is known.
+        starts: tokens that were computed before each step. The next one is known.
         steps: tokens drafted at each.
         margin: what the first token's log-probability must be above the second's.
     """

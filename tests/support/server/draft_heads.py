@@ -25,7 +25,7 @@ AUXILIARY = (0, 1)
 
 
 class EagleHead(nn.Module):
-    """EAGLE's draft model, or EAGLE-3's, beside a Llama.
+    """EAGLE's draft model, or EAGLE-3's, for a Llama.
 
     Args:
         config: of the target.

@@ -204,7 +204,7 @@ FAMILIES = {
             "layer_types": ALTERNATING,
             # What SGLang's norms of queries and keys always have.
             "rms_norm_eps": 1e-6,
-            # SGLang's default, whatever the newer form of the file says.
+            # SGLang's default; it does not read the newer form of the file.
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),

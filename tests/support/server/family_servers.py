@@ -123,7 +123,7 @@ def remote_code(family: str) -> list[str]:
 
 
 def started(serve, tiny, family, *flags, env=None, compressed=True):
-    """The Client of a server of the model, which compresses unless told otherwise; `flags` and `env` come on top."""
+    """The Client of a server of the model, which compresses by default; `flags` and `env` come on top."""
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
@@ -152,7 +152,7 @@ def compare_with_account(
     """Starts a server with random statistics and holds it to the model's account, see `hold_to_account`.
 
     Args:
-        flags, env: of the server, besides.
+        flags, env: of the server, in addition.
         ranks: with latent KV, how many tensor-parallel ranks choose for themselves.
 
     Returns:
@@ -178,13 +178,13 @@ def under_flags(account: Oracle, page_size: int, selection: str, flags: tuple[st
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     if page_size > 16 and account.window:
-        # Kept besides the newest tokens is at least the rest of the page in which they begin; a round frees a page.
+        # A row also keeps at least the rest of the page in which its newest tokens begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
     return account
 
 
 def hold_to_account(client: Client, account: Oracle, page_size: int) -> list[dict[str, int]]:
-    """Serves two requests behind a shared prefix over at least five rounds, and holds them to the model's account.
+    """Serves two requests with a shared prefix over at least five rounds, and holds them to the model's account.
 
     Returns:
         What compression reports of each.

@@ -1,7 +1,7 @@
 """An SGLang plugin, only for tests: the next call of a named step of a compaction round raises.
 
 Loaded through its own entry point (see `harness.install_plugin`). The file named by FAULT_FILE holds the step's name,
-and "always" behind it if every call is to raise; otherwise the file is emptied by the first that does.
+and "always" after it if every call is to raise; otherwise the file is emptied by the first that does.
 """
 
 from __future__ import annotations

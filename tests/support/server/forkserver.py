@@ -40,7 +40,7 @@ PACKAGES = (
     "xgrammar", "timm", "quack", "torchcodec", "IPython", "uvicorn", "uvloop", "watchfiles", "lxml.etree",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
-# Schedulers of two ranks and a detokenizer, or of four ranks; what is spawned besides starts as a new interpreter.
+# Schedulers of two ranks and a detokenizer, or of four ranks; further ones start as new interpreters.
 PREFORKED = 4
 DATA_PARALLEL = "--dp-size"
 # What the processes that a server spawns import before they load plugins.
@@ -274,7 +274,7 @@ def prefork(preforked: list[tuple[int, socket.socket]]) -> str | None:
         return None
     for other in (ours, *(other for _, other in preforked)):
         other.close()
-    # By these this process's parent and its own tell when the other ends.
+    # By these, this process's parent and its child notice the other's end.
     while passed:
         os.close(passed.pop())
     data, files, *_ = socket.recv_fds(theirs, LARGEST_MESSAGE, MOST_FILES)

@@ -42,7 +42,7 @@ LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
 
 
 class Latent(TinyModel):
-    """What a pool holds of each token is one head: the latent, and behind it the rotated key."""
+    """What a pool holds of each token is one head: the latent, followed by the rotated key."""
 
     def load(self) -> Any:
         fields = json.loads((self.path / "config.json").read_text())
@@ -62,7 +62,7 @@ def build_latent(folder: Path, family: str) -> Latent:
 
 
 def pool_rope(rope: Rope) -> Rope:
-    """The rotation as SGLang's pool has it, given that of transformers, which moves the halves of pairs apart."""
+    """The rotation as SGLang's pool has it, given that of transformers, which separates the halves of pairs."""
     return replace(rope, style="interleaved")
 
 

@@ -119,7 +119,7 @@ def assert_measured_right(client: harness.Client, model: TinyModel, account: Ora
     if family in BY_TRANSFORMERS:
         expected = by_transformers(model, family, folder)
         found.append(expected)
-        assert_alike(measured, expected, family)
+        assert_equal_statistics(measured, expected, family)
     if family in READERS:
         for stats in found:
             assert_of_own_queries(stats, account, family)
@@ -141,7 +141,7 @@ def widen(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**fields, "sliding_window": WINDOW + 1}))
 
 
-def assert_alike(measured: QueryStats, expected: QueryStats, family: str) -> None:
+def assert_equal_statistics(measured: QueryStats, expected: QueryStats, family: str) -> None:
     layers, turning = BY_TRANSFORMERS[family]
     for stats in (measured, expected):
         assert (stats.layers, stats.token_count) == (layers, TOKENS)
@@ -151,7 +151,7 @@ def assert_alike(measured: QueryStats, expected: QueryStats, family: str) -> Non
             assert (stats.rope.style, stats.rope.rotary_dim) == ("interleaved", 16)
     if family in LATENTS:
         torch.testing.assert_close(measured.rope.inv_freq, expected.rope.inv_freq, rtol=1e-5, atol=0)
-        # Of heads that are told apart: those of the next one differ by more than all of them.
+        # The heads differ: those of the next one differ by more than all of them.
         other = expected.unrotated_mean.roll(1, dims=1)
         assert (measured.unrotated_mean - other).norm() > expected.unrotated_mean.norm()
     for name in MEANS:

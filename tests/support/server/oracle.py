@@ -41,7 +41,7 @@ class Oracle:
         budget, interval, recent: the server's settings, in tokens.
         selection: "shared-mean", "union", "per-head" or "per-layer-head".
         aggregation: "mean" or "max".
-        unrotated: [L, H_q, U], the mean query in the dims of a head behind those; empty leaves them unscored.
+        unrotated: [L, H_q, U], the mean query in the later dims of a head; empty leaves them unscored.
         scaling: RoPE's factor on the keys, and on the queries, in the dims that it turns.
         interleaved: whether dims 2f and 2f + 1 rotate together, rather than f and f + F.
         stored: dtype that K and V are rounded to before anything reads them.
@@ -52,8 +52,8 @@ class Oracle:
         reads: layers that read the keys and values of a scored one before them, and which one.
         stages: scored layers of each pipeline stage, which has kept sets of its own; empty for one stage.
         round_to: how many tokens go together; up to one fewer stay beyond the budget.
-        value_share: share of the kept tokens besides the newest that each head of each layer chooses by the distance
-            of their values from the mean of the newest; None for the server's default.
+        value_share: share of the kept tokens, the newest not counted, that each head of each layer chooses by the
+            distance of their values from the mean of the newest; None for the server's default.
     """
 
     model: torch.nn.Module
@@ -93,7 +93,7 @@ class Oracle:
         cached: int = 0,
         chunk: int | None = None,
         pauses: Sequence[tuple[int, int]] = (),
-        behind: bool = False,
+        late: bool = False,
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -104,7 +104,7 @@ class Oracle:
             cached: leading tokens of the prompt that were computed beforehand.
             chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
             pauses: half-open ranges [first, end) of tokens during which no round runs.
-            behind: whether a round after the prompt knows none of the last range, and lets its tokens stay.
+            late: whether a round after the prompt knows none of the last range, and lets its tokens stay.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -120,7 +120,7 @@ class Oracle:
         while True:
             visible[..., done : done + size] = True
             logits = self._forward(ids[done : done + size], done, visible, cache)
-            known = done if behind and done >= prompt_length else done + size
+            known = done if late and done >= prompt_length else done + size
             done += size
             if done >= prompt_length:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
@@ -129,7 +129,7 @@ class Oracle:
             due = private >= keep + self.interval and done != prompt_length and done != cached
             if done == len(ids):
                 # Where a step is queued before the last one has ended, its round comes for nothing.
-                return torch.cat(outputs).log_softmax(-1), rounds + (due and behind)
+                return torch.cat(outputs).log_softmax(-1), rounds + (due and late)
             if due:
                 scored = list(self.scored)
                 seen = visible[scored, :, frozen:known]
@@ -186,7 +186,7 @@ class Oracle:
         return bool({"linear_attention", "conv", "hybrid"}.intersection(kinds))
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
-        """What the model is told of the tokens from `start` to `total` besides their ids."""
+        """What the model gets with the ids of the tokens from `start` to `total`."""
         return {"position_ids": torch.arange(start, total)[None]}
 
     def _turn(self, place):
@@ -269,7 +269,7 @@ class Oracle:
         turned = self.scaling * ((future.mean(0) if self.aggregation == "mean" else future.amax(0)) + spread)
         if self.unrotated is None:
             return turned
-        # The mean of the logit's other part, whatever the positions of query and key.
+        # The mean of the logit's other part does not depend on positions.
         return turned + (keys[:, 2 * pairs :] * self.unrotated[layer, head].double()).sum(-1)
 
     def _mean_query(self, layer: int, head: int) -> torch.Tensor:

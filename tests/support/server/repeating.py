@@ -1,7 +1,7 @@
 """A model that repeats itself, so that drafts from its own text hold, and whose log-probabilities still show every
 token that it attends to.
 
-A few tokens follow one another in a circle, whatever stands before them: the tiny model's logits get one term more for
+A few tokens follow one another in a circle, after any text: the tiny model's logits get one term more for
 the successor. All others keep their logits, which move by several units when a token is evicted or misplaced.
 """
 

@@ -1,4 +1,4 @@
-"""What tests ask of replicas behind SGLang's router."""
+"""What tests ask of replicas of SGLang's router."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from harness import Client, prompt
 
 ROUNDS_S = 300
-# Prompts after which all replicas have each had one, whatever the router goes by.
+# Prompts after which all replicas have each had one, under any policy of the router.
 MOST_PREFIXES = 12
 
 
@@ -21,10 +21,10 @@ def wait_for_rounds(replicas: Sequence[Client], rounds: int) -> None:
         time.sleep(0.05)
 
 
-def cached_behind_prefixes(router: Client, rounds: Callable[[], list[int]], length: int) -> list[dict]:
-    """Answers to prompts behind prefixes of this length that other prompts have brought to all replicas.
+def cached_after_prefixes(router: Client, rounds: Callable[[], list[int]], length: int) -> list[dict]:
+    """Answers to prompts with prefixes of this length that other prompts have brought to all replicas.
 
-    `rounds` tells how many each replica has had. Which one gets a prompt that none knows is the router's choice; it
+    `rounds` returns how many each replica has had. Which one gets a prompt that none knows is the router's choice; it
     spreads those that come at once.
     """
     before = rounds()

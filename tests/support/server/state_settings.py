@@ -41,7 +41,7 @@ QWEN3_5: dict[str, Any] = {
     },
 }
 
-# A state beside the KV of each layer.
+# A state in addition to the KV of each layer.
 FALCON_H1: dict[str, Any] = {
     "mamba_d_ssm": 128,
     "mamba_n_heads": 8,

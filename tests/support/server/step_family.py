@@ -19,7 +19,7 @@ from tiny_model import TinyModel
 
 WINDOW_HEADS = 6
 EXPERTS = 4
-# As published. The lists go on behind the layers, with those that only draft tokens.
+# As published. The lists continue after the layers, with those that only draft tokens.
 FIELDS = {
     **{name: value for name, value in COMMON.items() if name not in ("num_key_value_heads", "tie_word_embeddings")},
     "num_attention_groups": KV_HEADS,

@@ -1,6 +1,6 @@
 """The account of what a model answers that takes images, see `vision_families`.
 
-It is that of `oracle`, with positions from transformers: an image's tokens have one on each axis, and the tokens behind
+It is that of `oracle`, with positions from transformers: an image's tokens have one on each axis, and the tokens after
 it go on from the largest.
 """
 
@@ -51,8 +51,8 @@ class VisionOracle(Oracle):
         return place + self._shift
 
     def _places(self, start: int, total: int) -> dict[str, torch.Tensor]:
-        behind = self._turn(torch.arange(self.positions.shape[1], max(total, self.positions.shape[1])))
-        positions = torch.cat([self.positions, behind.expand(len(self.positions), -1)], dim=1)[:, start:total]
+        after = self._turn(torch.arange(self.positions.shape[1], max(total, self.positions.shape[1])))
+        positions = torch.cat([self.positions, after.expand(len(self.positions), -1)], dim=1)[:, start:total]
         # One axis: [1, tokens], several: [axes, 1, tokens].
         ids = positions if len(positions) == 1 else positions[:, None]
         return {"position_ids": ids, **(self.media if start == 0 else {})}

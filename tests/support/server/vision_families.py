@@ -33,7 +33,7 @@ class VisionFamily:
     Attributes:
         name: that of its classes in transformers, without their endings.
         module: SGLang's module of the model.
-        words: what its tokenizer has besides words, from id VOCABULARY on.
+        words: what its tokenizer has in addition to words, from id VOCABULARY on.
         around: what stands for an image in a text.
         text, vision: what differs in its text and vision configurations.
         whole: further fields.
@@ -183,7 +183,7 @@ VISION_FAMILIES = {
         vision={
             **{"model_type": "pixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
             **{"num_attention_heads": 2, "head_dim": 32, "image_size": 336, "patch_size": 14},
-            # SGLang computes this one, which published models name, whatever the file says.
+            # SGLang computes this one, which published models name, without reading it from the file.
             **{"hidden_act": "silu", "initializer_range": 0.12},
         },
         whole=_ids(PIXTRAL_WORDS, image_token_index="[IMG]"),

@@ -34,7 +34,7 @@ class Forkserver:
     """This process's forkserver; it ends with this process."""
 
     def __init__(self, env: dict[str, str] | None = None) -> None:
-        """env: for packages that read it on import, and for all that is started here besides its own."""
+        """env: for packages that read it on import, and for all that is started here, added to its own."""
         # What is imported into this process later writes defaults of its own to its environment.
         self._given = server.environment(env)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

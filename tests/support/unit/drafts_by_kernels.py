@@ -111,11 +111,11 @@ def test_slots(random):
 
 
 def test_slots_of_a_draft(random):
-    """Prevents a draft model that writes K/V to other slots than those behind the row."""
+    """Prevents a draft model that writes K/V to other slots than those after the row."""
     rows = integers(random, 10_000, ROWS, COLUMNS).int()
     row, lengths = torch.randperm(ROWS, generator=random)[:REQUESTS], integers(random, 40, REQUESTS)
     ours, theirs = (torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64) for _ in range(2))
-    drafts.slots_behind(row, rows, lengths, ours, 1, DRAFTED)
+    drafts.slots_after(row, rows, lengths, ours, 1, DRAFTED)
     cache_locs.assign_draft_cache_locs_contiguous[(REQUESTS,)](row, rows, lengths, theirs, COLUMNS, 1, DRAFTED)
     assert torch.equal(ours, theirs)
 

@@ -23,11 +23,11 @@ def test_dense_answers_are_the_models_own(model, fed):
     for number, one in enumerate(stream.questions):
         ids = torch.tensor([stream.prompt + stream.private + one.text + one.answer])
         with torch.no_grad():
-            told = model(ids).logits[0, -1 - len(one.answer) : -1].log_softmax(-1)
-        expected = bool((told.argmax(-1) == torch.tensor(one.answer)).all())
+            logprobs = model(ids).logits[0, -1 - len(one.answer) : -1].log_softmax(-1)
+        expected = bool((logprobs.argmax(-1) == torch.tensor(one.answer)).all())
         unit = found[one.task][number // 2]
         assert unit.right == expected
-        assert unit.logprob == pytest.approx(float(told[range(len(one.answer)), one.answer].mean()), abs=1e-3)
+        assert unit.logprob == pytest.approx(float(logprobs[range(len(one.answer)), one.answer].mean()), abs=1e-3)
         right[one.task].append(expected)
     assert all(right["odd"])
     assert not all(right["even"])
@@ -57,8 +57,8 @@ def test_scored_text_is_teacher_forced(model):
     found = runner_of(model).run(stream, cells)
     ids = torch.tensor([stream.prompt + stream.private])
     with torch.no_grad():
-        told = model(ids).logits[0, 19:-1].log_softmax(-1)
-    expected = told.gather(1, ids[0, 20:, None])[:, 0]
+        logprobs = model(ids).logits[0, 19:-1].log_softmax(-1)
+    expected = logprobs.gather(1, ids[0, 20:, None])[:, 0]
     units = found[cells[0]]["text"]
     assert [unit.count for unit in units] == [64, 64, 64, 8] == [unit.right for unit in units]
     for unit, block in zip(units, expected.split(64), strict=True):

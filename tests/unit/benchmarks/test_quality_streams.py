@@ -38,7 +38,7 @@ def of_kind(streams, kind):
 
 
 def test_the_seed_decides_everything(made):
-    """Prevents figures that nobody can reproduce, and seeds that share a text."""
+    """Prevents figures that cannot be reproduced, and seeds that share a text."""
     assert make("bench") == made["bench"]
     other = make("bench", seed=2)
     for kind in set(COUNTS) - {"text"}:

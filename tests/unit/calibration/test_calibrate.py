@@ -46,7 +46,7 @@ LAYERS = {
 
 def direct(folder, windows, where, rotary_dim, style, layers=(0, 1)):
     """Means of the output of each layer's `where`, one forward pass per window: of the components, of their absolute
-    values and of the dims behind `rotary_dim`, in double precision."""
+    values and of the dims after `rotary_dim`, in double precision."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     heads = model.config.num_attention_heads
     seen = [([], []) for _ in layers]
@@ -54,7 +54,7 @@ def direct(folder, windows, where, rotary_dim, style, layers=(0, 1)):
     def watch(kept, rest):
         def hook(module, inputs, output):
             # q_norm: [S, H, d], or [H, S, d] in Gemma 3 and EXAONE 4; projections: [S, H * d], fused ones with K and V
-            # behind.
+            # after Q.
             x = output[0].double()
             if x.ndim == 3 and x.shape[1] != heads:
                 x = x.transpose(0, 1)
@@ -80,7 +80,7 @@ def direct(folder, windows, where, rotary_dim, style, layers=(0, 1)):
 @pytest.mark.parametrize("name", MODELS)
 def test_statistics_are_the_means_of_pre_rope_queries(tmp_path, monkeypatch, name):
     """Prevents a skipped q_norm, a RoPE undone wrongly, or unequal weights of windows."""
-    # For a Qwen2 model transformers builds a Qwen tokenizer, whatever the folder holds.
+    # For a Qwen2 model transformers builds a Qwen tokenizer, for any folder.
     tokenizer = make_tokenizer(bos=False)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
     config, where, rotary_dim, style = MODELS[name]

@@ -1,4 +1,4 @@
-"""Where a calibration inside a server gets its memory, where it goes afterwards, and what is said if there is none."""
+"""Where a calibration inside a server gets its memory, where it goes afterwards, and the message if there is none."""
 
 import pickle
 from contextlib import contextmanager, nullcontext
@@ -136,8 +136,8 @@ def test_no_memory_for_a_calibrating_engine(monkeypatch, tmp_path):
     """Prevents the same when `calibrate --engine sglang` runs the model."""
     (tmp_path / "job").write_bytes(pickle.dumps(JOB))
     monkeypatch.setattr(calibration, "calibrate_scheduler", out_of_memory)
-    built, told = calibration_launch.scheduler_hooks(CalibrationRequest(str(tmp_path / "job"), "out"))
+    built, confirm = calibration_launch.scheduler_hooks(CalibrationRequest(str(tmp_path / "job"), "out"))
     built.function(None, scheduler_on(Device()))
-    info = told.function({"status": "ready"}, None)
+    info = confirm.function({"status": "ready"}, None)
     assert_helpful(info[handshake.KEY]["refusal"])
     assert "--window" in info[handshake.KEY]["refusal"]

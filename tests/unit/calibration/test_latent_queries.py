@@ -80,7 +80,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_statistics_foretell_mean_logits(tmp_path, name):
+def test_statistics_predict_mean_logits(tmp_path, name):
     """Prevents means of other dims than those that meet the pool's rows, and pairs of dims in transformers' order."""
     config = MODELS[name]
     folder = str(make_model(tmp_path / "model", config))

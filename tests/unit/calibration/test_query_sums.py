@@ -155,7 +155,7 @@ def test_damaged_place_means_the_start(tmp_path, content):
 
 
 def test_job_without_a_file_keeps_none(tmp_path, monkeypatch):
-    """Prevents a server that calibrates itself from leaving files behind."""
+    """Prevents a server that calibrates itself from leaving files on the disk."""
     monkeypatch.chdir(tmp_path)
     save_progress(job(tmp_path, partial=None), Progress(1, measured(torch.randn(1, 1, 4, 8))))
     assert not list(tmp_path.iterdir())

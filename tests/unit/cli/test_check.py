@@ -44,7 +44,7 @@ DRAFT_MODEL_RULES = [
 ]
 STATE_RULES = [
     rule
-    for rule in rules_only_for({}, states=True)
+    for rule in rules_only_for({}, linear_states=True)
     if rule.field not in ("disaggregation_mode", "speculative_algorithm")
 ]
 
@@ -187,7 +187,7 @@ def test_settings_refused_with_a_draft_model(run_check, refusal):
     assert run_check("qwen3-32b", *ranks, *flag)[0] == 0
 
 
-def test_mixed_chunks_beside_drafts(run_check):
+def test_mixed_chunks_with_drafts(run_check):
     """Prevents mixed chunks where SGLang has them, and a refusal where it turns them off by itself."""
     flags = ("--enable-mixed-chunk", *DRAFTS, "--speculative-algorithm")
     for algorithm in ("EAGLE", "EAGLE3", "NEXTN"):
@@ -288,7 +288,7 @@ def test_a_pool_for_windows(run_check):
 
 
 def test_latent_kv(run_check):
-    """Prevents figures for expanded keys and values, a split of what every GPU holds, and values that nobody chose."""
+    """Prevents figures for expanded keys and values, a split of what every GPU holds, and values not chosen."""
     size = 61 * 576 * 2
     for ranks in ("1", "8"):
         status, output, _ = run_check("deepseek-v3", "--tp-size", ranks, "--page-size", "64")
@@ -338,7 +338,7 @@ def test_a_statistics_file_is_judged(run_check, tmp_path):
     assert (status, "does not exist" in output) == (1, True)
 
 
-def test_the_weights_beside_a_config_are_compared_too(run_check, tmp_path):
+def test_the_weights_next_to_a_config_are_compared_too(run_check, tmp_path):
     """Prevents statistics of another model of the same sizes from passing."""
     folder = tmp_path / "model"
     folder.mkdir()

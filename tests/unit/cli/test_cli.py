@@ -151,7 +151,7 @@ def test_help_loads_neither_torch_nor_transformers():
     assert "--max-tokens" in result.stdout
 
 
-def test_the_version_is_said(capsys):
+def test_the_version_is_printed(capsys):
     """Prevents reports of faults by users who cannot say which version they have."""
     with pytest.raises(SystemExit) as error:
         cli.main(["--version"])
@@ -205,13 +205,13 @@ def test_mistakes_load_neither_torch_nor_transformers(words):
 
 
 def test_a_reader_that_goes_away_is_no_error():
-    """Prevents a traceback behind `sglang-triattn check ... | head -1`."""
+    """Prevents a traceback after `sglang-triattn check ... | head -1`."""
     code = "import sys; from sglang_triattn.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "check", "--model", str(QWEN3_32B)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         running.stdout.close()
-        said = running.stderr.read()
-    assert (running.returncode, said) == (141, "")
+        errors = running.stderr.read()
+    assert (running.returncode, errors) == (141, "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["unknown"], ["calibrate"], ["calibrate", "--max-tokens", "many"]])

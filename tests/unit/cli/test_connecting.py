@@ -136,7 +136,7 @@ def https(pair):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_certificates(capsys, https, pair, command):
-    """Prevents a server with a certificate of its own from being out of reach, a certificate that nobody vouched for
+    """Prevents a server with a certificate of its own from being out of reach, a certificate without a known issuer
     from being trusted without a word, and a traceback for it."""
     for trust in (["--cacert", pair.cert], ["--insecure"]):
         assert REACHED in sentence(capsys, command, "--url", https, *trust)
@@ -195,7 +195,7 @@ def test_the_other_scheme(capsys, https, command):
 
 @contextmanager
 def speaking(words: bytes):
-    """The port of a server that says this to one client, whatever it asks."""
+    """The port of a server that sends this to one client, for any request."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():

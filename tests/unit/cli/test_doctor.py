@@ -87,7 +87,7 @@ def test_other_functions_of_sglang_are_named(monkeypatch, capsys, no_compiler):
 
 
 def test_what_is_right_is_left_out(monkeypatch, capsys):
-    """Prevents a fault that nobody sees among hundreds of rows that are right."""
+    """Prevents a fault that is lost among hundreds of rows that are right."""
     rows = [Row("python", "ok", "3.11"), Row("torch", "note", "2.99; the tests ran with 2.14")]
     monkeypatch.setattr(doctor, "_parts", lambda model: [("Versions", lambda: rows), ("GPUs", lambda: rows[:1])])
     assert cli.main(["doctor"]) == 0
@@ -215,7 +215,7 @@ def test_variables_that_leave_plugins_out(monkeypatch, variable, value, faults):
 
 
 def test_a_compiler_that_fails(monkeypatch):
-    """Prevents a doctor that hangs with the compiler, and one that hides what it said."""
+    """Prevents a doctor that hangs with the compiler, and one that hides its output."""
     with monkeypatch.context() as patch:
         patch.setattr(machine, "COMPILE_SECONDS", 0.001)
         (row,) = machine.kernel_rows()

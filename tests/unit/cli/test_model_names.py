@@ -1,4 +1,4 @@
-"""Model names from the local Hugging Face cache, which `check`, `plan` and `doctor` take alike."""
+"""Model names from the local Hugging Face cache, which `check`, `plan` and `doctor` all take."""
 
 import json
 import shutil

@@ -97,7 +97,7 @@ def test_layers_by_number_and_the_whole_head(tmp_path):
     parts = (stats.mean[1].real, stats.mean[1].imag, stats.unrotated_mean[1])
     expected = np.einsum("hnd,hd->hn", by_head[1], torch.cat(parts, dim=-1).numpy())
     np.testing.assert_allclose(found["score_mean"][1], expected, rtol=0, atol=1e-4)
-    # Layer 5 has it: what is behind the rotated dims adds the same to the mean and to the maximum.
+    # Layer 5 has it: what follows the rotated dims adds the same to the mean and to the maximum.
     save_stats(replace(stats, unrotated_mean=0 * stats.unrotated_mean), tmp_path / "without.safetensors")
     without = score_case(tmp_path / "case.npz", tmp_path / "without.safetensors", device="cpu")
     added = np.einsum("hnd,hd->hn", by_head[0][..., 2 * PARTIAL :], stats.unrotated_mean[2].numpy())

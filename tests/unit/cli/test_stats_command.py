@@ -13,7 +13,7 @@ from sglang_triattn.stats.file import QueryStats, save_stats
 
 
 def make(rope: Rope | None = None, **more) -> QueryStats:
-    """Two layers of three heads; concentration is 0.5 except for layer 1, head 2, whose queries are all alike."""
+    """Two layers of three heads; concentration is 0.5 except for layer 1, head 2, whose queries are all equal."""
     abs_mean = torch.ones(2, 3, 4)
     mean = torch.full((2, 3, 4), 0.5, dtype=torch.complex64)
     mean[1, 2] = 1j
@@ -38,7 +38,7 @@ def test_concentration_weighs_frequencies_by_their_size():
 
 
 def test_report_and_picture(file, capsys):
-    """Prevents a file that cannot be told apart from another model's."""
+    """Prevents a file that looks like another model's."""
     assert cli.main(["stats", "m.safetensors"]) == 0
     out = capsys.readouterr().out
     for line in (
@@ -115,7 +115,7 @@ def test_report_of_some_layers(file, capsys):
     [(0.61, "fair", 0.63), (0.75, "fair", 0.73), (0.85, "good", 0.86), (0.99, "good", 0.87)],
 )
 def test_what_is_predicted_was_measured(mean, word, part):
-    """Prevents a prediction for another concentration than the file's, and a number that nobody can judge."""
+    """Prevents a prediction for another concentration than the file's, and a number without a verdict."""
     stats = make()
     stats.mean[:] = mean
     assert outlook(stats).startswith(f"{word} (mean concentration {mean:.2f}): scores found at least {part} of")
@@ -126,7 +126,7 @@ def test_what_is_predicted_was_measured(mean, word, part):
 )
 @pytest.mark.parametrize("heads", [3, 32])
 def test_the_title_fits_the_picture(name, heads):
-    """Prevents a title that is cut at the picture's edges, so that nobody knows which file it shows."""
+    """Prevents a title that is cut at the picture's edges, so that it does not name its file."""
     figure = _figure(torch.full((2, heads), 0.5, dtype=torch.float64), f"Query concentration of {name}")
     figure.draw_without_rendering()
     (title,) = figure.texts

@@ -32,7 +32,7 @@ def state(requests: int = 3, generated: int = 40) -> dict:
         }
         for number in range(requests)
     ]
-    told = {
+    report = {
         **dict.fromkeys(TOTALS, 1_234_567),
         "physical_tokens": 2000 * requests,
         "logical_tokens": 4000 * requests,
@@ -45,7 +45,7 @@ def state(requests: int = 3, generated: int = 40) -> dict:
         "conversations_resumed": 7,
         "requests": listed,
     }
-    return {"triattention": told, "last_gen_throughput": 123.4}
+    return {"triattention": report, "last_gen_throughput": 123.4}
 
 
 def shown(frame: list[dict], width: int, height: int | None = None, fault: str | None = None) -> list[str]:
@@ -77,7 +77,7 @@ def test_a_short_terminal_shows_the_longest():
     assert lines[-1].strip().endswith("more")
 
 
-def test_replicas_are_told_apart():
+def test_replicas_are_distinguished():
     """Prevents requests of one data-parallel replica from being taken for another's."""
     before = Look(0, [state(1, 40), state(1, 40)])
     frame = frame_of(before, Look(2, [state(1, 60), state(1, 80)]))
@@ -176,6 +176,6 @@ def test_terminals_that_know_ascii_alone(answering, width):
     ],
 )
 def test_options_that_cannot_work(capsys, options, words):
-    """Prevents a view that nobody sees, and a loop that never waits."""
+    """Prevents a view without a terminal, and a loop that never waits."""
     assert cli.main(["top", *options]) == 2
     assert words in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_other_servers(capsys, status, content, message):
         assert message in sentence(capsys, "--url", url)
 
 
-def test_nobody_there(capsys):
+def test_nothing_listens(capsys):
     """Prevents a traceback where nothing listens."""
     assert "does not answer (Connection refused)" in sentence(capsys, "--url", f"http://127.0.0.1:{free_port()}")
 

@@ -64,7 +64,7 @@ def test_the_front_holds_the_kept_tokens(seed, sets, strategy):
 
 
 @pytest.mark.parametrize("sets", SETS)
-def test_fill_moves_only_what_lies_behind_the_new_length(sets):
+def test_fill_moves_only_what_lies_past_the_new_length(sets):
     """Prevents copies that the strategy exists to save, and a source that another move overwrites."""
     slots, kept, pools = random_case(3, sets)
     _, sources, targets = moved(pools, slots, kept, "fill")

@@ -56,7 +56,7 @@ def test_nothing_is_read_before_it_has_ended(timed):
 
 
 def test_events_are_reused(timed):
-    """Prevents events that pile up on a device that lags behind, and times of the wrong step."""
+    """Prevents events that pile up on a slow device, and times of the wrong step."""
     times, host, device = timed
     for _ in range(RING + 3):
         step(times)

@@ -28,7 +28,7 @@ def turn(x: torch.Tensor, positions: torch.Tensor, inv_freq: torch.Tensor, style
 def definition(keys, positions, next_position, mean, abs_mean, unrotated, inv_freq, style, scaling, aggregation):
     """Spec 2.1, term by term: scores [N] of one head for pre-RoPE keys [N, head_dim] at known positions.
 
-    What the dims behind the rotated ones add to the logit does not depend on the position, and is not scaled.
+    What the dims after the rotated ones add to the logit does not depend on the position, and is not scaled.
     """
     k = pairs(keys, inv_freq.numel(), style)
     mean, abs_mean, inv_freq = mean.to(torch.complex128), abs_mean.double(), inv_freq.double()
@@ -64,11 +64,11 @@ class Case:
         self.inv_freq[turning or half :] = 0
         self.mean = torch.complex(randn(layers, kv_heads * group, half), randn(layers, kv_heads * group, half))
         self.abs_mean = self.mean.abs() * (1 + torch.rand(self.mean.shape, generator=generator))
-        # Without means, the dims behind the rotated ones are not scored.
+        # Without means, the dims after the rotated ones are not scored.
         self.unrotated = randn(layers, kv_heads * group, head_dim - 2 * half) if unrotated else None
         self.rotates = rotates or [True] * layers
         self.lengths, num_tokens, count = lengths, max(lengths), sum(lengths)
-        # One slot more than tokens: slot 0, used for padding, belongs to nobody.
+        # One slot more than tokens: slot 0, used for padding, has no owner.
         order = 1 + torch.randperm(count + 5, generator=generator)[:count]
         self.slots = torch.zeros(len(lengths), num_tokens, dtype=torch.int64)
         self.next_positions = torch.tensor([100 * r + 2 * n + 3 for r, n in enumerate(lengths)])

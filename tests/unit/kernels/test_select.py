@@ -59,7 +59,7 @@ def test_large_values_have_a_share_of_their_own(keep, recent, share):
     padded = torch.tensor(scores), torch.tensor(sizes)
     for r, n in enumerate(lengths):
         padded[0][r, ..., n:] = float("nan")
-        # The newest tokens stay whatever their size.
+        # The newest tokens stay at any size.
         padded[1][r, ..., n - recent :] = float("nan")
     kept = select_torch(
         padded[0] if share < 1 else None, torch.tensor(lengths), keep, recent,

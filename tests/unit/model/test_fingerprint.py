@@ -1,4 +1,4 @@
-"""The fingerprint tells models apart and gives copies of one model the same value."""
+"""The fingerprint distinguishes models and gives copies of one model the same value."""
 
 import json
 

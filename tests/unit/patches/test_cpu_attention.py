@@ -44,7 +44,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("window", [-1, 0, 4], ids="window={}".format)
 @pytest.mark.parametrize(("cap", "sinks"), [(0.0, False), (1.5, True)], ids=["plain", "cap and sinks"])
 def test_a_layer_of_a_request(monkeypatch, first, window, cap, sinks):
-    """Prevents a mask that is off by one, a cap behind the mask or the sinks, sinks that move values, and query heads
+    """Prevents a mask that is off by one, a cap after the mask or the sinks, sinks that move values, and query heads
     that read another's keys; also where the queries do not fit at once."""
     monkeypatch.setattr(attention, "QUERIES_AT_ONCE", 3)
     span = Span(row=0, first=first, queries=7)

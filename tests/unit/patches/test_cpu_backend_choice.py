@@ -68,7 +68,7 @@ def test_what_the_user_chose_is_refused_not_replaced(tmp_path):
         resolved(tmp_path, "gpt-oss", "--attention-backend", "torch_native")
 
 
-def test_nothing_of_it_beside_a_gpu(monkeypatch):
+def test_nothing_of_it_with_a_gpu(monkeypatch):
     """Prevents choices, hooks and replaced functions on a machine with a GPU."""
     for name in ("backend_choice", "reference_backend", "attention"):
         monkeypatch.delitem(sys.modules, f"{cpu.__name__}.{name}", raising=False)

@@ -11,7 +11,7 @@ from sglang_triattn.patches.cpu import platform as cpu_platform
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A machine without accelerators, whatever this one has."""
+    """A machine without accelerators, even if this one has some."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     return monkeypatch
@@ -36,8 +36,8 @@ def test_active_without_an_accelerator(bare):
     ],
 )
 def test_the_pool_leaves_the_machine_its_memory(bare, given, expected):
-    """Prevents a server from taking most of the machine's memory because nobody set a limit, and a default from
-    overriding a limit that somebody set."""
+    """Prevents a server from taking most of the machine's memory because no limit was set, and a default from
+    overriding a limit that was set."""
     settings = SimpleNamespace(**{"max_total_tokens": None, "mem_fraction_static": None} | given)
     _load_platform_class(cpu_platform.activate())().apply_server_args_defaults(settings)
     assert settings.max_total_tokens == expected

@@ -97,7 +97,7 @@ class Requests:
 
 @pytest.mark.parametrize("kind", ["one pool", "window pool"])
 def test_steps_of_two_requests(kind):
-    """Prevents K/V of a window layer from being written or read at the slots of another, tokens behind the window from
+    """Prevents K/V of a window layer from being written or read at the slots of another, tokens outside the window from
     being read after they were freed, and requests of one batch from being mixed up."""
     torch.manual_seed(3)
     requests = Requests(pool_of(kind))

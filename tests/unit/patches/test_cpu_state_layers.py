@@ -132,7 +132,7 @@ def test_gated_norm(activation):
     torch.testing.assert_close(delta_rule.gated_norm(x, gate, weight, 1e-6, activation), expected)
 
 
-def test_packed_projections_come_apart_by_key_head():
+def test_packed_projections_are_split_by_key_head():
     """Prevents values, gates and strengths of one head with the keys of another."""
     group = VALUE_HEADS // KEY_HEADS
     parts = [torch.randn(3, KEY_HEADS, n) for n in (KEY_DIM, KEY_DIM, group * VALUE_DIM, group * VALUE_DIM)]

@@ -103,7 +103,7 @@ def test_a_target_taken_by_another_plugin_is_noticed(target):
 
 
 def test_other_versions_are_refused(monkeypatch):
-    """Prevents running on an SGLang that nobody tested."""
+    """Prevents running on an untested SGLang."""
     import sglang
 
     monkeypatch.setattr(sglang, "__version__", "0.5.24")

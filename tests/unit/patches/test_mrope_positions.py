@@ -24,9 +24,9 @@ def settings(monkeypatch):
 
 def media(generated: int = 0) -> MultimodalInputs:
     """Of a prompt of PROMPT tokens with an image of 3 by 4 in it; `generated` tokens came before a retraction."""
-    before, behind = torch.arange(5).expand(3, -1), torch.arange(9, 12).expand(3, -1)
+    before, after = torch.arange(5).expand(3, -1), torch.arange(9, 12).expand(3, -1)
     image = torch.stack([torch.zeros(12), torch.arange(3).repeat_interleave(4), torch.arange(4).repeat(3)]).long() + 5
-    table = torch.cat([before, image, behind], dim=1)
+    table = torch.cat([before, image, after], dim=1)
     shift = table.max() + 1 - PROMPT
     table = extend_mrope_positions_for_retracted_request(table, generated)
     return MultimodalInputs(mm_items=[], mrope_positions=table, mrope_position_delta=shift.reshape(1, 1))
@@ -55,7 +55,7 @@ def steps(mode: ForwardMode, logical: list[int], evicted: list[int], kinds: list
     return found
 
 
-def test_decoded_tokens_go_on_behind_image_and_text():
+def test_decoded_tokens_follow_image_and_text():
     """Prevents positions that fall back by what a round evicted."""
     kinds = [media(), None, media()]
     expected, found = steps(ForwardMode.DECODE, [150, 90, 45], [64, 32, 0], kinds)

@@ -13,7 +13,7 @@ from server import free_port
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.launch import nodes, same_launch
-from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, Nodes, nodes_of, tell_others
+from sglang_triattn.patches.launch.nodes import Listener, ListeningReader, Nodes, nodes_of, notify_others
 from sglang_triattn.rounds.rules import complete
 
 REASON = "a reason."
@@ -22,8 +22,8 @@ REASON = "a reason."
 @pytest.fixture
 def places(monkeypatch):
     """Two nodes, which wait for each other less long than real ones."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 30.0)
-    monkeypatch.setattr(nodes, "OTHERS_END_S", 0.1)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(nodes, "READ_TIMEOUT_S", 0.1)
     address = f"127.0.0.1:{free_port()}"
     return Nodes(2, 0, address), Nodes(2, 1, address)
 
@@ -48,11 +48,11 @@ def test_a_refusal_reaches_the_other_node(places, refusing):
     store = nodes._open_store(other) if refusing else None
     listener = Listener(other)
     listener.look()
-    teller = threading.Thread(target=tell_others, args=(places[refusing], REASON))
+    notifier = threading.Thread(target=notify_others, args=(places[refusing], REASON))
     start = time.monotonic()
-    teller.start()
+    notifier.start()
     assert heard(listener) == f"Node {refusing} of this launch refused to start: {REASON}"
-    teller.join()
+    notifier.join()
     assert time.monotonic() - start < 20, "it does not wait longer than the other needs"
     del store
 
@@ -60,28 +60,28 @@ def test_a_refusal_reaches_the_other_node(places, refusing):
 def test_both_refuse(places):
     """Prevents nodes that refuse for the same mistake from holding each other up."""
     start = time.monotonic()
-    tellers = [threading.Thread(target=tell_others, args=(place, REASON)) for place in places]
-    for teller in tellers:
-        teller.start()
-    for teller in tellers:
-        teller.join()
+    notifiers = [threading.Thread(target=notify_others, args=(place, REASON)) for place in places]
+    for notifier in notifiers:
+        notifier.start()
+    for notifier in notifiers:
+        notifier.join()
     assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_no_other_node_comes(places, monkeypatch, refusing):
     """Prevents a launch from hanging in its own refusal."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 0.5)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 0.5)
     start = time.monotonic()
-    tell_others(places[refusing], REASON)
+    notify_others(places[refusing], REASON)
     assert 0.4 < time.monotonic() - start < 5
 
 
 def test_an_address_that_is_none(monkeypatch):
     """Prevents a traceback in place of the refusal."""
-    monkeypatch.setattr(nodes, "OTHERS_COME_S", 0.5)
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 0.5)
     for place in (Nodes(2, 0, "nowhere"), Nodes(2, 1, "nowhere"), Nodes(2, 1, "host.invalid:1")):
-        tell_others(place, REASON)
+        notify_others(place, REASON)
 
 
 def test_a_store_that_goes_away(places):

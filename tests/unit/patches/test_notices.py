@@ -1,4 +1,4 @@
-"""What a user should know is said once, where it applies."""
+"""Each notice for users is logged once, where it applies."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ CONFIG = complete(Config("s", budget=192, interval=64, recent=64))
 """A request without a prompt holds 256 slots at most."""
 
 
-def test_what_is_active_is_said_in_one_sentence():
+def test_what_is_active_is_logged_in_one_sentence():
     """Prevents a log line that shows a record of Python, and not what it means for the server."""
     line = active(scheduler(slots=10_000), CONFIG)
     assert line == (
@@ -47,7 +47,7 @@ def spread_stats(mean: float, *, dims: int = 8, unrotated: bool = False) -> Quer
     return QueryStats(*means, 2, dims, None, None, 1, "old.safetensors", unrotated_mean=others)
 
 
-def test_unscored_dims_are_said():
+def test_unscored_dims_are_logged():
     """Prevents a model with half of its dims unscored from looking like any other, and a warning once they are."""
     (line,) = of_stats(CONFIG, spread_stats(0.9, dims=16))
     assert "only 8 of the 16 dims" in line
@@ -68,7 +68,7 @@ def test_unscored_dims_are_said():
         (scheduler([8], slots=10 * 384, page_size=384), 10),
     ],
 )
-def test_batches_beyond_the_graphs_are_said(server, expected):
+def test_batches_beyond_the_graphs_are_logged(server, expected):
     """Prevents concurrency that compression makes possible from decoding without graphs unnoticed."""
     lines = list(at_launch(server, CONFIG))
     assert len(lines) == (expected is not None)
@@ -77,7 +77,7 @@ def test_batches_beyond_the_graphs_are_said(server, expected):
         assert f"--cuda-graph-max-bs-decode {expected}" in line
 
 
-def test_prompts_that_are_prefilled_whole_are_said():
+def test_prompts_that_are_prefilled_whole_are_logged():
     """Prevents answers that end at the pool, although rounds free slots, without a line that says why."""
     (line,) = at_launch(scheduler(slots=10_000, chunk=None), CONFIG)
     assert "pool of 10,000 slots limits prompt and answer together" in line
@@ -86,12 +86,12 @@ def test_prompts_that_are_prefilled_whole_are_said():
 
 
 @pytest.mark.parametrize(
-    ("mean", "value_share", "said"), [(0.59, None, True), (0.61, None, False), (0.59, 1.0, False), (0.1, 0.0, True)]
+    ("mean", "value_share", "logged"), [(0.59, None, True), (0.61, None, False), (0.59, 1.0, False), (0.1, 0.0, True)]
 )
-def test_spread_queries_are_said(mean, value_share, said):
-    """Prevents a model whose queries foretell little from looking like any other, and a meaningless warning."""
+def test_spread_queries_are_logged(mean, value_share, logged):
+    """Prevents a model whose queries predict little from looking like any other, and a meaningless warning."""
     lines = list(of_stats(complete(Config("s", value_share=value_share)), spread_stats(mean)))
-    assert len(lines) == said
+    assert len(lines) == logged
     for line in lines:
         assert f"poor (mean concentration {mean:.2f}, below 0.6)" in line
         assert "\n" not in line

@@ -40,7 +40,7 @@ def test_a_stage_takes_its_own_layers():
 
 
 def group(*others: str | None) -> SimpleNamespace:
-    return SimpleNamespace(world_size=1 + len(others), all_gather_object=lambda said: [said, *others])
+    return SimpleNamespace(world_size=1 + len(others), all_gather_object=lambda own: [own, *others])
 
 
 @pytest.mark.parametrize("stages", [group("No."), group(None)], ids=["other stage", "own stage"])
@@ -53,7 +53,7 @@ def test_all_stages_refuse_where_one_does(stages):
         pass
 
 
-def test_stages_never_keep_alike():
+def test_stages_never_keep_the_same():
     """Prevents stages whose trees hold different parts of one row."""
     assert keeps_alike(SimpleNamespace(dp_tp_group=group(), pp_group=group()), "per-head")
     assert keeps_alike(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "union")

@@ -43,7 +43,7 @@ def test_evicted_tokens_are_taken_off_once(on_host):
 
 
 def test_rounds_add_up_until_a_step_reads():
-    """Prevents a second round before the next step, behind prefills, from replacing the first."""
+    """Prevents a second round before the next step, after prefills, from replacing the first."""
     (request,) = requests(32)
     write_unread(request, unread_of(request) + 16)
     batch = batch_of([request], 100)

@@ -32,20 +32,20 @@ def test_importance_of_all_heads(selection, expected):
     assert merged.tolist() == [[expected]]
 
 
-def test_one_rank_needs_nobody():
-    """Prevents a collective, or a copy, when there is nobody to ask."""
+def test_one_rank_gathers_nothing():
+    """Prevents a collective, or a copy, when there is no other rank."""
     assert merge_over_ranks(scheduler(0, ranks=1), "union") is None
 
 
-def test_heads_with_sets_of_their_own_need_nobody():
+def test_heads_with_their_own_sets_gather_nothing():
     """Prevents warming up a gather that no round makes."""
     assert merge_over_ranks(scheduler(0), "per-head") is None
 
 
-def test_a_rank_can_work_apart():
-    """Prevents ranks from waiting for one that failed: what each does for itself gathers nothing."""
+def test_gathers_can_be_suspended():
+    """Prevents ranks from waiting for one that failed."""
     merge = merge_over_ranks(scheduler(0, torch.tensor([[[[4.0]]]])), "union")
     own = torch.tensor([[[1.0]]])
-    with merge.apart():
+    with merge.suspended():
         assert torch.equal(merge(own), own)
     assert merge(own).tolist() == [[[4.0]]]

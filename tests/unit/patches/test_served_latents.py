@@ -100,7 +100,7 @@ def test_layers_of_both_kinds_are_refused():
 
 
 def parts_of(attention: str, query: torch.Tensor, **options):
-    """What is seen of one call, with one token of padding behind five."""
+    """What is seen of one call, with one token of padding after five."""
     model = torch.nn.ModuleList([latent_layer(0)])
     seen = []
 
@@ -117,7 +117,7 @@ def parts_of(attention: str, query: torch.Tensor, **options):
 
 
 def test_queries_of_every_form():
-    """Prevents mixing up the two parts of a query, which backends are given together or apart."""
+    """Prevents mixing up the two parts of a query, which backends get as one tensor or as two."""
     latent, nope, turning = (torch.randn(6, HEADS, width) for width in (RANK, NOPE, TURNING))
     calls = [
         (parts_of("attn_mqa", torch.cat([latent, turning], -1)), latent, True),

@@ -1,4 +1,4 @@
-"""What the scorer is told about the served model, and which models are refused instead."""
+"""What the scorer gets of the served model, and which models are refused instead."""
 
 from types import SimpleNamespace
 
@@ -146,7 +146,7 @@ def test_heads_that_do_not_split_are_refused():
 
 
 def test_missing_kv_layers_are_refused():
-    """Prevents a model with other attention beside the scored one from being only half scored."""
+    """Prevents a model with other attention next to the scored one from being only half scored."""
     runner = served([rotary()] * 2)
     runner.token_to_kv_pool.layer_num = 3
     with pytest.raises(TriAttentionError, match="2 attention layers were found for 3 KV layers"):
@@ -195,7 +195,7 @@ def test_window_layers_are_not_scored():
         check_windows(attention_layers(runner.model), 127)
 
 
-def test_a_cache_beside_the_rows_is_refused(monkeypatch):
+def test_another_cache_of_the_rows_is_refused(monkeypatch):
     """Prevents rounds on rows that something else must stay in step with."""
     monkeypatch.setattr(MHATokenToKVPool, "get_key_buffer", lambda *_: torch.zeros(1))
     pool = MHATokenToKVPool.__new__(MHATokenToKVPool)
@@ -205,7 +205,7 @@ def test_a_cache_beside_the_rows_is_refused(monkeypatch):
     runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=rows)
     check_pool(runner)
     rows._aux_cache = object()
-    with pytest.raises(TriAttentionError, match="a object beside its rows"):
+    with pytest.raises(TriAttentionError, match="do not compact its object"):
         check_pool(runner)
 
 

@@ -24,7 +24,7 @@ PATHS = ("/ready", "/health_generate", "/health", "/generate")
 @pytest.fixture(params=["stopped", "compressing"])
 def statuses(request, monkeypatch):
     """The status of each of PATHS, and whether they are those of a server whose compression has stopped."""
-    monkeypatch.setattr(stopped, "_heard", [REASON] if request.param == "stopped" else [])
+    monkeypatch.setattr(stopped, "_reasons", [REASON] if request.param == "stopped" else [])
     return dict(zip(PATHS, (503, 503, 200, 200) if request.param == "stopped" else (200,) * 4, strict=True))
 
 

@@ -239,8 +239,8 @@ class Ranks(SimpleNamespace):
 
     world_size, rank_in_group = 2, 0
 
-    def all_gather_object(self, said):
-        return [said, self.other]
+    def all_gather_object(self, own):
+        return [own, self.other]
 
     def all_gather(self, importance, dim):
         raise AssertionError("the other rank does not come")

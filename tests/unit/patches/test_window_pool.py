@@ -9,7 +9,7 @@ import torch
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.request.window_pool import WindowPool, check_reach
-from sglang_triattn.patches.rounds.launches import Kind
+from sglang_triattn.patches.rounds.launches import RoundShape
 from sglang_triattn.patches.rounds.window_peers import free_peers
 from sglang_triattn.rounds.plan import Plan
 
@@ -41,9 +41,9 @@ def test_a_window_wider_than_what_rounds_keep_is_refused():
     ("recent", "strategy", "cut"), [(127, "remap", 150), (128, "fill", 150), (128, "slide", 150)], ids=str
 )
 def test_a_round_that_touches_the_window_is_a_bug(recent, strategy, cut):
-    """Prevents K/V of window layers from staying behind when a round moves or frees their slots."""
+    """Prevents K/V of window layers from staying in place when a round moves or frees their slots."""
     plan = Plan(frozen=0, old_length=200, new_length=150, next_position=200, freed_slots=50)
     row = SimpleNamespace(request=SimpleNamespace(rid="r1"))
-    launch = SimpleNamespace(kind=Kind(150, recent, strategy, cut, 256), rounds=[(row, plan)])
+    launch = SimpleNamespace(kind=RoundShape(150, recent, strategy, cut, 256), rounds=[(row, plan)])
     with pytest.raises(RuntimeError, match="r1 would touch the newest 128 tokens"):
         free_peers(WindowPool(scheduler(page_size=1)), [launch])

@@ -33,7 +33,7 @@ def test_reserved_once_and_as_planned():
 
 
 def test_what_decides_has_room():
-    """Prevents sizing a pool without the memory for values, or with memory for scores that nobody computes."""
+    """Prevents sizing a pool without the memory for values, or with memory for scores that are not computed."""
     needs = []
     for share in (0.0, 0.5, 1.0):
         workspace = Workspace(complete(Config("s", selection="per-layer-head", value_share=share)))

@@ -50,7 +50,7 @@ WAYS = {
 @pytest.mark.parametrize("name", TRANSITIONS)
 @pytest.mark.parametrize("stage", Stage)
 def test_every_transition_from_every_stage(stage, name):
-    """Prevents a row from being released twice, parked after it was lost, or compacted while nobody owns it."""
+    """Prevents a row from being released twice, parked after it was lost, or compacted without an owner."""
     owner = request()
     for step in WAYS[stage]:
         TRANSITIONS[step](owner)
@@ -69,7 +69,7 @@ def test_every_transition_from_every_stage(stage, name):
 @pytest.mark.parametrize("config", [CONFIG, COMPACT], ids=["frozen", "compact"])
 @pytest.mark.parametrize("withheld", [False, True])
 def test_a_row_without_evictions_enters_the_tree_as_a_whole(config, withheld):
-    """Prevents an exact row that nobody can share, and the tree from freezing a prompt that is to be compacted."""
+    """Prevents an exact row that cannot be shared, and the tree from freezing a prompt that is to be compacted."""
     owner = request(config, withheld=withheld)
     early = not withheld and config is CONFIG
     assert owner.tree_may_take_all == early
@@ -132,7 +132,7 @@ def test_a_resumed_row_goes_on_where_it_was():
     assert turn.publish(REPORT) == 44
 
 
-def test_a_start_is_told_once_and_must_be_true():
+def test_a_start_is_reported_once_and_must_be_true():
     """Prevents telling a client that its conversation resumed when it did not."""
     owner = request(conversation="c")
     with pytest.raises(LifecycleError, match="cannot start as resumed"):

@@ -18,7 +18,7 @@ CASES, TOGETHER = 1000, 10
 
 
 def check(given_params: object) -> bool:
-    """Whether the settings were accepted; raises whatever no client may cause."""
+    """Whether the settings were accepted; raises what no client may cause."""
     try:
         options = read_request(CONFIG, given_params)
     except TriAttentionError as error:

@@ -15,7 +15,7 @@ from sglang_triattn.rounds.plan import plan_round
 
 
 class Account:
-    """A request beside a list of what its row holds, driven at random: prefixes, evictions, and who owns the row."""
+    """A request with a list of what its row holds, driven at random: prefixes, evictions, and who owns the row."""
 
     def __init__(self, pick: Callable[[int], int]) -> None:
         """pick(n) returns a number below n."""
@@ -78,7 +78,7 @@ class Account:
         if plan is None:
             return
         private, step = self.row[PROMPT:], 1 + self._pick(len(self.row) - 1)
-        # Tokens this far apart, going round and round until enough are evicted.
+        # Every so many tokens, in turns until enough are evicted.
         evicted: set[int] = set()
         place = self._pick(len(private))
         while len(evicted) < plan.evicted_tokens:
@@ -103,7 +103,7 @@ class Account:
         exact = owner.publish(REPORT)
         whole = self.row == list(range(len(self.row)))
         assert (exact is None) == (self.computed == len(self.row))
-        assert exact is None or self.row[:exact] == list(range(exact)), "the tree gets an entry behind an eviction"
+        assert exact is None or self.row[:exact] == list(range(exact)), "the tree gets an entry after an eviction"
         assert self.spoiled or exact is None or exact == len(self.row) or self.row[exact] != exact, (
             "the tree gets less than it may"
         )

@@ -116,7 +116,7 @@ def test_media_that_are_not_covered(asked, kinds, words):
 
 @pytest.mark.parametrize("kind", ["image", "audio"])
 def test_models_of_which_text_alone_is_covered(kind):
-    """Prevents rounds behind images that SGLang computes in a way that was not tested."""
+    """Prevents rounds after images that SGLang computes in a way that was not tested."""
     config = dataclasses.replace(CONFIG, images=False)
     with pytest.raises(TriAttentionError, match=f"The prompt has {kind}, but compression covers only the text"):
         with_media(read_request(config, None), [kind])

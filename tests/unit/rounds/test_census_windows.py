@@ -48,7 +48,7 @@ def with_peer(peers: Peers, slot: int, peer: int) -> Peers:
 
 FAULTS = {
     "free twice": (lambda pool, peers: replace(peers, free=np.append(peers.free, 2)), "is free twice"),
-    "lost": (lambda pool, peers: replace(peers, free=peers.free[1:]), "belongs to nobody and is not free"),
+    "lost": (lambda pool, peers: replace(peers, free=peers.free[1:]), "has no owner and is not free"),
     "freed": (lambda pool, peers: replace(peers, free=np.append(peers.free, 1)), "belongs to request r1 and is free"),
     "left behind": (lambda pool, peers: with_peer(peers, pool.free[0] * pool.page_size, 8), "is free, but still has"),
     "the tree counts more": (lambda pool, peers: replace(peers, tree=9), "the tree counts 9 slots"),

@@ -80,7 +80,7 @@ def test_published_files(reference_files, name, layers, heads):
     assert (loaded.rope, loaded.fingerprint, loaded.num_kv_heads, loaded.token_count) == (None,) * 4
 
 
-def test_published_schema_keeps_layers_and_heads_apart(tmp_path):
+def test_published_schema_distinguishes_layers_and_heads(tmp_path):
     """Prevents layer-major entries from being read head-major."""
     loaded = load_stats(published(tmp_path / "s.pt"))
     assert loaded.mean[2, 5, 0] == complex(2, 5)

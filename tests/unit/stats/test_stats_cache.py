@@ -69,7 +69,7 @@ def test_fine_tunes_and_their_base_have_statistics_of_their_own():
     os.utime(path, (1, 1))
     assert load_cached(shape(variant=base)).token_count == 1
     assert load_cached(shape(variant=tuned)).token_count == 2
-    # Its query weights do not tell; the log tells the name.
+    # Its query weights do not decide; the log names the model.
     found = load_cached(shape(variant=quantised))
     assert (found.token_count, found.model) == (2, "tuned")
     assert load_cached(shape(variant="o" + "a" * 8)) is None

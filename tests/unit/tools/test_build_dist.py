@@ -83,6 +83,6 @@ def test_what_must_not_be_released(judge, capsys, files, sentence):
 
 
 def test_the_newest_changes_are_those_of_this_version():
-    """Prevents a release whose changes nobody wrote down, and changes that belong to no version."""
+    """Prevents a release without its list of changes, and changes that belong to no version."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0].partition(",")[0] in (__version__, "Unreleased")

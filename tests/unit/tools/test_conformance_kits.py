@@ -18,7 +18,7 @@ def test_every_kit_is_known():
 
 
 def test_every_module_is_known():
-    """Prevents utilities for tests that nobody has looked at."""
+    """Prevents utilities for tests that no list names."""
     run = {case.kit for case in kits.CASES if not case.kit.startswith("kits.")}
     assert not run & set(kits.other_modules())
     assert run | set(kits.other_modules()) == kits.modules_in_wheel()
@@ -40,7 +40,7 @@ def test_a_new_kit_is_noticed(tmp_path, monkeypatch):
 
 
 def test_the_tables_are_not_stale():
-    """Prevents documents that tell of another run than the committed one."""
+    """Prevents documents of another run than the committed one."""
     assert not table.is_stale(), "run python tools/conformance_table.py"
 
 
@@ -49,8 +49,8 @@ def test_the_run_is_of_the_cases_listed():
     run = table.results()
     assert not run["quick"]
     assert tuple(run["servers"]) == table.SERVERS
-    told = [(case["case"], case["launch"], case["settings"]) for case in run["cases"]]
-    assert told == [(case.name, case.launch, dict(case.settings)) for case in kits.CASES]
+    listed = [(case["case"], case["launch"], case["settings"]) for case in run["cases"]]
+    assert listed == [(case.name, case.launch, dict(case.settings)) for case in kits.CASES]
     for case in run["cases"]:
         assert len({tuple(case["servers"][server]["tests"]) for server in table.SERVERS}) == 1, case["case"]
 
@@ -89,12 +89,12 @@ def test_no_machine_is_named():
 def test_they_are_written_between_their_markers(tmp_path, monkeypatch):
     """Prevents a tool that loses the text around its tables."""
     file = tmp_path / "conformance.md"
-    before, tables, behind = generated(table.FILE, table.NAME)
-    file.write_text(f"{before}stale\n{behind}")
+    before, tables, after = generated(table.FILE, table.NAME)
+    file.write_text(f"{before}stale\n{after}")
     monkeypatch.setattr(table, "FILE", file)
     monkeypatch.setattr("sys.argv", ["conformance_table.py", "--check"])
     with pytest.raises(SystemExit, match="stale"):
         table.main()
     monkeypatch.setattr("sys.argv", ["conformance_table.py"])
     table.main()
-    assert file.read_text() == before + tables + behind
+    assert file.read_text() == before + tables + after

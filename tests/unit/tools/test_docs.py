@@ -12,7 +12,7 @@ from sglang_triattn.patches.hooks.hook import SGLANG_VERSION
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OWN = "patches|sglang_triattn|kernels|tests|benchmarks|tools|docs"
-# Except what a command is told to write.
+# Except the output of commands.
 PATH = re.compile(rf"(?<![\w/.-])(?<!--json )(?:{OWN})/[\w./-]*[\w/]")
 MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
 EXAMPLES = {
@@ -70,18 +70,18 @@ def test_make_targets(file):
 
 
 def test_every_make_target_is_explained():
-    """Prevents a target that nobody finds."""
+    """Prevents a target without an explanation."""
     rows = table(ROOT / "CONTRIBUTING.md", "Set up and test", "command")
-    told = {row[0].strip("`").split()[-1] for row in rows}
-    assert told == set(re.findall(r"^([a-z-]+): .*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    listed = {row[0].strip("`").split()[-1] for row in rows}
+    assert listed == set(re.findall(r"^([a-z-]+): .*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_ci_runs_the_commands_of_the_readme():
-    """Prevents first commands that nobody runs."""
-    told = re.findall(r"^    (make \w+)", section(README, "Try it without a GPU"), re.MULTILINE)
+    """Prevents first commands that no test runs."""
+    listed = re.findall(r"^    (make \w+)", section(README, "Try it without a GPU"), re.MULTILINE)
     ran = re.findall(r"^make .*", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert told == ["make demo", "make test"]
-    assert ran == [*told, "make test-wide QUARTER=$((16#$first_digit % 4))"]
+    assert listed == ["make demo", "make test"]
+    assert ran == [*listed, "make test-wide QUARTER=$((16#$first_digit % 4))"]
 
 
 def test_every_example_is_tested():

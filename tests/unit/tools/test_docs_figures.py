@@ -35,8 +35,8 @@ def test_limits():
     recalled = right("quality-held-out")
     keys = (("default", 0.25), ("dense", 0.25), ("default", 0.125))
     found, dense, least = (recalled["agent", *key] for key in keys)
-    said = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), with an eighth {least}."
-    assert said in LIMITS
+    sentence = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), with an eighth {least}."
+    assert sentence in LIMITS
     agents = results("agents")
     first = [f"{agents[kind]['ttft_ms_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
     assert "{} ms instead of {} ms to the first token of turn 8".format(*first) in LIMITS

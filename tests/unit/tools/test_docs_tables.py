@@ -51,7 +51,7 @@ def test_every_flag_named_anywhere_exists():
 
 
 def test_request_fields():
-    """Prevents a request field that nobody finds."""
+    """Prevents a request field without a row."""
     rows = table(CONFIGURATION, "Per-request control", "field")
     assert tuple(code(row[0])[0] for row in rows) == FIELDS
     assert f"1 to {LONGEST_NAME} characters" in dict(rows)["`conversation`"]
@@ -71,7 +71,7 @@ def test_selections_and_strategies():
 
 
 def test_reports():
-    """Prevents a report with fields that nobody explains."""
+    """Prevents a report with fields that no row explains."""
     rows = table(DOCS / "operations.md", "One response", "field")
     assert [code(row[0])[0] for row in rows] == [field.name for field in dataclasses.fields(Report)]
     starts = table(DOCS / "clients.md", "Conversations", "`conversation`")
@@ -80,7 +80,7 @@ def test_reports():
 
 
 def test_metrics():
-    """Prevents a metric that nobody explains, and an explanation of one that does not exist."""
+    """Prevents a metric that no row explains, and an explanation of one that does not exist."""
     rows = table(DOCS / "operations.md", "Metrics", "metric")
     kinds = {
         "counter": [*metrics.COUNTERS, metrics.REFUSED],
@@ -94,7 +94,7 @@ def test_metrics():
 
 
 def test_checks_of_verify():
-    """Prevents a row of `sglang-triattn verify` whose failure nobody can look up."""
+    """Prevents a row of `sglang-triattn verify` whose failure no row explains."""
     rows = table(DOCS / "operations.md", "Is it right?", "check")
     known = {name: " ".join((check.__doc__ or "").split()) for name, check in CHECKS.items()}
     assert {name: f"Finds {finds}." for name, finds in rows} == known
@@ -147,7 +147,7 @@ def test_tables_are_whole(file):
 
 
 def test_options_of_top():
-    """Prevents an option of `top` that nobody finds."""
+    """Prevents an option of `top` without a row."""
     parser = argparse.ArgumentParser(add_help=False)
     top.add_options(parser)
     shown = {code(row[0])[0].split()[0] for row in table(DOCS / "operations.md", "Top", "option")}

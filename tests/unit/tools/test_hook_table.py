@@ -20,7 +20,7 @@ def test_it_is_not_stale():
 
 
 def test_a_new_hook_makes_it_stale(monkeypatch):
-    """Prevents a check that passes whatever is hooked."""
+    """Prevents a check that always passes."""
     hooks = hook_table.all_hooks()
     hooks["Main process"].pop()
     monkeypatch.setattr(hook_table, "all_hooks", lambda: hooks)
@@ -33,12 +33,12 @@ def test_a_new_hook_makes_it_stale(monkeypatch):
 def test_it_is_written_between_its_markers(tmp_path, monkeypatch):
     """Prevents a tool that loses the text around its table."""
     file = tmp_path / "architecture.md"
-    before, table, behind = generated(hook_table.FILE, hook_table.NAME)
-    file.write_text(f"{before}stale\n{behind}")
+    before, table, after = generated(hook_table.FILE, hook_table.NAME)
+    file.write_text(f"{before}stale\n{after}")
     monkeypatch.setattr(hook_table, "FILE", file)
     monkeypatch.setattr("sys.argv", ["hook_table.py", "--check"])
     with pytest.raises(SystemExit, match="stale"):
         hook_table.main()
     monkeypatch.setattr("sys.argv", ["hook_table.py"])
     hook_table.main()
-    assert file.read_text() == before + table + behind == hook_table.FILE.read_text()
+    assert file.read_text() == before + table + after == hook_table.FILE.read_text()

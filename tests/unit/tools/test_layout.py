@@ -122,8 +122,8 @@ def test_no_two_modules_share_a_name():
     assert sorted(names) == sorted(set(names))
 
 
-def test_tests_read_nothing_beside_the_checkout():
-    """Prevents tests that fail, or are skipped, in a clone with nothing beside it."""
+def test_tests_read_nothing_outside_the_checkout():
+    """Prevents tests that fail, or are skipped, in a clone with nothing next to it."""
     for path in (ROOT / "tests").rglob("*.py"):
         depth = len(path.relative_to(ROOT).parts) - 1
         for number in re.findall(r"parents\[(\d+)\]", path.read_text()):

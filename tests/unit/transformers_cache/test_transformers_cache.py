@@ -194,7 +194,7 @@ def test_replay_decides_as_feed_until_the_first_round(model, stats, ids):
         not torch.equal(mine, theirs) for row in range(5) for mine, theirs in zip(kept[row], again[row], strict=True)
     ]
     assert any(differ)
-    # Whatever was evicted, K and V are those of the dense pass.
+    # After any evictions, K and V are those of the dense pass.
     last = replayed.rows.pools.v_buffers[2].unflatten(0, (5, -1))[3, : replayed.rows.lengths[3], 1]
     assert torch.equal(last, dense.layers[2].values[0, 1, replayed.rows.positions_of(3)[2, 1]])
 
@@ -210,7 +210,7 @@ class Wrong:
 
 
 @pytest.mark.parametrize(
-    ("kept", "said"),
+    ("kept", "message"),
     [
         (lambda keep: torch.arange(keep - 1)[None], "of one of the shapes"),
         (lambda keep: torch.arange(keep).int()[None], "int64"),
@@ -218,16 +218,16 @@ class Wrong:
         (lambda keep: torch.arange(keep)[None] + 33, "do not ascend within its 96"),
     ],
 )
-def test_a_policy_that_breaks_the_rules(model, ids, kept, said):
+def test_a_policy_that_breaks_the_rules(model, ids, kept, message):
     """Prevents a benchmark's faulty control from moving K/V to where it does not belong."""
     cache = make_cache(model, [Setting(CONFIG, lambda pools: Wrong(kept))])
-    with pytest.raises(CacheError, match=said):
+    with pytest.raises(CacheError, match=message):
         feed(model, cache, ids)
 
 
 def test_refusals(model, stats, tiny, ids, tmp_path):
     """Prevents silent wrong answers when an argument cannot work."""
-    for changes, said in (
+    for changes, message in (
         ({"settings": []}, "settings is empty"),
         ({"stats": None}, "give the model's statistics"),
         ({"capacity": 0}, "capacity is 0"),
@@ -236,10 +236,10 @@ def test_refusals(model, stats, tiny, ids, tmp_path):
         ({"stats": dataclasses.replace(stats, head_dim=64)}, "head_dim is 64 there and 32"),
     ):
         arguments = {"settings": [CONFIG], "stats": stats, **changes}
-        with pytest.raises((CacheError, StatsError), match=said):
+        with pytest.raises((CacheError, StatsError), match=message):
             make_cache(model, **arguments)
     cache = make_cache(model, [CONFIG], stats)
-    for call, said in (
+    for call, message in (
         (lambda: forward(model, cache, []), "n at least 1"),
         (lambda: forward(model, cache, [[1], [2]]), r"must be \[n\] or \[1, n\]"),
         (lambda: forward(model, cache, [1, 2], logits=3), "between 0 and the 2"),
@@ -250,7 +250,7 @@ def test_refusals(model, stats, tiny, ids, tmp_path):
         (lambda: model(input_ids=ids[None], past_key_values=cache), "give each call of the model what `inputs`"),
         (cache.reset, "cannot be reset"),
     ):
-        with pytest.raises(CacheError, match=said):
+        with pytest.raises(CacheError, match=message):
             call()
     assert cache.rows.lengths == [0]
 

@@ -55,8 +55,8 @@ def test_models_that_cannot_be_compacted(tmp_path):
         ),
         (transformers.LlamaConfig(**COMMON), "flex_attention", "load it with attn_implementation"),
     )
-    for number, (config, attention, said) in enumerate(cases):
+    for number, (config, attention, message) in enumerate(cases):
         folder = make_model(tmp_path / str(number), config)
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-        with pytest.raises(CacheError, match=said):
+        with pytest.raises(CacheError, match=message):
             make_cache(model, [Setting(CONFIG, lambda pools: Newest())])

@@ -130,7 +130,7 @@ CHUNKED = {"rounds": 4, "evicted_tokens": 110, "freed_slots": 110, "physical_len
     ids=str,
 )
 def test_a_prompt_cut_into_chunks_where_memory_was_short(change, status):
-    """Prevents blaming a server that cut a prompt into chunks that its settings do not foretell: seen without a tree,
+    """Prevents blaming a server that cut a prompt into chunks that its settings do not predict: seen without a tree,
     in a pool of 900 slots with three parked rows. What no chunks explain still fails."""
     found = evidence()
     found.warm = found.dense = within_budget()
@@ -157,5 +157,5 @@ def test_what_was_not_tested_does_not_fail():
 
 
 def test_every_check_says_what_it_finds():
-    """Prevents a row whose failure nobody can read."""
+    """Prevents a row whose failure has no explanation."""
     assert all((check.__doc__ or "").startswith("Finds ") for check in CHECKS.values())

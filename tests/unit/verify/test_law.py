@@ -28,7 +28,7 @@ def test_at_page_size_1():
 def test_pages_that_nothing_divides():
     """Prevents counting evicted tokens as freed where only whole pages are."""
     config = complete(Config(budget=10, interval=5, recent=2))
-    # 15 private entries behind 16: 31 entries are 4 pages of 8, and so are 26.
+    # 15 private entries after 16: 31 entries are 4 pages of 8, and so are 26.
     assert replay(config, prompt=16, frozen=16, logical=32, page_size=8) == Outcome(1, 5, 0, 27)
     assert replay(config, prompt=16, frozen=16, logical=38, page_size=8) == Outcome(2, 10, 0, 28)
     assert replay(config, prompt=18, frozen=16, logical=48, page_size=16) == Outcome(4, 20, 0, 28)
@@ -52,8 +52,8 @@ def test_law_and_plan_agree(data):
             length, rounds = plan.new_length, rounds + 1
             evicted, freed = evicted + plan.evicted_tokens, freed + plan.freed_slots
         length += 1
-    told = replay(config, prompt=prompt, frozen=frozen, logical=logical, page_size=page)
-    assert told == Outcome(rounds, evicted, freed, length)
+    reported = replay(config, prompt=prompt, frozen=frozen, logical=logical, page_size=page)
+    assert reported == Outcome(rounds, evicted, freed, length)
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,17 +67,17 @@ def test_chunks_of_any_size_are_right(data):
     frozen = frozen_length(config, 0, draw(st.sampled_from([0, 48])), page)
     prompt = frozen + config.trigger(frozen) + draw(st.integers(1, 90))
     generated = 3 * interval + draw(st.integers(0, 20))
-    told = compacted(draw, config, prompt, generated, frozen, page)
+    reported = compacted(draw, config, prompt, generated, frozen, page)
     of = {"prompt": prompt, "frozen": frozen, "logical": prompt + generated}
-    assert is_possible(config, told, **of)
+    assert is_possible(config, reported, **of)
     for wrong in (
         {"rounds": 0},
-        {"rounds": told.evicted_tokens // interval + 1},
-        {"evicted_tokens": told.evicted_tokens + 1},
+        {"rounds": reported.evicted_tokens // interval + 1},
+        {"evicted_tokens": reported.evicted_tokens + 1},
         {"physical_length": frozen + budget - 1, "evicted_tokens": of["logical"] - frozen - budget + 1},
-        {"physical_length": told.physical_length + interval + 1},
+        {"physical_length": reported.physical_length + interval + 1},
     ):
-        assert not is_possible(config, dataclasses.replace(told, **wrong), **of), wrong
+        assert not is_possible(config, dataclasses.replace(reported, **wrong), **of), wrong
 
 
 def compacted(draw, config: Config, prompt: int, generated: int, frozen: int, page: int) -> Outcome:
