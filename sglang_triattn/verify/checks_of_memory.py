@@ -124,11 +124,12 @@ def outcomes(found: Evidence, answer: Answer) -> set[Outcome]:
 
 
 def _freed_by(found: Evidence, answer: Answer) -> int:
-    """Slots that the reported rounds must have freed."""
-    report = answer.report
-    counts = report["rounds"], report["evicted_tokens"]
-    freed = (due.freed_slots for due in outcomes(found, answer) if (due.rounds, due.evicted_tokens) == counts)
-    return min(freed, key=lambda slots: abs(slots - report["freed_slots"]), default=report["evicted_tokens"])
+    """Slots that rounds free in the outcome that is closest to what the request reports."""
+    evicted, freed = answer.report["evicted_tokens"], answer.report["freed_slots"]
+    closest = min(
+        outcomes(found, answer), key=lambda due: (abs(due.evicted_tokens - evicted), abs(due.freed_slots - freed))
+    )
+    return closest.freed_slots
 
 
 def own_sums(found: Evidence) -> dict[str, int]:

@@ -94,6 +94,7 @@ class Oracle:
         chunk: int | None = None,
         pauses: Sequence[tuple[int, int]] = (),
         late: bool = False,
+        early: int = 0,
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -104,6 +105,7 @@ class Oracle:
             cached: leading tokens of the prompt that were computed beforehand.
             chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
             pauses: half-open ranges [first, end) of tokens during which no round runs.
+            early: tokens by which the first round comes early, together with that of another request.
             late: whether a round after the prompt knows none of the last range, and lets its tokens stay.
 
         Returns:
@@ -126,7 +128,8 @@ class Oracle:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
             private = int(visible[self.scored[0], 0, frozen:known].sum())
             # The first token after the prompt is computed before the server looks at the request again.
-            due = private >= keep + self.interval and done != prompt_length and done != cached
+            trigger = keep + self.interval - (0 if rounds else early)
+            due = private >= trigger and done != prompt_length and done != cached
             if done == len(ids):
                 # Where a step is queued before the last one has ended, its round comes for nothing.
                 return torch.cat(outputs).log_softmax(-1), rounds + (due and late)
@@ -135,12 +138,12 @@ class Oracle:
                 seen = visible[scored, :, frozen:known]
                 private = keep + (private - keep) % self.round_to
                 visible[scored, :, frozen:known] = self._kept(cache, seen, frozen, known, private)
-                rounds += 1
+                rounds, trigger = rounds + 1, keep + self.interval
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
             else:
                 # Until the next round every query sees what is visible now and the tokens since.
-                size = min(max(keep + self.interval - private, 1), len(ids) - done)
+                size = min(max(trigger - private, 1), len(ids) - done)
             for first, end in pauses:
                 if first <= done < end:
                     size = end - done
