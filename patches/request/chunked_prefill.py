@@ -41,7 +41,7 @@ def hooks() -> list[Hook]:
         Hook(
             f"{target}.Req.init_next_round_input",
             "around",
-            _show_ids_after_row,
+            _show_ids_behind_row,
             "self tree_cache cow_mamba",
             why="lets a prefill continue on a row that rounds have shortened",
         ),
@@ -62,7 +62,7 @@ def hooks() -> list[Hook]:
     ]
 
 
-def _show_ids_after_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
+def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
     show_all_ids(req)
     original(req, *args, **kwargs)
     show_ids_behind(req)
