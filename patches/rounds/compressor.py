@@ -43,7 +43,7 @@ from sglang_triattn.patches.request.fields import decoded_in, end_of_chunk
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.row import CompressedRow, compactable_row
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool, row_allocator
-from sglang_triattn.patches.rounds.launches import Kind, Launch, kind_for, shortened, snapshot
+from sglang_triattn.patches.rounds.launches import Launch, RoundShape, shape_for, shortened, snapshot
 from sglang_triattn.patches.rounds.leveller import Leveller
 from sglang_triattn.patches.rounds.memory_pressure import early_rounds
 from sglang_triattn.patches.rounds.queued_drafts import queues_drafts
@@ -106,7 +106,7 @@ class Compressor:
 
     @property
     def strategies(self) -> tuple[str, ...]:
-        """Strategies that rounds may use; if K/V moves, `kind_for` chooses among them."""
+        """Strategies that rounds may use; if K/V moves, `shape_for` chooses among them."""
         return ("remap",) if self._mover is None else STRATEGIES
 
     @property
@@ -189,15 +189,15 @@ class Compressor:
         prefill = self._plan_chunked(chunked)
         return Attempt(due, num_due, prefill, self._queues_drafts) if due or prefill else None
 
-    def _kind_of(self, row: CompressedRow, plan: Plan) -> Kind:
-        return kind_for(row.settings, plan, row.recent, moves=self._mover is not None, page_size=self._page_size)
+    def _shape_of(self, row: CompressedRow, plan: Plan) -> RoundShape:
+        return shape_for(row.settings, plan, row.recent, moves=self._mover is not None, page_size=self._page_size)
 
     def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
         """Runs the rounds of a step; however many launches they take, each stream waits for the other once.
 
         What allocates comes before the slots are freed, so that hardly anything can fail afterwards.
         """
-        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._kind_of, self._page_size)
+        launches = attempt.launches = snapshot(self._rows, attempt.rounds, self._shape_of, self._page_size)
         attempt.shortened = [(batch, shortened(batch, attempt.running)) for batch in batches if attempt.running]
         if self._windows is not None:
             attempt.cursors = free_peers(self._windows, launches)
@@ -210,9 +210,9 @@ class Compressor:
         self._give_back(attempt, [ordered for ordered, _ in done])
         attempt.settle()
         self.totals.pressure_rounds += len(attempt.running) - attempt.num_due
-        members = [(launch.kind, *member) for launch in launches for member in launch.rounds]
-        for place, (kind, row, plan) in enumerate(members):
-            self._record(row, plan, kind, lambda place=place: positions()[place])
+        members = [(launch.shape, *member) for launch in launches for member in launch.rounds]
+        for place, (shape, row, plan) in enumerate(members):
+            self._record(row, plan, shape, lambda place=place: positions()[place])
 
     def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
         """Finds what stays, and moves its K/V if the round moves any; runs on the forward stream.
@@ -221,10 +221,10 @@ class Compressor:
             [R, N] int32: each round's slots, for "remap" with those that stay first, else unchanged; [R] int64: the
             first position of each row that will no longer hold its original token.
         """
-        kind, slots, (_, frozen, lengths, next_positions) = launch.kind, launch.slots, launch.row_info
+        shape, slots, (_, frozen, lengths, next_positions) = launch.shape, launch.slots, launch.row_info
         unchanged, ordered = compact_rows(
             self._scorer, self._mover, slots, lengths, next_positions,
-            kind.num_kept, kind.recent, kind.strategy, kind.cut, self._follower,
+            shape.num_kept, shape.recent, shape.strategy, shape.cut, self._follower,
         )  # fmt: skip
         return slots if ordered is None else ordered, frozen + unchanged
 
@@ -232,7 +232,7 @@ class Compressor:
         """Removes the emptied slots from the rows, and frees them."""
         pairs = list(zip(attempt.launches, ordered, strict=True))
         # For the other strategies, the host knows which slots are emptied.
-        remapped = [slots for launch, slots in pairs if launch.kind.strategy == "remap"]
+        remapped = [slots for launch, slots in pairs if launch.shape.strategy == "remap"]
         if remapped or self._rewrites_late:
             self._await_forward_stream(*remapped)
         attempt.rewriting = True
@@ -280,12 +280,12 @@ class Compressor:
         plan = plan_round(row.settings, **row.lengths())
         return None if plan is None else (row, plan)
 
-    def _record(self, row: CompressedRow, plan: Plan, kind: Kind, first_evicted: FirstEvicted) -> None:
+    def _record(self, row: CompressedRow, plan: Plan, shape: RoundShape, first_evicted: FirstEvicted) -> None:
         """Records the round with its request, and adds it to the sums."""
-        unordered_len = kind.unordered_len(plan, row.compression.held_record.unordered_len)
+        unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_len)
         row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
         moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
-        self.totals.add(plan, kind.most_moves(plan) * moved)
+        self.totals.add(plan, shape.most_moves(plan) * moved)
 
     def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
         """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""

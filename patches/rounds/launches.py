@@ -54,10 +54,6 @@ class RoundShape(NamedTuple):
         return plan.new_length - in_order
 
 
-Kind = RoundShape
-"""The name that `Compressor` has for it."""
-
-
 @dataclass(frozen=True, eq=False)
 class Launch:
     """Rounds that are scored together.
@@ -70,7 +66,7 @@ class Launch:
         reserves: the slots after their computed entries; None without any.
     """
 
-    kind: RoundShape
+    shape: RoundShape
     rounds: Sequence[tuple[CompressedRow, Plan]]
     slots: torch.Tensor
     row_info: torch.Tensor
@@ -82,11 +78,11 @@ class Launch:
         Args:
             slots: [R, N] as `Launch.slots`; for "remap" reordered, with those that stay first.
         """
-        kind, (row, frozen, lengths, _) = self.kind, self.row_info.unsqueeze(-1)
-        first = 0 if kind.strategy == "remap" else kind.cut
-        if first < kind.num_kept:
-            place = torch.arange(first, kind.num_kept, device=rows.device)
-            source = place.expand(len(slots), -1) if kind.strategy == "remap" else place + lengths - kind.num_kept
+        shape, (row, frozen, lengths, _) = self.shape, self.row_info.unsqueeze(-1)
+        first = 0 if shape.strategy == "remap" else shape.cut
+        if first < shape.num_kept:
+            place = torch.arange(first, shape.num_kept, device=rows.device)
+            source = place.expand(len(slots), -1) if shape.strategy == "remap" else place + lengths - shape.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
         if self.reserves is not None:
             self.reserves.move_up(rows)
@@ -101,18 +97,18 @@ class Launch:
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
         """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
-        kind = self.kind
+        shape = self.shape
         return [
             slots[
                 r,
-                ceil_align(plan.frozen + kind.cut, page_size) - plan.frozen : plan.evicted_tokens
-                + kind.cut : page_size,
+                ceil_align(plan.frozen + shape.cut, page_size) - plan.frozen : plan.evicted_tokens
+                + shape.cut : page_size,
             ]
             for r, (_, plan) in enumerate(self.rounds)
         ]
 
 
-def kind_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> RoundShape:
+def shape_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> RoundShape:
     """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
 
     Args:

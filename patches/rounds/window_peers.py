@@ -26,11 +26,11 @@ def free_peers(windows: WindowPool, launches: Iterable[Launch]) -> list[tuple[Re
     """
     rounds = []
     for launch in launches:
-        kind = launch.kind
+        shape = launch.shape
         for row, plan in launch.rounds:
-            newest = plan.old_length - kind.recent
-            emptied = newest if kind.strategy == "remap" else plan.frozen + kind.cut + plan.evicted_tokens
-            if kind.recent <= windows.reach or kind.strategy == "slide" or emptied > newest:
+            newest = plan.old_length - shape.recent
+            emptied = newest if shape.strategy == "remap" else plan.frozen + shape.cut + plan.evicted_tokens
+            if shape.recent <= windows.reach or shape.strategy == "slide" or emptied > newest:
                 raise RuntimeError(
                     f"a round of request {row.request.rid} would touch the newest {windows.reach + 1} tokens, whose "
                     "K/V window layers still read"

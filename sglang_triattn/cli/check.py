@@ -185,12 +185,21 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     yield from found
 
 
-def _value(name: str, value: str, field: str) -> int | str:
+def _value(name: str, value: str, field: str) -> float | str:
+    if field.endswith("_threshold"):
+        return _number(name, value)
     if field not in _LENGTHS and not field.endswith(("_size", "_num", "_topk")):
         return value
     if not value.isdecimal() or int(value) < 1:
         raise TriAttentionError(f"{name} is {value}, but it must be a whole number, at least 1.")
     return int(value)
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise TriAttentionError(f"{name} is {value}, but it must be a number.") from None
 
 
 def _overrides(text: str) -> dict[str, Any]:

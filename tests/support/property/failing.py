@@ -20,7 +20,7 @@ ROUND_STEPS = {
     "plan": (compressor, "plan_round"),
     "early rounds": (compressor, "early_rounds"),
     "early plan": (memory_pressure, "plan_eviction"),
-    "kind": (compressor, "kind_for"),
+    "shape": (compressor, "shape_for"),
     "snapshot": (compressor, "snapshot"),
     "counts": (launches, "to_device"),
     "shortened": (compressor, "shortened"),

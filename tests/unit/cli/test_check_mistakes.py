@@ -34,6 +34,7 @@ VALUES = st.recursive(
         ("--tp-size -1", "--tp-size is -1, but it must be at least 1"),
         ("--context-length -2", "--context-length is -2, but it must be a whole number, at least 1"),
         ("--pp-size -2", "--pp-size is -2, but it must be a whole number, at least 1"),
+        ("--disaggregation-decode-host-receive-threshold few", "receive-threshold is few, but it must be a number"),
         ("--dp many", "--dp is many, but it must be a whole number"),
         ("--triattention-budget -5", "--triattention-budget is -5"),
         ("--triattention-budget 100 --triattention-recent 200", "is greater than --triattention-budget (100)"),

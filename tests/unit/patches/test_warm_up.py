@@ -122,12 +122,12 @@ def test_every_kind_of_launch(num_tokens, longest, widths, moves):
     found = compressor(scheduler.device_module, num_tokens=num_tokens, longest=longest, moves=moves)
     rehearsal.rehearse(scheduler, found)
     strategies = ["slide", "fill"] if moves else ["remap"]
-    seen = [(launch.slots.shape[1], launch.kind.strategy) for launch in found.launches]
+    seen = [(launch.slots.shape[1], launch.shape.strategy) for launch in found.launches]
     assert seen == [(width, strategy) for width in widths for strategy in strategies]
     for launch in found.launches:
         assert not launch.slots.any(), "only the padding slot may be touched"
         assert launch.row_info[2].tolist() == [launch.slots.shape[1]]
-        assert launch.kind.num_kept == launch.kind.cut < launch.slots.shape[1]
+        assert launch.shape.num_kept == launch.shape.cut < launch.slots.shape[1]
 
 
 @pytest.mark.parametrize(("recent", "rehearsed"), [(16, [0, 16]), (64, [0, 64]), (0, [0])])
@@ -137,7 +137,7 @@ def test_every_criterion_gets_a_place(recent, rehearsed):
     scheduler = pretended()
     found = compressor(scheduler.device_module, longest=96, moves=True, **settings)
     rehearsal.rehearse(scheduler, found)
-    seen = [(launch.kind.strategy, launch.kind.recent) for launch in found.launches]
+    seen = [(launch.shape.strategy, launch.shape.recent) for launch in found.launches]
     assert seen == [(strategy, recent) for strategy in ("slide", "fill") for recent in rehearsed]
 
 

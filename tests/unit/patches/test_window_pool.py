@@ -44,6 +44,6 @@ def test_a_round_that_touches_the_window_is_a_bug(recent, strategy, cut):
     """Prevents K/V of window layers from staying in place when a round moves or frees their slots."""
     plan = Plan(frozen=0, old_length=200, new_length=150, next_position=200, freed_slots=50)
     row = SimpleNamespace(request=SimpleNamespace(rid="r1"))
-    launch = SimpleNamespace(kind=RoundShape(150, recent, strategy, cut, 256), rounds=[(row, plan)])
+    launch = SimpleNamespace(shape=RoundShape(150, recent, strategy, cut, 256), rounds=[(row, plan)])
     with pytest.raises(RuntimeError, match="r1 would touch the newest 128 tokens"):
         free_peers(WindowPool(scheduler(page_size=1)), [launch])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches.rounds.launches import Kind, kind_for, snapshot
+from sglang_triattn.patches.rounds.launches import RoundShape, shape_for, snapshot
 from sglang_triattn.rounds.plan import Plan, ceil_align
 from sglang_triattn.rounds.rules import complete
 
@@ -36,17 +36,17 @@ def plan_of(frozen: int, length: int, page_size: int, keep: int = 64) -> Plan:
 )
 def test_rows_are_cut_where_whole_pages_can_go(page_size, frozen, length, recent, strategy, cut):
     """Prevents copying all kept tokens where a few would do, and a last page that is not the one being written."""
-    kind = kind_for(CONFIG, plan_of(frozen, length, page_size), recent, moves=True, page_size=page_size)
-    assert (kind.strategy, kind.cut, kind.num_kept, kind.recent) == (strategy, cut, 64, recent)
+    shape = shape_for(CONFIG, plan_of(frozen, length, page_size), recent, moves=True, page_size=page_size)
+    assert (shape.strategy, shape.cut, shape.num_kept, shape.recent) == (strategy, cut, 64, recent)
 
 
 def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
     """Prevents a slide for tokens that have all been appended since the last round."""
     settings = complete(Config("s", budget=64, interval=32, recent=32))
-    kind = kind_for(settings, plan_of(16, 109, 16), 32, moves=True, page_size=16)
-    assert (kind.strategy, kind.cut) == ("fill", 64)
-    kind = kind_for(settings, plan_of(16, 109, 16), 32, moves=False, page_size=1)
-    assert (kind.strategy, kind.cut) == ("remap", 64)
+    shape = shape_for(settings, plan_of(16, 109, 16), 32, moves=True, page_size=16)
+    assert (shape.strategy, shape.cut) == ("fill", 64)
+    shape = shape_for(settings, plan_of(16, 109, 16), 32, moves=False, page_size=1)
+    assert (shape.strategy, shape.cut) == ("remap", 64)
 
 
 def test_newest_tokens_of_window_layers_are_never_copied():
@@ -60,9 +60,9 @@ def test_newest_tokens_before_queued_drafts_are_never_copied():
 
 
 def check_newest_stay(settings):
-    assert kind_for(settings, plan_of(16, 112, 16), 48, moves=True, page_size=16).cut == 16
+    assert shape_for(settings, plan_of(16, 112, 16), 48, moves=True, page_size=16).cut == 16
     with pytest.raises(RuntimeError, match="would copy the newest tokens"):
-        kind_for(settings, plan_of(16, 109, 16), 48, moves=True, page_size=16)
+        shape_for(settings, plan_of(16, 109, 16), 48, moves=True, page_size=16)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +72,15 @@ def check_newest_stay(settings):
 )  # fmt: skip
 def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
     """Prevents old tokens from being taken for the newest, and early rounds from waiting for a known order."""
-    kind = Kind(num_kept=64, recent=48, strategy=strategy, cut=cut, width=128)
-    assert kind.unordered_len(plan_of(16, 112, 16), before) == after
+    shape = RoundShape(num_kept=64, recent=48, strategy=strategy, cut=cut, width=128)
+    assert shape.unordered_len(plan_of(16, 112, 16), before) == after
 
 
 @pytest.mark.parametrize(("strategy", "moves"), [("remap", 0), ("fill", 32), ("slide", 64)])
 def test_most_moves(strategy, moves):
     """Prevents counting bytes for a round that moves none, or fewer than it may copy."""
-    kind = Kind(num_kept=64, recent=16, strategy=strategy, cut=48, width=128)
-    assert kind.most_moves(plan_of(16, 112, 1)) == moves
+    shape = RoundShape(num_kept=64, recent=16, strategy=strategy, cut=48, width=128)
+    assert shape.most_moves(plan_of(16, 112, 1)) == moves
 
 
 @pytest.mark.parametrize(("page_size", "lengths"), [(1, (96, 97, 80)), (16, (96, 80, 112)), (16, (91, 75, 107))])
@@ -101,7 +101,7 @@ def test_rows_of_unequal_length_are_closed_up(page_size, lengths):
     settings, before = complete(Config("s", budget=64, interval=16, recent=32)), rows.clone()
 
     def kind_of(_, plan):
-        return kind_for(settings, plan, 32, moves=True, page_size=page_size)
+        return shape_for(settings, plan, 32, moves=True, page_size=page_size)
 
     (launch,) = snapshot(rows, rounds, kind_of, page_size)
     launch.close_up(rows, launch.slots)
