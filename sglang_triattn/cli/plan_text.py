@@ -181,7 +181,7 @@ def _speed(found: Findings) -> list[str]:
     note = "" if weights.weights else "; all weights are counted as read"
     if found.experts_touched is not None and weights.weights is not None:
         note = f"; of each layer {found.experts_touched:.1f} of {weights.weights.experts} experts, if routed at random"
-    if found.model.sizes.layout.states:
+    if found.model.sizes.layout.linear_states:
         note += "; states of fixed size are not counted"
     head = f"step         {traffic.requests:,} requests at once, {found.bandwidth / 1e12:g} TB/s, bytes of one GPU"
     return [head + note, *_step_table(traffic, found.bandwidth), "", *_conclusions(found, traffic, found.bandwidth)]
