@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 def tokens_per_step(scheduler: Scheduler) -> int:
     """Most tokens by which a decoding request grows in one step."""
-    settings = cast("ServerArgs", scheduler.server_args)
-    return 1 if scheduler.spec_algorithm.is_none() else settings.speculative_num_draft_tokens or 1
+    if scheduler.spec_algorithm.is_none():
+        return 1
+    return cast("ServerArgs", scheduler.server_args).speculative_num_draft_tokens or 1
 
 
 def reserve_per_row(scheduler: Scheduler) -> int:

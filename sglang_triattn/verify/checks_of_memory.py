@@ -112,14 +112,14 @@ def memory(found: Evidence) -> Finding:
 
 
 def outcomes(found: Evidence, answer: Answer) -> set[Outcome]:
-    """What rounds may have done to a request: one thing, unless it ran together with others."""
+    """What rounds may have done to a request: one thing, unless it ran together with others and rounds are level."""
     of = {
         "prompt": len(answer.ask.ids),
         "frozen": found.frozen_of(answer),
         "logical": len(answer.ask.ids) + len(answer.output) - 1,
         "page_size": found.page_size,
     }
-    alone = answer is found.small and not found.shared
+    alone = found.config.rounds_per_step == 0 or (answer is found.small and not found.shared)
     return {replay(found.settings_of(answer), **of)} if alone else possible(found.settings_of(answer), **of)
 
 

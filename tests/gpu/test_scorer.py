@@ -228,7 +228,7 @@ def test_a_request_keeps_the_same_alone_and_with_a_long_one(device, selection):
 def test_layers_before_need_an_importance(device):
     """Prevents merging into memory that is not initialised."""
     zeros = torch.zeros(1, 1, 2, 30, device=device)
-    with pytest.raises(ValueError, match="into no importance"):
+    with pytest.raises(ValueError, match="without their importance"):
         importance_triton(zeros, zeros[..., :1, None], torch.tensor([30], device=device), 0, before=1,
                           selection="union", num_kv_heads=1)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Requests that arrive together do not have their rounds together."""
+"""With level rounds, requests that arrive together do not have their rounds together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import lengths_probe
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
 from sets import wide
 
+LEVEL = ("--triattention-rounds-per-step", "auto")
 TOGETHER, TOKENS = 20, BUDGET + 4 * INTERVAL
 
 
@@ -24,7 +25,7 @@ def rounds_by_step(batches: list[dict[str, int]]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("flags", "most"),
-    [((), 8), wide(("--page-size", "16"), 8), wide(("--triattention-rounds-per-step", "3"), 3)],
+    [(LEVEL, 8), wide((*LEVEL, "--page-size", "16"), 8), wide(("--triattention-rounds-per-step", "3"), 3)],
 )
 def test_a_burst_is_level(serve, tmp_path, flags, most):
     """Prevents a step that waits for the rounds of all requests that arrived together, and rounds that come late."""

@@ -114,7 +114,7 @@ def test_logits_of_requests_compacted_together(serve, oracle):
     rounds at other steps than that of the first request which is due."""
     stem = prompt(8, 40)
     prompts = [stem + prompt(20 + i, length) for i, length in enumerate((3, 17, 24))]
-    client = serve("--page-size", "16")
+    client = serve("--page-size", "16", "--triattention-rounds-per-step", "auto")
     client.generate(stem, 1)
     for ids, response in zip(prompts, client.generate_all(prompts, 200, logprobs=True), strict=True):
         frozen = len(ids) - len(ids) % 16

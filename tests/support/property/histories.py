@@ -58,7 +58,7 @@ LENGTHS = st.sampled_from(
         {"budget": 13, "interval": 7, "recent": 3},
         {"budget": 13, "interval": 7, "recent": 3, "pressure_budget": 6},
         {"budget": 13, "interval": 12, "recent": 3, "pressure_budget": 6},
-        {"budget": 13, "interval": 7, "recent": 10, "rounds_per_step": 0},
+        {"budget": 13, "interval": 7, "recent": 10, "rounds_per_step": "auto"},
         {"budget": 12, "interval": 5, "recent": 9, "pressure_budget": 10},
         {"budget": 13, "interval": 8, "recent": 3, "pressure_budget": 6, "rounds_per_step": 1},
         {"budget": 17, "interval": 8, "recent": 11, "rounds_per_step": 2},
