@@ -94,7 +94,11 @@ def measure(requests: int, blocks: int, steps: int) -> dict:
         REGISTRY.unregister(collector)
     if not counted == compressor.totals.rounds == plain.totals.rounds:
         raise SystemExit(f"the metrics counted {counted} of {plain.totals.rounds} rounds")
-    seconds = statistics.median(differences)
+    return cost_row(requests, statistics.median(differences))
+
+
+def cost_row(requests: int, seconds: float) -> dict:
+    """The row of a report: so many seconds more per step, alone and as a share of the step."""
     return {
         "shape": f"{requests} requests",
         "requests": requests,
@@ -108,12 +112,17 @@ def rows(blocks: int, steps: int) -> Iterator[dict]:
         yield measure(requests, blocks, steps)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What metrics of compression add to a decode step.")
+def read_arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a benchmark that runs blocks of steps in pairs."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--blocks", type=int, default=41, help="pairs of blocks (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="5 pairs of short blocks")
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = read_arguments("What metrics of compression add to a decode step.", argv)
     publish_settings()
     with tempfile.TemporaryDirectory() as folder:
         # Read when prometheus_client is imported.

@@ -12,7 +12,6 @@ find a round once one is due.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks.common import report
 from benchmarks.overhead.census import FROZEN, publish_settings, scheduler_with
-from benchmarks.overhead.metrics import BANDWIDTH, HELD, REQUESTS, WEIGHTS
+from benchmarks.overhead.metrics import REQUESTS, cost_row, read_arguments
 
 ROW_LENGTH = 256
 STEP = "Scheduler.get_next_batch_to_run", "ForwardBatch.init_new", "ModelRunner.sample"
@@ -115,13 +114,7 @@ def measure(requests: int, blocks: int, steps: int) -> dict:
     differences = [(block(hooked.step, steps) - block(hooked.plain, steps)) / steps for _ in range(blocks)]
     if not hooked.finds_rounds():
         raise SystemExit("the hooks plan no round for a request that is due")
-    seconds = statistics.median(differences)
-    return {
-        "shape": f"{requests} requests",
-        "requests": requests,
-        "microseconds": 1e6 * seconds,
-        "share": seconds / ((WEIGHTS + requests * HELD) / BANDWIDTH),
-    }
+    return cost_row(requests, statistics.median(differences))
 
 
 def rows(blocks: int, steps: int) -> Iterator[dict]:
@@ -130,11 +123,7 @@ def rows(blocks: int, steps: int) -> Iterator[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="What compression adds to a decode step in which nothing is due.")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--blocks", type=int, default=41, help="pairs of blocks (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="5 pairs of short blocks")
-    arguments = parser.parse_args(argv)
+    arguments = read_arguments("What compression adds to a decode step in which nothing is due.", argv)
     publish_settings()
     blocks, steps = (5, 100) if arguments.quick else (arguments.blocks, 2000)
     with torch.inference_mode():

@@ -96,7 +96,7 @@ class Admission:
                 "after",
                 self._limit_prefix,
                 "self input_len",
-                why="leaves room beside the frozen prefix of a compacted prompt",
+                why="leaves room next to the frozen prefix of a compacted prompt",
             ),
         ]
 

@@ -85,7 +85,7 @@ def _outcomes(
         yield after_round()
 
 
-def is_possible(config: RoundRules, told: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
+def is_possible(config: RoundRules, reported: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
     """Whether due rounds can have done this to a request whose prompt was compacted, in chunks of whatever sizes.
 
     SGLang makes a chunk as long as there is memory for it, so how many rounds run during a prefill, and how much each
@@ -93,16 +93,16 @@ def is_possible(config: RoundRules, told: Outcome, *, prompt: int, frozen: int, 
     decodes, and each leaves what the budget says.
 
     Args:
-        told: what the server reports.
+        reported: what the server reports.
         prompt, frozen, logical: as for `replay`; the prompt is longer than what makes a round due.
     """
     kept, trigger, unit = config.budget_for(frozen), config.trigger(frozen), config.round_to
     least = (trigger - kept) // unit * unit  # what a round evicts, or more
-    private, generated = told.physical_length - frozen, logical - prompt
+    private, generated = reported.physical_length - frozen, logical - prompt
     return (
-        told.physical_length + told.evicted_tokens == logical
+        reported.physical_length + reported.evicted_tokens == logical
         and kept <= private <= trigger + unit - 1
-        and max((generated + 1) // (trigger - kept) - 1, 1) <= told.rounds <= told.evicted_tokens // least
+        and max((generated + 1) // (trigger - kept) - 1, 1) <= reported.rounds <= reported.evicted_tokens // least
     )
 
 
