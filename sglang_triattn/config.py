@@ -66,7 +66,7 @@ class Config:
     conversation_ttl: int = 600
     stats_after_update: str = "keep"
     value_share: float | None = None
-    rounds_per_step: int | str = 0
+    rounds_per_step: int | str = AUTO
     profile: str | None = None
 
     def __post_init__(self) -> None:
@@ -177,8 +177,8 @@ OPTIONS = (
         "rounds_per_step",
         _number_or_word,
         "auto|N",
-        "most compaction rounds of one step: a request's first round comes early where more would meet, or where it "
-        "can join others (auto: 8, or more where many requests run); 0: all rounds run when they are due",
+        "most compaction rounds of one step: while more requests run, first rounds come early where more would meet or "
+        "where they can join others (auto: 8, or more where many requests run); 0: all rounds run when they are due",
     ),
     Option("aggregation", str, "HOW", "how the scores of the 17 future offsets become one: mean or max"),
     Option(

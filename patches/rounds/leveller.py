@@ -39,7 +39,9 @@ class Leveller:
             return []
         lot = lot_for(len(requests), self._rules.interval, self._rules.most_rounds)
         self._sleep -= 1
-        if num_due >= lot or (not num_due and self._sleep > 0 and len(requests) == self._running):
+        if len(requests) <= lot or num_due >= lot:
+            return []
+        if not num_due and self._sleep > 0 and len(requests) == self._running:
             return []
         steps, movable, indices = [], [], []
         for index, request in enumerate(requests):
@@ -51,8 +53,13 @@ class Leveller:
             left = compression.due_len - request.kv.kv_committed_len
             longest = settings.interval - earliest(settings.interval)
             steps.append(left // self._tokens)
-            movable.append(not compression.rounds and 0 < left <= longest)
+            movable.append(not compression.rounds and 0 < left <= min(longest, _most_to_come(request) - 1))
             indices.append(index)
         after = [left if left > 0 else self._rules.interval // self._tokens for left in steps]
         self._running, self._sleep = len(requests), steps_until_overdue(after, lot)
         return [indices[place] for place in choose_early(steps, movable, lot)]
+
+
+def _most_to_come(request: Req) -> int:
+    """Tokens that a request may still generate: one that ends before its round is due has none early either."""
+    return request.sampling_params.max_new_tokens - len(request.output_ids)

@@ -51,6 +51,7 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
         images=traits.image_prompts,
         page_size=settings.get("page_size", 1),
         whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),
+        level=not settings.get("enable_deterministic_inference"),
     )
     context = settings.get("context_length") or traits.context
     for most, what in ((context, "the context limit is"), (settings.get("max_total_tokens"), "the KV pool holds")):

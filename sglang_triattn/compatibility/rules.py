@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_triattn.compatibility.traits import Traits
-from sglang_triattn.config import PREFIX, Config
+from sglang_triattn.config import AUTO, PREFIX, Config
 from sglang_triattn.errors import TriAttentionError
 
 UNCOVERED = {
@@ -332,6 +332,19 @@ _MEASURING = _only(
     "triattention_stats_after_update",
 )
 
+_LEVEL = _only(
+    (
+        Rule(
+            "enable_deterministic_inference",
+            _set,
+            "a first round that comes early makes what a request keeps depend on the requests that run with it",
+            "use --triattention-rounds-per-step auto, which then leaves rounds where they are due",
+        ),
+    ),
+    lambda server: server.config.rounds_per_step not in (AUTO, 0),
+    "triattention_rounds_per_step",
+)
+
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """A draft that does not branch, by SGLang's settings."""
 
@@ -420,7 +433,7 @@ FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
     *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_LINEAR_STATES),
-    *(*_MEASURING, *_DRAFTS),
+    *(*_MEASURING, *_LEVEL, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""
 

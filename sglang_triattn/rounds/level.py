@@ -4,6 +4,9 @@ Many rounds in one step delay it by more than the step itself takes. All request
 that arrived together would meet for life. Therefore a request's first round may come early, never late: from then on it
 has its rounds together with those that shared this one, every `interval` tokens. Choices depend on token counts alone,
 so every rank and stage makes the same.
+
+What a request keeps then depends on the requests that run with it. While no more run than may have their rounds in one
+step, each has its rounds when they are due.
 """
 
 from __future__ import annotations
@@ -37,14 +40,16 @@ def earliest(interval: int) -> int:
 def choose_early(steps: Sequence[int], movable: Sequence[bool], lot: int) -> list[int]:
     """Indices of the requests that have their round in this step although it is not due.
 
-    If rounds are due, others join them until there are `lot`. If none are, others begin as late as `lot` rounds a step
-    allow.
+    None while no more than `lot` requests run. If rounds are due, others join them until there are `lot`. If none are,
+    others begin as late as `lot` rounds a step allow.
 
     Args:
         steps: for each request, steps that may still pass before its round is due; 0 or fewer if it is due.
         movable: whether its round may come early.
         lot: most rounds of a step, if the due ones are not more.
     """
+    if len(steps) <= lot:
+        return []
     due = sum(left <= 0 for left in steps)
     candidates = [index for index, left in enumerate(steps) if left > 0 and movable[index]]
     if due >= lot or not candidates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from sglang_triattn.config import Config, flag
+from sglang_triattn.config import AUTO, Config, flag
 from sglang_triattn.errors import TriAttentionError
 
 
@@ -58,6 +58,7 @@ def complete(
     images: bool = True,
     page_size: int = 1,
     whole_pages: bool = False,
+    level: bool = True,
 ) -> RoundRules:
     """The rules of rounds for a model and its server.
 
@@ -74,6 +75,7 @@ def complete(
         page_size: slots per page.
         whole_pages: whether rounds evict whole pages before the newest tokens: queued steps of speculative decoding
             write to pages of which a round does not know how many tokens will hold.
+        level: whether `auto` levels rounds, so that what a request keeps depends on those that run with it.
 
     Raises:
         TriAttentionError: the budget or the newest tokens are fewer than the window, or there are no values to choose
@@ -94,4 +96,6 @@ def complete(
     share = config.default_value_share if config.value_share is None else config.value_share
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     facts = {"window": window, "round_to": page_size if window or whole_pages else 1, "images": images}
+    if not level and config.rounds_per_step == AUTO:
+        facts["rounds_per_step"] = 0
     return RoundRules(**{**settings, **facts, "recent": recent, "value_share": 0.0 if latent else share})

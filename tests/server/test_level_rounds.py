@@ -14,7 +14,6 @@ import lengths_probe
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, prompt
 from sets import wide
 
-LEVEL = ("--triattention-rounds-per-step", "auto")
 TOGETHER, TOKENS = 20, BUDGET + 4 * INTERVAL
 
 
@@ -25,7 +24,7 @@ def rounds_by_step(batches: list[dict[str, int]]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("flags", "most"),
-    [(LEVEL, 8), wide((*LEVEL, "--page-size", "16"), 8), wide(("--triattention-rounds-per-step", "3"), 3)],
+    [((), 8), wide(("--page-size", "16"), 8), wide(("--triattention-rounds-per-step", "3"), 3)],
 )
 def test_a_burst_is_level(serve, tmp_path, flags, most):
     """Prevents a step that waits for the rounds of all requests that arrived together, and rounds that come late."""

@@ -157,6 +157,14 @@ def test_windows_raise_what_follows_from_the_budget():
         complete(Config(budget=2048, recent=409), window=1024)
 
 
+def test_deterministic_inference_leaves_rounds_where_they_are_due():
+    """Prevents answers that depend on other requests where the user asked for none that do."""
+    assert complete(Config()).most_rounds is None
+    assert complete(Config(), level=False).most_rounds == 0
+    assert complete(Config(rounds_per_step=0)).most_rounds == 0
+    assert complete(Config(rounds_per_step=3)).most_rounds == 3
+
+
 def test_latents_have_no_values():
     """Prevents tokens that are chosen by the lengths of latents, and a setting of the user that is overruled."""
     assert complete(Config(), latent=True).value_share == 0

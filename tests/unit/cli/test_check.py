@@ -154,6 +154,16 @@ def test_servers_that_would_never_compress(run_check, flags, what):
     assert "not judged" not in output
 
 
+def test_deterministic_inference(run_check):
+    """Prevents rounds that depend on other requests where answers must not, and a refusal of the default."""
+    alone = ("qwen3-32b", "--enable-deterministic-inference")
+    assert run_check(*alone)[0] == 0
+    assert run_check(*alone, "--triattention-rounds-per-step", "0")[0] == 0
+    status, output, _ = run_check(*alone, "--triattention-rounds-per-step", "8")
+    assert status == 1
+    assert "and --triattention-rounds-per-step 8, because a first round that comes early" in output
+
+
 def test_speculative_decoding(run_check):
     """Prevents drafts that are accepted here and refused by a launch, or the reverse."""
     alone = ("--speculative-algorithm", "ngram")

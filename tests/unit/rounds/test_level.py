@@ -106,6 +106,17 @@ def test_no_round_is_late(history):
     assert all(0 <= early <= INTERVAL - INTERVAL // 4 for early in server.early)
 
 
+@pytest.mark.parametrize("count", [1, 5, LOT])
+def test_few_requests_have_their_rounds_when_they_are_due(count):
+    """Prevents answers that depend on other requests where all rounds may meet in a step anyway."""
+    server = Server()
+    for number in range(count):
+        server.arrive(1, private=number)
+    for _ in range(BUDGET + 4 * INTERVAL):
+        server.step()
+    assert set(server.early) == {0}
+
+
 def test_those_admitted_first_come_first():
     """Prevents ranks from choosing differently among equals."""
     assert choose_early([5] * 20, [True] * 20, 4) == []
