@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from sglang_triattn.request.lifecycle import RESUMED
 from sglang_triattn.verify.client import Answer
+from sglang_triattn.verify.expected_outcome import first_round
 from sglang_triattn.verify.finding import Finding, difference, failed, largest_gap, not_tested, passed
-from sglang_triattn.verify.law import first_round
 from sglang_triattn.verify.traffic import Evidence, copied
 
 NO_TREE = "the server was started with --disable-radix-cache"
@@ -22,7 +22,7 @@ def exact(found: Evidence) -> Finding:
         return failed(
             f"log-probabilities differ by up to {gap:.2g} before the first round, from those without a budget"
         )
-    return passed(f"{steps} tokens {_alike(gap)} those of the request with enabled false")
+    return passed(f"{steps} tokens {_closeness(gap)} those of the request with enabled false")
 
 
 def effect(found: Evidence) -> Finding:
@@ -74,8 +74,12 @@ def frozen_prefix(found: Evidence) -> Finding:
     rounds = sum(answer.report.get("rounds", 0) for answer in found.crowd)
     gap, noise = min(largest_gap(first, values) for values in later), largest_gap(first, again)
     if gap > max(found.noise, 2 * noise):
-        return failed(f"log-probabilities behind a shared prefix moved by {gap:.2g} after {rounds} rounds beside it")
-    return passed(f"{len(first)} log-probabilities behind it {_alike(gap)} those before {rounds} rounds beside it")
+        return failed(
+            f"log-probabilities after a shared prefix moved by {gap:.2g} during {rounds} rounds of its readers"
+        )
+    return passed(
+        f"{len(first)} log-probabilities after it {_closeness(gap)} those before {rounds} rounds of its readers"
+    )
 
 
 def positions(found: Evidence) -> Finding:
@@ -98,21 +102,21 @@ def conversation(found: Evidence) -> Finding:
         return not_tested(_no_copy(found))
     history = len(found.copies[0].ask.ids) + len(found.copies[0].output)
     prefilled = len(found.resumed[0].ask.ids) - min(answer.cached for answer in found.resumed)
-    for told in (answer.report.get("conversation") for answer in found.resumed):
-        if told != RESUMED:
-            return failed(f"the second turn is {told or 'not reported'} instead of {RESUMED}")
+    for start in (answer.report.get("conversation") for answer in found.resumed):
+        if start != RESUMED:
+            return failed(f"the second turn is {start or 'not reported'} instead of {RESUMED}")
     # The new tokens, the last one of the turn before, and what fills its last page.
     most = len(found.resumed[0].ask.ids) - history + 1 + found.page_size
     if prefilled > most:
         return failed(f"the second turn prefilled {prefilled} tokens, where {most} were to be expected")
-    said = f"resumed behind {history} tokens, prefilled {prefilled}"
+    found_row = f"resumed after {history} tokens, prefilled {prefilled}"
     tries = _copying(found, found.copies)
     if not tries:
-        return passed(f"{said}; its content was not tested, because no first turn copied to its end")
+        return passed(f"{found_row}; its content was not tested, because no first turn copied to its end")
     most, tokens = max(_right(found, found.resumed, place) for place in tries), len(found.resumed[0].output)
     if most < tokens // 3:
-        return failed(f"{said}, and then loses after {most} tokens the passage that the first turn copied")
-    return passed(f"{said}, and goes on copying")
+        return failed(f"{found_row}, and then loses after {most} tokens the passage that the first turn copied")
+    return passed(f"{found_row}, and goes on copying")
 
 
 def _steps_before(found: Evidence) -> int:
@@ -141,5 +145,5 @@ def _right(found: Evidence, answers: Sequence[Answer], place: int) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _alike(gap: float) -> str:
+def _closeness(gap: float) -> str:
     return "equal" if gap == 0 else f"are within {gap:.1g} of"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sglang_triattn.verify.client import COUNTERS, Answer
+from sglang_triattn.verify.expected_outcome import Outcome, is_possible, possible, replay
 from sglang_triattn.verify.finding import Finding, failed, not_tested, passed
-from sglang_triattn.verify.law import Outcome, is_possible, possible, replay
 from sglang_triattn.verify.traffic import Evidence
 
 
 def active(found: Evidence) -> Finding:
-    """Finds a replica that serves uncompressed behind the same URL."""
+    """Finds a replica that serves uncompressed under the same URL."""
     replicas = found.after.replicas
     on = sum(replica is not None for replica in replicas)
     if on < len(replicas):
@@ -33,27 +33,29 @@ def metrics(found: Evidence) -> Finding:
 
 
 def report(found: Evidence) -> Finding:
-    """Finds reports that are missing, are another request's, or tell of other rounds than the settings ask for."""
+    """Finds reports that are missing, are another request's, or count other rounds than the settings ask for."""
     for answer in [found.warm, found.dense, *found.compressed]:
-        told, tokens = answer.report, len(answer.ask.ids) + len(answer.output) - 1
-        if told.get("logical_length") != tokens:
-            return failed(f"a request of {tokens} computed tokens reports a logical length of {_told(told)}")
-        if told["physical_length"] + told["evicted_tokens"] != tokens:
+        counts, tokens = answer.report, len(answer.ask.ids) + len(answer.output) - 1
+        if counts.get("logical_length") != tokens:
             return failed(
-                f"physical length {told['physical_length']} + evicted {told['evicted_tokens']} is not {tokens}"
+                f"a request of {tokens} computed tokens reports a logical length of {_logical_length(counts)}"
+            )
+        if counts["physical_length"] + counts["evicted_tokens"] != tokens:
+            return failed(
+                f"physical length {counts['physical_length']} + evicted {counts['evicted_tokens']} is not {tokens}"
             )
     for answer in (found.warm, found.dense):
         if answer.report["rounds"]:
             return failed(f"a request within its budget, or without one, had {answer.report['rounds']} rounds")
     for answer in found.compressed:
-        told = answer.report
-        if not told["rounds"] or not told["evicted_tokens"]:
+        counts = answer.report
+        if not counts["rounds"] or not counts["evicted_tokens"]:
             return failed("a request that outgrew its budget had no round")
         if found.exact_plan and not _is_right(found, answer):
             due = max(outcomes(found, answer), key=lambda each: -each.rounds)
             return failed(
-                f"{told['rounds']} rounds evicted {told['evicted_tokens']} tokens of {told['logical_length']}; by its "
-                f"settings, {due.rounds} rounds evict {due.evicted_tokens}"
+                f"{counts['rounds']} rounds evicted {counts['evicted_tokens']} tokens of {counts['logical_length']}; "
+                f"by its settings, {due.rounds} rounds evict {due.evicted_tokens}"
                 f"{', in a prefill without chunks' if _compacts_prompt(answer) else ''}"
             )
     early = "" if found.exact_plan else "; memory was short, so their number was not foreseen"
@@ -65,8 +67,8 @@ def freed(found: Evidence) -> Finding:
     """Finds memory that is evicted on paper: fewer slots, or other pages, than the evicted tokens leave empty."""
     page, sums = found.page_size, Outcome()
     for answer in found.compressed:
-        told = answer.report
-        slots, evicted, rounds = (told.get(name, 0) for name in ("freed_slots", "evicted_tokens", "rounds"))
+        counts = answer.report
+        slots, evicted, rounds = (counts.get(name, 0) for name in ("freed_slots", "evicted_tokens", "rounds"))
         exact = found.exact_plan and not _compacts_prompt(answer)
         due = _freed_by(found, answer) if exact else evicted
         # Each round may leave, or find, one page that is filled in part.
@@ -91,7 +93,7 @@ def bound(found: Evidence) -> Finding:
 
 
 def memory(found: Evidence) -> Finding:
-    """Finds evicted tokens whose slots stay in use, and slots that nobody gives back when requests end."""
+    """Finds evicted tokens whose slots stay in use, and slots that are not given back when requests end."""
     if found.shared:
         return not_tested("others use the server, whose requests hold memory too")
     before, after = found.load_before.used, found.load_after.used
@@ -149,16 +151,18 @@ def _compare(found: Evidence, where: str, ours: dict[str, int], delta: dict[str,
 
 def _is_right(found: Evidence, answer: Answer) -> bool:
     """Whether the reported rounds are those that were due."""
-    told = Outcome(*(answer.report[name] for name in ("rounds", "evicted_tokens", "freed_slots", "physical_length")))
+    reported = Outcome(
+        *(answer.report[name] for name in ("rounds", "evicted_tokens", "freed_slots", "physical_length"))
+    )
     if not _compacts_prompt(answer):
         counts = {(due.rounds, due.evicted_tokens) for due in outcomes(found, answer)}
-        return (told.rounds, told.evicted_tokens) in counts
+        return (reported.rounds, reported.evicted_tokens) in counts
     return is_possible(
         found.settings_of(answer),
-        told,
+        reported,
         prompt=len(answer.ask.ids),
         frozen=found.frozen_of(answer),
-        logical=told.physical_length + told.evicted_tokens,
+        logical=reported.physical_length + reported.evicted_tokens,
     )
 
 
@@ -167,5 +171,5 @@ def _compacts_prompt(answer: Answer) -> bool:
     return answer.ask.control.get("prompt") == "compact"
 
 
-def _told(report: dict) -> str:
+def _logical_length(report: dict) -> str:
     return str(report.get("logical_length", "nothing at all"))

@@ -3,7 +3,7 @@
     |-- shared: head, mark, filler --|-- what one request adds --|-- generated ->
 
 `mark` is random, so that no earlier run has left the prompt in the radix tree. All requests bring small budgets of
-their own, so that rounds come within few tokens whatever the server's flags are.
+their own, so that rounds come within few tokens under all flags of the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.verify.client import Answer, Ask, Client, Load, State
-from sglang_triattn.verify.law import first_round, frozen_length, tokens_to_generate
+from sglang_triattn.verify.expected_outcome import first_round, frozen_length, tokens_to_generate
 
 BUDGET, INTERVAL, RECENT = 16, 8, 4
 """Of the requests, where the server's flags and its model's window allow so little."""
@@ -37,8 +37,8 @@ TEXT = (
     "The old lighthouse keeper walked down to the harbour before sunrise, carrying a brass lantern, two green apples "
     "and a folded map of seven northern islands. Rain had washed the stone steps, and grey gulls were quarrelling over "
     "silver fish near the broken pier. He counted eleven wooden boats, painted blue, yellow or black, and wrote their "
-    "names into a small leather book. Nobody else was awake, except the baker, whose oven warmed the narrow street "
-    "behind the chapel."
+    "names into a small leather book. No one else was awake, except the baker, whose oven warmed the narrow street "
+    "beyond the chapel."
 )
 
 
@@ -97,7 +97,7 @@ class Evidence:
 
     @property
     def exact_plan(self) -> bool:
-        """Whether rounds ran only when they were due, so that token counts tell all about them."""
+        """Whether rounds ran only when they were due, so that token counts determine them."""
         early = self.after.total("pressure_rounds") - self.before.total("pressure_rounds")
         return not early and not any(answer.retractions for answer in self.compressed)
 
@@ -208,7 +208,7 @@ class _Script:
         return tokens_to_generate(settings, prompt=len(prompt), frozen=frozen, least=least)
 
     def warm_up(self) -> None:
-        """Puts the shared prompt into the tree, and asks twice for log-probabilities behind it."""
+        """Puts the shared prompt into the tree, and asks twice for log-probabilities that follow it."""
         found = self._found
         found.warm = self._ask(Ask(found.prefix, 1, self._small))[0]
         self._probe()
@@ -220,7 +220,7 @@ class _Script:
         self._found.probes += self._ask(Ask(prefix + prefix[1:], 1, OFF, logprobs_from=len(prefix)))
 
     def twins(self) -> None:
-        """The same request without and with compression, one after the other, so that both are computed alike."""
+        """The same request without and with compression, one after the other, so that both run in batches of one."""
         found, control = self._found, self._small
         settings = dataclasses.replace(found.config, pressure_budget=None, **control)
         prompt = found.prefix

@@ -151,7 +151,7 @@ def mix_up_row(real, conversations, request) -> None:
 def make_up(report, req, page_size: int):
     """The report of rounds that were due and did not run; adds them to the sums."""
     from sglang_triattn.patches.request.compressed import frozen_of, settings_of
-    from sglang_triattn.verify.law import replay
+    from sglang_triattn.verify.expected_outcome import replay
 
     settings = settings_of(req)
     if settings is None:

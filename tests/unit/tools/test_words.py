@@ -30,11 +30,9 @@ LATER = (
     "patches/scheduler/admission.py",
     "patches/scheduler/bounded_adder.py",
     "patches/scheduler/conversations.py",
-    "sglang_triattn/cli/plan.py",
     "sglang_triattn/config.py",
     "sglang_triattn/request",
     "sglang_triattn/rounds",
-    *(f"sglang_triattn/verify/{name}.py" for name in ("checks_of_answers", "checks_of_memory", "law", "traffic")),
     "tests/support/property",
     "tests/unit/rounds",
 )

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from sglang_triattn.config import Config
 from sglang_triattn.rounds.plan import plan_round
 from sglang_triattn.rounds.rules import complete
-from sglang_triattn.verify.law import Outcome, first_round, frozen_length, is_possible, replay, tokens_to_generate
+from sglang_triattn.verify.expected_outcome import (
+    Outcome,
+    first_round,
+    frozen_length,
+    is_possible,
+    replay,
+    tokens_to_generate,
+)
 
 
 def test_at_page_size_1():

@@ -1,6 +1,6 @@
 """What a server's rounds must have done to a request, from its settings and token counts alone.
 
-Written apart from `sglang_triattn.rounds.plan`, after which servers act.
+Servers act after `sglang_triattn.rounds.plan`, of which this is independent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def replay(config: RoundRules, *, prompt: int, frozen: int, logical: int, page_s
         prompt: its tokens.
         frozen: from `frozen_length`.
         logical: tokens whose K/V was computed.
-        page_size: slots per page; floor law: a round frees the pages that lie behind the row's new end.
+        page_size: slots per page; floor law: a round frees the pages past the row's new end.
     """
     return next(_outcomes(config, config.trigger(frozen), prompt, frozen, logical, page_size))
 
@@ -86,7 +86,7 @@ def _outcomes(
 
 
 def is_possible(config: RoundRules, reported: Outcome, *, prompt: int, frozen: int, logical: int) -> bool:
-    """Whether due rounds can have done this to a request whose prompt was compacted, in chunks of whatever sizes.
+    """Whether due rounds can have done this to a request whose prompt was compacted, in chunks of any size.
 
     SGLang makes a chunk as long as there is memory for it, so how many rounds run during a prefill, and how much each
     of them evicts, is known to the server alone. But no round comes before its time, none is left out while the request
