@@ -86,7 +86,8 @@ def draw_capacity(content: dict, path: Path) -> None:
 
 def draw_decode(content: dict, path: Path) -> None:
     """Tokens per second by context, one panel per batch; ceilings dashed, cells that did not fit left out."""
-    rows = [row for row in content["rows"] if row["page_size"] == 1]
+    default = content["setting"]["selection"]
+    rows = [row for row in content["rows"] if (row["page_size"], row["selection"]) == (1, default)]
     batches = sorted({row["batch"] for row in rows})
     figure, panels = pyplot.subplots(1, len(batches), figsize=(3.5 * len(batches) + 1, 4), layout="constrained")
     for batch, axes in zip(batches, [panels] if len(batches) == 1 else panels, strict=True):

@@ -60,8 +60,8 @@ class Rounds:
     reference: Scorer
 
     @staticmethod
-    def of(config: RoundRules, page_size: int, buffers, tables: ScoreTables) -> Rounds:
-        """Built as the server builds them: see `build_compressor` and `make_mover`."""
+    def of(config: RoundRules, compaction: str, buffers, tables: ScoreTables) -> Rounds:
+        """Built as the server builds them: see `build_compressor` and `make_mover`; `compaction` is remap or fill."""
         k, v = buffers
         due = config.trigger(config.sinks)
         options = {
@@ -71,7 +71,7 @@ class Rounds:
             "v_buffers": v,
             "value_share": config.value_share,
         }
-        mover = None if page_size == 1 else Mover(k, v)
+        mover = None if compaction == "remap" else Mover(k, v)
         return Rounds(config, Scorer(k, tables, **options), mover, Scorer(k, tables, **options, kernels=False))
 
     @property

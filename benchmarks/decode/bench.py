@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,8 @@ from benchmarks.decode.step import CudaGraphs, Eager, Run, Step
 from benchmarks.rounds.score_speed import copy_bandwidth
 from sglang_triattn.config import Config
 from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
+from sglang_triattn.kernels.select import selection_named
+from sglang_triattn.rounds.level import LOT
 from sglang_triattn.rounds.rules import RoundRules, complete
 
 WARM = 3
@@ -27,8 +30,23 @@ RESERVE = 4 << 30
 """Device memory reserved for everything but weights and KV: activations, graphs, FlashInfer's and the scorer's
 workspace."""
 
-SELECTIONS = {1: "shared-mean", 16: "per-layer-head"}
-"""By page size: one kept set, so that rows are remapped; one set per head, so that K and V move."""
+
+class Way(NamedTuple):
+    """A way of compacting."""
+
+    page_size: int
+    selection: str
+
+    @property
+    def compaction(self) -> str:
+        """What a round does, as the server chooses it: one kept set needs no K and V to move."""
+        return "remap" if self.page_size == 1 and selection_named(self.selection).shared else "fill"
+
+
+DEFAULT = Way(1, Config().selection)
+WAYS = (DEFAULT, Way(1, "shared-mean"), Way(16, "per-layer-head"))
+ARRANGEMENTS = ("spread", "together", "level")
+"""When the requests of a batch have their rounds: one after the other, all in one step, or LOT in one step."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +73,15 @@ class Setting:
     @property
     def positions(self) -> int:
         """Highest logical position that any run reaches, and number of slots that a row names."""
-        return max(*self.contexts, *(self.config(budget, 1).budget for budget in self.budgets)) + 4 * self.interval + 64
+        return (
+            max(*self.contexts, *(self.config(budget, DEFAULT).budget for budget in self.budgets))
+            + 4 * self.interval
+            + 64
+        )
 
-    def config(self, budget: int, page_size: int) -> RoundRules:
+    def config(self, budget: int, way: Way) -> RoundRules:
         recent = min(128, self.interval, budget // 2)
-        return complete(Config(budget=budget, interval=self.interval, recent=recent, selection=SELECTIONS[page_size]))
+        return complete(Config(budget=budget, interval=self.interval, recent=recent, selection=way.selection))
 
 
 class Bench:
@@ -90,7 +112,10 @@ class Bench:
         s = self.setting
         token = s.shape.kv_bytes(s.layers)
         # Plus page 0.
-        return max([max(s.batches) * s.positions * token, *map(self.memory_of, s.memories)]) + max(SELECTIONS) * token
+        return (
+            max([max(s.batches) * s.positions * token, *map(self.memory_of, s.memories)])
+            + max(way.page_size for way in WAYS) * token
+        )
 
     def memory_of(self, memory: float) -> int:
         """Scales `memory`, the bytes that all of the model's layers need, to this run's layers."""
@@ -100,9 +125,9 @@ class Bench:
         buffers = self.pool.buffers(layers or self.setting.layers)
         return Step(self.model, buffers, self.kind, requests, self.setting.positions, self.runtime)
 
-    def rounds(self, step: Step, budget: int, page_size: int) -> Rounds:
+    def rounds(self, step: Step, budget: int, way: Way) -> Rounds:
         tables = self.tables[: len(step.buffers[0])]
-        return Rounds.of(self.setting.config(budget, page_size), page_size, step.buffers, tables)
+        return Rounds.of(self.setting.config(budget, way), way.compaction, step.buffers, tables)
 
     def dense(self, step: Step, context: int) -> Runner:
         """Requests that hold all of their `context` tokens at the end of the run."""
@@ -110,18 +135,22 @@ class Bench:
         first = context - steps - WARM
         return Runner(step, step.batch(1), [first] * step.requests, first, steps, context)
 
-    def compressed(self, step: Step, context: int, budget: int, page_size: int) -> Runner | None:
+    def compressed(self, step: Step, context: int, budget: int, way: Way, arrangement: str = "spread") -> Runner | None:
         """Compressed requests at the same position; None if that is too early for a round.
 
-        Their rounds are spread over the steps: one per request in `interval` steps.
+        Each has one round in `interval` steps.
+
+        Args:
+            arrangement: one of ARRANGEMENTS.
         """
         steps = self.setting.interval
-        rounds = self.rounds(step, budget, page_size)
+        rounds = self.rounds(step, budget, way)
         first, bound = context - steps - WARM, rounds.bound
         if first < bound:
             return None
-        lengths = [bound - steps + 1 + r * steps // step.requests for r in range(step.requests)]
-        return Runner(step, step.batch(page_size, rounds), lengths, first, steps, bound)
+        lot = {"spread": 1, "together": step.requests, "level": LOT}[arrangement]
+        lengths = [bound - steps + 1 + r // lot * lot * steps // step.requests for r in range(step.requests)]
+        return Runner(step, step.batch(way.page_size, rounds), lengths, first, steps, bound)
 
 
 @dataclass(frozen=True)

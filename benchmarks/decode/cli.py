@@ -3,8 +3,9 @@
 One decode loop in the shape of a real model with random weights: paged KV in SGLang's layout, FlashInfer's batch decode
 planned every step (this folder's Triton kernel where it is absent), a CUDA graph for each batch size, and this
 package's own scorer, remap and mover, which run real rounds between the steps, on the same stream, every `interval`
-tokens of a request. Requests are staggered so that rounds spread over the steps as in a server. Dense and compressed
-runs alternate; figures are medians. K and V lie in one pool that both use.
+tokens of a request. Requests are staggered so that rounds spread over the steps; one table also has them together, as
+without levelling when all arrived together, and level, as in a server. Dense and compressed runs alternate; figures are
+medians. K and V lie in one pool that both use.
 
 A ceiling is the tokens per second at which weights and KV entries alone would be read at this device's copy bandwidth.
 No figure is reported unless the answers are right, see check.py. Needs torch, Triton and numpy.
@@ -23,9 +24,9 @@ import torch
 
 from benchmarks.common import print_table, write
 from benchmarks.decode.attention import KINDS, choose
-from benchmarks.decode.bench import Bench, Setting
+from benchmarks.decode.bench import DEFAULT, Bench, Setting
 from benchmarks.decode.model import SHAPES
-from benchmarks.decode.rounds import scoring_share, time_rounds
+from benchmarks.decode.rounds import scoring_share, time_arrangements, time_rounds
 from benchmarks.decode.tables import Errors, capacity, goal_rows, goals, grid
 
 QUICK = 16
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "layers": setting.layers,
         "attention": kind.name,
         "interval": setting.interval,
+        "selection": DEFAULT.selection,
         "copy_gb_s": bench.bandwidth / 1e9,
         "weights_gb": setting.shape.held_bytes(setting.layers) / 1e9,
         "kv_pool_gb": slots * setting.shape.kv_bytes(setting.layers) / 1e9,
@@ -129,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         keep("rows", grid(bench, errors, requests))
     results["scoring"] = scoring_share(bench)
     keep("rounds", time_rounds(bench))
+    for requests in setting.batches:
+        keep("arrangements", time_arrangements(bench, requests))
     # The goals are for full lengths.
     if setting.scale == 1:
         keep("goal_rows", goal_rows(bench, errors, results["rows"]))

@@ -6,25 +6,26 @@ import statistics
 
 import torch
 
-from benchmarks.decode.bench import SELECTIONS, Bench
+from benchmarks.decode.bench import ARRANGEMENTS, DEFAULT, WAYS, Bench, Way, alternate, figures
 from benchmarks.decode.model import BYTES
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.rounds.level import LOT
 
 REPEATS = 10
 
 
 def time_rounds(bench: Bench) -> list[dict]:
-    """One row per page size, budget and number of requests: microseconds, launches included."""
+    """One row per way of compacting, budget and number of requests: microseconds, launches included."""
     rows = []
-    for page_size in SELECTIONS:
+    for way in WAYS:
         for budget in bench.setting.budgets:
             for requests in (1, 8):
-                seconds = _one(bench, page_size, budget, requests)
+                seconds = _one(bench, way, budget, requests)
                 rows.append(
                     {
-                        "page_size": page_size,
-                        "compaction": "remap" if page_size == 1 else "fill",
-                        "selection": SELECTIONS[page_size],
+                        "page_size": way.page_size,
+                        "compaction": way.compaction,
+                        "selection": way.selection,
                         "budget": budget,
                         "requests": requests,
                         "round_us": seconds * 1e6 if seconds else None,
@@ -33,12 +34,44 @@ def time_rounds(bench: Bench) -> list[dict]:
     return rows
 
 
-def _one(bench: Bench, page_size: int, budget: int, requests: int) -> float | None:
+def time_arrangements(bench: Bench, requests: int) -> list[dict]:
+    """One row per arrangement of the rounds of a batch, at the longest context with the middle budget.
+
+    `longest_us` is the longest pass of rounds, which delays one step by as much; `step_us` is the mean step, rounds
+    included. No row if the requests are fewer than two lots, which all arrangements treat in the same way.
+    """
+    setting = bench.setting
+    context, budget = max(setting.contexts), sorted(setting.budgets)[len(setting.budgets) // 2]
+    if requests < 2 * LOT:
+        return []
+    step = bench.step(requests)
+    runners = {name: bench.compressed(step, context, budget, DEFAULT, name) for name in ARRANGEMENTS}
+    fitting = {name: runner for name, runner in runners.items() if runner is not None and runner.fits()}
+    runs = dict(zip(fitting, alternate(list(fitting.values()), setting.repeats), strict=True))
+    rows = []
+    for name, own in runs.items():
+        passes = [run.rounds for run in own]
+        rows.append(
+            {
+                "batch": requests,
+                "context": context,
+                "budget": budget,
+                "rounds": name,
+                "tokens_s": figures(bench, step, own).tokens_s,
+                "step_us": statistics.median(run.seconds / run.steps for run in own) * 1e6,
+                "passes": len(passes[0]),
+                "longest_us": statistics.median(map(max, passes)) * 1e6,
+            }
+        )
+    return rows
+
+
+def _one(bench: Bench, way: Way, budget: int, requests: int) -> float | None:
     """Median seconds of one pass; None if the pool is too small."""
     runtime = bench.runtime
     step = bench.step(requests)
-    rounds = bench.rounds(step, budget, page_size)
-    batch = step.batch(page_size, rounds)
+    rounds = bench.rounds(step, budget, way)
+    batch = step.batch(way.page_size, rounds)
     lengths = [rounds.bound] * requests
     if batch.slots_for(requests, rounds.bound) > len(step.buffers[0][0]):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode.bench import Bench, Figures, Runner, alternate, figures
+from benchmarks.decode.bench import DEFAULT, WAYS, Bench, Figures, Runner, Way, alternate, figures
 from benchmarks.decode.step import Step
 
 MOST_REQUESTS = 512
@@ -15,7 +15,7 @@ MOST_REQUESTS = 512
 GOAL_BATCH, GOAL_CONTEXT, GOAL_BUDGET = 32, 16384, 2048
 GOALS = {
     "scoring / copy bandwidth": ("at least", 0.8),
-    "rounds / time of the steps they serve, worst cell at page 1": ("at most", 0.01),
+    "rounds / time of the steps they serve, worst cell by default": ("at most", 0.01),
     "batch 32, 16k context, budget 2,048: compressed / dense": ("at least", 2.5),
     "batch 32, 16k context, budget 2,048: compressed / ceiling": ("at least", 0.85),
 }
@@ -32,12 +32,11 @@ class Errors:
 
 
 def grid(bench: Bench, errors: Errors, requests: int) -> list[dict]:
-    """One row per context and budget for one batch size at page size 1, and at 16 for the longest context."""
+    """One row per context and budget for one batch size by default, and by the other ways at the longest context."""
     rows, step, checked = [], bench.step(requests), set()
     for context in bench.setting.contexts:
-        wanted = [(budget, 1) for budget in bench.setting.budgets]
-        if context == max(bench.setting.contexts):
-            wanted += [(budget, 16) for budget in bench.setting.budgets]
+        ways = WAYS if context == max(bench.setting.contexts) else (DEFAULT,)
+        wanted = [(budget, way) for way in ways for budget in bench.setting.budgets]
         rows += _cells(bench, errors, step, context, wanted, checked)
     return rows
 
@@ -53,7 +52,7 @@ def goal_rows(bench: Bench, errors: Errors, rows: list[dict]) -> list[dict]:
     if not layers:
         return []
     step = bench.step(wanted_rows[0]["batch"], layers)
-    return _cells(bench, errors, step, wanted_rows[0]["context"], [(wanted_rows[0]["budget"], 1)], set())
+    return _cells(bench, errors, step, wanted_rows[0]["context"], [(wanted_rows[0]["budget"], DEFAULT)], set())
 
 
 def _cells(bench: Bench, errors: Errors, step: Step, context: int, wanted, checked: set) -> list[dict]:
@@ -63,14 +62,14 @@ def _cells(bench: Bench, errors: Errors, step: Step, context: int, wanted, check
         note, dense = _too_large(bench, step, dense), None
     runners: dict = {} if dense is None else {"dense": dense}
     notes = {}
-    for budget, page_size in wanted:
-        runner = bench.compressed(step, context, budget, page_size)
+    for budget, way in wanted:
+        runner = bench.compressed(step, context, budget, way)
         if runner is None:
-            notes[budget, page_size] = "no round yet at this context"
+            notes[budget, way] = "no round yet at this context"
         elif not runner.fits():
-            notes[budget, page_size] = "compressed: " + _too_large(bench, step, runner)
+            notes[budget, way] = "compressed: " + _too_large(bench, step, runner)
         else:
-            runners[budget, page_size] = runner
+            runners[budget, way] = runner
     names = {
         key: f"batch {step.requests}, context {context}, {_name(key)}"
         for key in runners
@@ -101,7 +100,7 @@ def _notes(*parts: str | None) -> str:
 
 
 def _name(key) -> str:
-    return key if key == "dense" else f"budget {key[0]}, page size {key[1]}"
+    return key if key == "dense" else f"budget {key[0]}, page size {key[1].page_size}, {key[1].selection}"
 
 
 def _too_large(bench: Bench, step: Step, runner: Runner) -> str:
@@ -109,13 +108,14 @@ def _too_large(bench: Bench, step: Step, runner: Runner) -> str:
     return f"{runner.slots() * token / 1e9:.1f} GB of KV, {len(step.buffers[0][0]) * token / 1e9:.1f} there"
 
 
-def _row(step: Step, context: int, key: tuple[int, int], seen: dict, note: str) -> dict:
+def _row(step: Step, context: int, key: tuple[int, Way], seen: dict, note: str) -> dict:
     dense, ours = seen.get("dense"), seen.get(key)
     return {
         "batch": step.requests,
         "context": context,
         "budget": key[0],
-        "page_size": key[1],
+        "page_size": key[1].page_size,
+        "selection": key[1].selection,
         "layers": len(step.buffers[0]),
         "dense_tokens_s": dense and dense.tokens_s,
         "dense_ceiling": dense and dense.ceiling,
@@ -174,25 +174,28 @@ def _largest(bench: Bench, mode: str, length: int, requests: int) -> Runner | No
     """A batch with its own steps, dense at a context or compressed to a budget at the longest context."""
     step = bench.step(requests)
     return (
-        bench.dense(step, length) if mode == "dense" else bench.compressed(step, max(bench.setting.contexts), length, 1)
+        bench.dense(step, length)
+        if mode == "dense"
+        else bench.compressed(step, max(bench.setting.contexts), length, DEFAULT)
     )
 
 
 def _bound(bench: Bench, budget: int) -> int:
-    config = bench.setting.config(budget, 1)
+    config = bench.setting.config(budget, DEFAULT)
     return config.sinks + config.trigger(config.sinks)
 
 
 def _is_goal(bench: Bench, row: dict) -> bool:
     scale = bench.setting.scale
-    wanted = (GOAL_BATCH, GOAL_CONTEXT // scale, GOAL_BUDGET // scale, 1)
-    return (row["batch"], row["context"], row["budget"], row["page_size"]) == wanted
+    wanted = (GOAL_BATCH, GOAL_CONTEXT // scale, GOAL_BUDGET // scale, *DEFAULT)
+    return tuple(row[name] for name in ("batch", "context", "budget", "page_size", "selection")) == wanted
 
 
 def goals(bench: Bench, rows: list[dict], fewer: list[dict], scoring: float | None) -> list[dict]:
     """The goals that this run has cells for: what was wanted, what was seen, and whether the goal is met."""
     cell = next((row for row in fewer or rows if _is_goal(bench, row)), {})
-    shares = [row["round_share"] for row in rows if row["page_size"] == 1 and row["round_share"] is not None]
+    default = [row for row in rows if (row["page_size"], row["selection"]) == DEFAULT]
+    shares = [row["round_share"] for row in default if row["round_share"] is not None]
     seen = (scoring, max(shares, default=None), cell.get("speedup"), cell.get("compressed_share"))
     names = list(GOALS)
     table = []

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,16 +25,29 @@ import requests
 from benchmarks.common import print_table, write
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
 
-POOL, REQUESTS, SHARED, OWN = 4096, 12, 64, 8
-BUDGET, INTERVAL = 256, 64
+REQUESTS, SHARED, OWN = 12, 64, 8
 POLL_S = 0.1
 
 
-def server_args(compressed: bool, stats: str) -> list[str]:
-    args = ["--max-total-tokens", str(POOL)]
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens: of the pool, and of each request."""
+
+    pool: int = 4096
+    budget: int = 256
+    interval: int = 64
+    tokens: int = 1000
+
+
+QUICK = Sizes(pool=1280, budget=64, interval=16, tokens=360)
+"""A third of the lengths: as with all of them, three dense requests fit, or every compacted one."""
+
+
+def server_args(compressed: bool, stats: str, sizes: Sizes) -> list[str]:
+    args = ["--max-total-tokens", str(sizes.pool)]
     if compressed:
         args += ["--enable-triattention", "--triattention-stats", stats]
-        args += ["--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
+        args += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(sizes.interval)]
     return args
 
 
@@ -111,21 +125,23 @@ def median_of(runs: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="few tokens, one run of each server")
-    parser.add_argument("--tokens", type=int, default=1000, help="generated tokens of a request")
+    parser.add_argument("--quick", action="store_true", help="a third of all lengths, one run of each server")
+    parser.add_argument("--tokens", type=int, help="generated tokens of a request, by default 1000, or 360")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
     options = parser.parse_args()
-    tokens, runs = (options.tokens, options.runs) if not options.quick else (360, 1)
+    sizes, runs = (QUICK, 1) if options.quick else (Sizes(), options.runs)
+    if options.tokens is not None:
+        sizes = replace(sizes, tokens=options.tokens)
 
     results: dict[str, list[dict]] = {"plain": [], "compressed": []}
     with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
         for run in range(runs):
             for name, measured in results.items():
                 log = Path(logs) / f"{name}-{run}.log"
-                with serving(model, server_args(name == "compressed", stats), log) as server:
-                    measured.append(measure(server.url, tokens))
+                with serving(model, server_args(name == "compressed", stats, sizes), log) as server:
+                    measured.append(measure(server.url, sizes.tokens))
     medians = {name: median_of(measured) for name, measured in results.items()}
     shown = [key for key in medians["plain"] if key != "timeline"]
     print_table(["server", *shown], [[name, *(row[key] for key in shown)] for name, row in medians.items()])
@@ -133,13 +149,10 @@ def main() -> None:
     print(f"compressed / plain: {ratios['mean_running']:.2f} running, {ratios['tokens_per_second']:.2f} tokens/s")
     setting = {
         "model": options.model or "tiny random Llama",
-        "pool": POOL,
         "requests": REQUESTS,
         "prompt": SHARED + OWN,
         "shared": SHARED,
-        "tokens": tokens,
-        "budget": BUDGET,
-        "interval": INTERVAL,
+        **asdict(sizes),
         "runs": runs,
     }
     write({"setting": setting, **medians, "ratios": ratios}, options.json, options.quick)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,7 +34,7 @@ class Mode:
         env: added to the environment of both.
         devices: how many GPUs it takes, where there are any.
         start_servers: starts the servers, where there are several, and yields as `running` does; called with whether
-            they compress, the model, its statistics and a folder for logs.
+            they compress, the model, its statistics, the sizes and a folder for logs.
     """
 
     args: tuple[str, ...] = ()
@@ -56,14 +56,21 @@ def _on_gpu(number: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
+def prefill_and_decode(
+    compressed: bool, model: str, stats: str, sizes: capacity.Sizes, logs: Path
+) -> Iterator[tuple[str, list[str]]]:
     """A server that prefills and one that decodes, which compresses or not."""
     bootstrap = str(free_port())
     common = [*TRANSFER, "--disaggregation-bootstrap-port", bootstrap, "--disaggregation-mode"]
     with ExitStack() as stack:
         found = []
         for number, role in enumerate(("prefill", "decode")):
-            args = [*capacity.server_args(compressed and role == "decode", stats), *common, role, *_on_gpu(number)]
+            args = [
+                *capacity.server_args(compressed and role == "decode", stats, sizes),
+                *common,
+                role,
+                *_on_gpu(number),
+            ]
             env = {**on_cores(number), **PATIENTLY}
             found.append(stack.enter_context(serving(model, args, logs / f"{role}.log", env)))
         prefill, decode = found
@@ -73,12 +80,14 @@ def prefill_and_decode(compressed: bool, model: str, stats: str, logs: Path) -> 
 
 
 @contextmanager
-def replicas_with_a_router(compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
+def replicas_with_a_router(
+    compressed: bool, model: str, stats: str, sizes: capacity.Sizes, logs: Path
+) -> Iterator[tuple[str, list[str]]]:
     """Two servers, either of which a request may go to: where its prefix is, or else where there is less to do."""
     with ExitStack() as stack:
         urls = []
         for number in range(2):
-            args = [*capacity.server_args(compressed, stats), *_on_gpu(number)]
+            args = [*capacity.server_args(compressed, stats, sizes), *_on_gpu(number)]
             replica = serving(model, args, logs / f"replica-{number}.log", on_cores(number))
             urls.append(stack.enter_context(replica).url)
         router = stack.enter_context(running_router(urls, logs / "router.log", *SPREAD, *PATIENT))
@@ -118,24 +127,26 @@ def fits(mode: Mode) -> bool:
 
 
 @contextmanager
-def running(mode: Mode, compressed: bool, model: str, stats: str, logs: Path) -> Iterator[tuple[str, list[str]]]:
+def running(
+    mode: Mode, compressed: bool, model: str, stats: str, sizes: capacity.Sizes, logs: Path
+) -> Iterator[tuple[str, list[str]]]:
     """The URL that takes requests, and those of the servers that decode them."""
     if mode.start_servers:
-        with mode.start_servers(compressed, model, stats, logs) as urls:
+        with mode.start_servers(compressed, model, stats, sizes, logs) as urls:
             yield urls
         return
-    args = [*capacity.server_args(compressed, stats), *(flag.replace("{model}", model) for flag in mode.args)]
+    args = [*capacity.server_args(compressed, stats, sizes), *(flag.replace("{model}", model) for flag in mode.args)]
     with serving(model, args, logs / "server.log", dict(mode.env)) as server:
         yield server.url, [server.url]
 
 
-def measure(mode: Mode, model: str, stats: str, tokens: int, runs: int, logs: Path) -> dict:
+def measure(mode: Mode, model: str, stats: str, sizes: capacity.Sizes, runs: int, logs: Path) -> dict:
     """Medians of both servers, and compressed over plain."""
     found: dict[str, list[dict]] = {"plain": [], "compressed": []}
     for _ in range(runs):
         for name, measured in found.items():
-            with running(mode, name == "compressed", model, stats, logs) as (url, decoders):
-                measured.append(capacity.measure(url, tokens, decoders))
+            with running(mode, name == "compressed", model, stats, sizes, logs) as (url, decoders):
+                measured.append(capacity.measure(url, sizes.tokens, decoders))
     row: dict = {}
     for name, measured in found.items():
         median = capacity.median_of(measured)
@@ -158,16 +169,16 @@ def table(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="few tokens, one run, the first two ways only")
+    parser.add_argument("--quick", action="store_true", help="a third of all lengths, one run, the first two ways only")
     parser.add_argument("--only", nargs="+", choices=MODES, help="leave out the others")
-    parser.add_argument(
-        "--tokens", type=int, help="generated tokens of a request, by default 1000, or with --quick 360"
-    )
+    parser.add_argument("--tokens", type=int, help="generated tokens of a request, by default 1000, or 360")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
     options = parser.parse_args()
-    tokens, runs = options.tokens or (360 if options.quick else 1000), 1 if options.quick else options.runs
+    sizes, runs = (capacity.QUICK, 1) if options.quick else (capacity.Sizes(), options.runs)
+    if options.tokens is not None:
+        sizes = replace(sizes, tokens=options.tokens)
     rows = []
     with prepared_model(options.model, options.stats, "Qwen3") as (model, stats), TemporaryDirectory() as logs:
         for name in options.only or list(MODES)[: 2 if options.quick else None]:
@@ -175,18 +186,15 @@ def main() -> None:
             if not fits(mode):
                 print(f"{name}: left out, it takes {mode.devices} GPUs", flush=True)
                 continue
-            row = {"mode": name, "flags": " ".join(mode.args), "tokens": tokens}
-            rows.append({**row, **measure(mode, model, stats, tokens, runs, Path(logs))})
+            row = {"mode": name, "flags": " ".join(mode.args), "tokens": sizes.tokens}
+            rows.append({**row, **measure(mode, model, stats, sizes, runs, Path(logs))})
             table(rows[-1:])
     table(rows)
     setting = {
         "model": options.model or "tiny random Qwen3",
-        "pool": capacity.POOL,
         "requests": capacity.REQUESTS,
         "prompt": capacity.SHARED + capacity.OWN,
-        "tokens": tokens,
-        "budget": capacity.BUDGET,
-        "interval": capacity.INTERVAL,
+        **asdict(sizes),
         "runs": runs,
     }
     write({"setting": setting, "rows": rows}, options.json, options.quick)

@@ -4,13 +4,15 @@
     python -m benchmarks.serving.serve --model FOLDER --budget 2048 --contexts 500,8000,32000 -- --load-format dummy
 
 What follows `--` are further flags of both servers. Both run at the same time; the one that is not asked sleeps. All of
-it is repeated with new servers, in the opposite order, and figures are medians over the repeats. Four questions:
+it is repeated with new servers, in the opposite order, and figures are medians over the repeats. Five questions:
 
 - `context`: what does a decode step cost after a prompt of so many tokens? The compressed server compacts the prompt
   while it prefills it (`"prompt": "compact"`): that is the state of a request that has decoded as many tokens, and is
   reached sooner.
 - `rounds`: how long is the longest step, among them those at which compaction rounds run? All requests start together,
-  so their rounds coincide.
+  so their rounds coincide: as many as may meet in one step.
+- `burst`: how long is the longest step where more requests start together? A third server leaves all rounds where they
+  are due (`--triattention-rounds-per-step 0`).
 - `pool`: what do many requests feel that share a pool too small for all of them? With `--enable-metrics`.
 - `overhead`: what does a step cost more while there is nothing to evict? Short runs in turns, without and with
   `--enable-metrics` on both servers.
@@ -36,7 +38,8 @@ from benchmarks.serving.client import Load, Run, spread
 from benchmarks.serving.servers import demonstration_model, prepared_model, serving, threads
 
 SERVERS = ("plain", "compressed")
-QUESTIONS = ("context", "rounds", "pool", "overhead")
+BURST_SERVERS = (*SERVERS, "compressed, not level")
+QUESTIONS = ("context", "rounds", "pool", "burst", "overhead")
 MOST_GROWTH, MOST_ROUND, MOST_OVERHEAD = 1.15, 3.0, 1.01
 """Goals: a step at the longest context over one at the shortest, the longest step at a round over the median step, a
 step with nothing to evict over a plain one."""
@@ -46,7 +49,7 @@ REACH = 1
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is asked for. All but requests and pairs are tokens."""
+    """How much is asked for. All but requests, bursts and pairs are tokens; `burst_lengths` are budget and interval."""
 
     budget: int = 256
     interval: int = 128
@@ -60,8 +63,19 @@ class Sizes:
     small_pool: int = 2304
     pool_requests: int = 8
     pool_tokens: int = 704
+    bursts: tuple[int, ...] = (32, 128)
+    burst_lengths: tuple[int, int] = (64, 32)
     pairs: int = 4
     pair_tokens: int = 64
+
+    @property
+    def burst_tokens(self) -> int:
+        budget, interval = self.burst_lengths
+        return budget + self.rounds * interval + interval // 2
+
+    @property
+    def burst_pool(self) -> int:
+        return max(self.bursts) * (self.prompt + self.burst_tokens)
 
     @property
     def rounds_tokens(self) -> int:
@@ -70,7 +84,7 @@ class Sizes:
 
 QUICK = Sizes(
     budget=48, interval=24, contexts=(100, 400), chunk=64, pool=4096, requests=4, prompt=16, rounds=2, small_pool=400,
-    pool_requests=6, pool_tokens=160, pairs=2, pair_tokens=40,
+    pool_requests=6, pool_tokens=160, bursts=(4, 20), burst_lengths=(16, 12), pairs=2, pair_tokens=40,
 )  # fmt: skip
 
 
@@ -78,25 +92,28 @@ SIZES = {entry.name for entry in fields(Sizes)}
 
 
 @dataclass(frozen=True)
-class Pair:
-    """URLs of the two servers, by SERVERS, and in which order they are asked."""
+class Group:
+    """URLs of the servers, by SERVERS or BURST_SERVERS, and in which order they are asked."""
 
     urls: dict[str, str]
     order: tuple[str, ...]
     vocabulary: int
 
-    def ask(self, load: Load, seed: int, compression: dict | None = None) -> Iterator[tuple[str, Run]]:
-        for name in self.order:
-            asked = Load(load.requests, load.prompt, load.tokens, compression if name == "compressed" else None)
+    def ask(
+        self, load: Load, seed: int, compression: dict | None = None, among: Collection[str] = SERVERS
+    ) -> Iterator[tuple[str, Run]]:
+        """Yields the answer of each server to the same load, by default of SERVERS alone."""
+        for name in [name for name in self.order if name in among]:
+            asked = Load(load.requests, load.prompt, load.tokens, compression if name != "plain" else None)
             yield name, client.run(self.urls[name], asked, self.vocabulary, seed)
 
 
-def contexts(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
+def contexts(group: Group, sizes: Sizes, seed: int) -> list[dict]:
     """`tokens_per_second` is that of decode, compaction rounds included."""
     rows = []
     for context in sizes.contexts:
         load = Load(sizes.context_requests, context, sizes.interval)
-        for name, run in pair.ask(load, seed, {"prompt": "compact"}):
+        for name, run in group.ask(load, seed, {"prompt": "compact"}):
             gaps = run.steady_gaps()
             rate = load.requests / statistics.fmean(gaps)
             figures = {**run.firsts(), **spread(gaps), "tokens_per_second": rate, "rounds": run.rounds}
@@ -104,11 +121,11 @@ def contexts(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
     return rows
 
 
-def rounds(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
+def rounds(group: Group, sizes: Sizes, seed: int) -> list[dict]:
     """`worst_at_round_ms` of the plain server is its longest step at the same places."""
     rows = []
     load = Load(sizes.requests, sizes.prompt, sizes.rounds_tokens)
-    for name, run in pair.ask(load, seed):
+    for name, run in group.ask(load, seed):
         if name == "compressed" and run.rounds != sizes.rounds * sizes.requests:
             raise SystemExit(f"{run.rounds} rounds ran, not {sizes.rounds * sizes.requests}: no figure for them.")
         figures = {**run.firsts(), **spread(run.steady_gaps())}
@@ -129,11 +146,11 @@ def worst_at_rounds(gaps: list[list[float]], sizes: Sizes) -> float:
     return max(max(own[place - REACH : place + REACH + 1]) for own in gaps for place in due)
 
 
-def pool(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
+def pool(group: Group, sizes: Sizes, seed: int) -> list[dict]:
     """`mean_decoding` requests decoded together on average; `tokens_per_second` is that of the whole."""
     rows = []
     load = Load(sizes.pool_requests, sizes.prompt, sizes.pool_tokens)
-    for name, run in pair.ask(load, seed):
+    for name, run in group.ask(load, seed):
         gaps = [gap for own in run.gaps for gap in own]
         rates = {
             "mean_decoding": sum(gaps) / run.seconds(),
@@ -144,12 +161,29 @@ def pool(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
     return rows
 
 
-def overheads(pair: Pair, sizes: Sizes, seed: int) -> list[dict]:
+def bursts(group: Group, sizes: Sizes, seed: int) -> list[dict]:
+    """`longest_over_median` is that of steps while all requests decode."""
+    rows = []
+    budget, interval = sizes.burst_lengths
+    asked = {"budget": budget, "interval": interval, "recent": budget // 4}
+    for requests in sizes.bursts:
+        for name, run in group.ask(Load(requests, sizes.prompt, sizes.burst_tokens), seed, asked, BURST_SERVERS):
+            if (run.rounds > 0) != (name != "plain"):
+                raise SystemExit(f"{run.rounds} rounds ran on the server {name}: no figure for them.")
+            figures = spread(run.steady_gaps())
+            ratio = figures["itl_max_ms"] / figures["itl_p50_ms"]
+            rows.append(
+                {"server": name, "requests": requests, **figures, "longest_over_median": ratio, "rounds": run.rounds}
+            )
+    return rows
+
+
+def overheads(group: Group, sizes: Sizes, seed: int) -> list[dict]:
     """One row for each pair of short runs: the medians of their steps."""
     rows = []
     load = Load(sizes.requests, sizes.prompt, sizes.pair_tokens)
     for number in range(sizes.pairs):
-        turned = Pair(pair.urls, pair.order[:: 1 if number % 2 else -1], pair.vocabulary)
+        turned = Group(group.urls, group.order[:: 1 if number % 2 else -1], group.vocabulary)
         steps = {}
         for name, run in turned.ask(load, seed + number):
             if run.rounds:
@@ -163,24 +197,27 @@ def measure(
     model: str, stats: str, sizes: Sizes, only: Collection[str], flags: list[str], repeat: int
 ) -> dict[str, list[dict]]:
     """Rows by question, from new servers."""
-    order = SERVERS[:: -1 if repeat % 2 else 1]
-    large, small = (["--max-total-tokens", str(tokens), *flags] for tokens in (sizes.pool, sizes.small_pool))
+    burst_pool = sizes.burst_pool if "burst" in only else 0
+    large, small = (
+        ["--max-total-tokens", str(tokens), *flags] for tokens in (max(sizes.pool, burst_pool), sizes.small_pool)
+    )
     found = {}
     for args, questions in ((large, FIRST), ([*small, "--enable-metrics"], SECOND)):
         asked = {name: ask for name, ask in questions.items() if name.partition(",")[0] in only}
         if asked:
-            with pair_of_servers(model, stats, sizes, args, order) as pair:
-                found |= {name: ask(pair, sizes, repeat) for name, ask in asked.items()}
+            names = (BURST_SERVERS if "burst" in asked else SERVERS)[:: -1 if repeat % 2 else 1]
+            with asked_servers(model, stats, sizes, args, names) as group:
+                found |= {name: ask(group, sizes, repeat) for name, ask in asked.items()}
     return found
 
 
-FIRST = {"context": contexts, "rounds": rounds, "overhead": overheads}
+FIRST = {"context": contexts, "rounds": rounds, "burst": bursts, "overhead": overheads}
 SECOND = {"pool": pool, "overhead, with metrics": overheads}
 """What is asked of the servers with the large pool, and of those with the small one, by its name in the results."""
 
 
 @contextmanager
-def pair_of_servers(model: str, stats: str, sizes: Sizes, flags: list[str], order: tuple[str, ...]):
+def asked_servers(model: str, stats: str, sizes: Sizes, flags: list[str], order: tuple[str, ...]):
     common = ["--chunked-prefill-size", str(sizes.chunk), "--sleep-on-idle", *flags]
     compressing = ["--enable-triattention", "--triattention-stats", stats]
     compressing += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(sizes.interval)]
@@ -188,21 +225,26 @@ def pair_of_servers(model: str, stats: str, sizes: Sizes, flags: list[str], orde
         folder = Path(stack.enter_context(TemporaryDirectory()))
         urls = {}
         for name in order:
-            args = [*common, *(compressing if name == "compressed" else ())]
+            args = [*common, *(compressing if name != "plain" else ())]
+            if name not in SERVERS:
+                args += ["--triattention-rounds-per-step", "0"]
             running = serving(model, args, folder / f"{name}.log", tokenizer=True)
             urls[name] = stack.enter_context(running).url
-        pair = Pair(urls, order, client.vocabulary_of(model))
+        group = Group(urls, order, client.vocabulary_of(model))
         # The first requests of a server take longer than all others.
-        for _ in pair.ask(Load(sizes.requests, sizes.prompt, 8), 0):
+        for _ in group.ask(Load(sizes.requests, sizes.prompt, 8), 0, among=order):
             pass
-        yield pair
+        yield group
 
 
 def medians(repeats: list[list[dict]]) -> list[dict]:
     """The median of each figure over repeats of the same rows, servers in one order."""
-    keys = ("context", "server")
-    repeats = [sorted(rows, key=lambda row: [row.get("context", 0), SERVERS.index(row["server"])]) for rows in repeats]
-    same = {*keys, "requests", "pool"}
+    same = {"context", "server", "requests", "pool"}
+
+    def place(row: dict) -> list[int]:
+        return [row.get("context", 0), row["requests"], BURST_SERVERS.index(row["server"])]
+
+    repeats = [sorted(rows, key=place) for rows in repeats]
     return [
         {key: row[0][key] if key in same else statistics.median(one[key] for one in row) for key in row[0]}
         for row in zip(*repeats, strict=True)
@@ -229,6 +271,9 @@ def goals(results: dict[str, list[dict]]) -> list[dict]:
         ratios.append(
             ("longest step at a round / median step", row["worst_at_round_ms"] / row["itl_p50_ms"], MOST_ROUND)
         )
+    for row in results.get("burst", ()):
+        name = f"{row['requests']} requests together, {row['server']}: longest step / median step"
+        ratios.append((name, row["longest_over_median"], None))
     for row in results.get("overhead", ()):
         ratios.append((f"{row['kind']}: compressed step / plain", row["ratio"], MOST_OVERHEAD))
     return [
@@ -272,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     with prepared_model(options.model, options.stats) as (model, stats):
         for number in range(1 if options.quick else options.repeats):
             repeats.append(measure(model, stats, sizes, options.only, flags, number))
-    results = {name: medians([one[name] for one in repeats]) for name in QUESTIONS[:3] if name in options.only}
+    results = {name: medians([one[name] for one in repeats]) for name in QUESTIONS[:-1] if name in options.only}
     kinds = [name for name in repeats[0] if name.startswith("overhead")]
     if kinds:
         results["overhead"] = [overhead(kind, [pair for one in repeats for pair in one[kind]]) for kind in kinds]

@@ -58,6 +58,8 @@ def test_capacity(run_quick):
         assert content[name]["finished"] == content["setting"]["requests"]
         assert content[name]["retractions"] == 0
     assert content["compressed"]["peak_slots"] <= content["setting"]["pool"]
+    # A reader of --quick sees what the whole benchmark shows: three dense requests fit, or all of the compacted ones.
+    assert content["ratios"]["mean_running"] > 2
 
 
 @pytest.mark.wide
@@ -71,8 +73,9 @@ def test_modes(run_quick):
     ratios = {key: row["compressed"][key] / row["plain"][key] for key in row["ratios"]}
     assert row["ratios"] == ratios
     # Full answers do not fit into the pool together, compacted ones do.
-    assert capacity.SHARED + capacity.REQUESTS * (capacity.OWN + row["tokens"]) > capacity.POOL
-    bound = capacity.SHARED + capacity.REQUESTS * (capacity.OWN + capacity.BUDGET + capacity.INTERVAL)
+    sizes = capacity.QUICK
+    assert capacity.SHARED + capacity.REQUESTS * (capacity.OWN + row["tokens"]) > sizes.pool
+    bound = capacity.SHARED + capacity.REQUESTS * (capacity.OWN + sizes.budget + sizes.interval)
     assert row["compressed"]["peak_slots"] <= bound
     assert ratios["mean_running"] > 1
 
@@ -109,6 +112,8 @@ def test_serve(run_quick):
         assert at_round["rounds"] == compressed * setting["rounds"] * setting["requests"]
         (shared,) = (row for row in content["pool"] if row["server"] == name)
         assert shared["tokens_per_second"] > 0
+    bursts = [(row["requests"], row["server"], row["rounds"] > 0) for row in content["burst"]]
+    assert bursts == [(number, name, name != "plain") for number in setting["bursts"] for name in serve.BURST_SERVERS]
     assert [row["pairs"] for row in content["overhead"]] == [setting["pairs"]] * 2
     judged = [goal for goal in content["goals"] if goal["at_most"]]
     assert [goal["met"] for goal in judged] == [goal["ratio"] <= goal["at_most"] for goal in judged]

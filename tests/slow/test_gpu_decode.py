@@ -21,11 +21,11 @@ def test_whole_run(tmp_path, capsys, monkeypatch):
     """Prevents a table that cannot be produced end to end, and cells that are silently left out."""
     out = tmp_path / "decode-toy.json"
     content = run_decode(out, "--batches", "1", "3", "--contexts", "4096", "8192", "--budgets", "1024", "4096")
-    rows = {(r["batch"], r["context"], r["budget"], r["page_size"]): r for r in content["rows"]}
-    assert set(rows) == {(b, c, k, 1) for b in (1, 3) for c in (256, 512) for k in (64, 256)} | {
-        (b, 512, k, 16) for b in (1, 3) for k in (64, 256)
+    rows = {(r["batch"], r["context"], r["budget"], r["page_size"], r["selection"]): r for r in content["rows"]}
+    assert set(rows) == {(b, c, k, *bench.DEFAULT) for b in (1, 3) for c in (256, 512) for k in (64, 256)} | {
+        (b, 512, k, *way) for b in (1, 3) for k in (64, 256) for way in bench.WAYS
     }
-    for (_, context, budget, _), row in rows.items():
+    for (_, context, budget, *_), row in rows.items():
         assert row["dense_tokens_s"] > 0
         assert row["dense_share"] == pytest.approx(row["dense_tokens_s"] / row["dense_ceiling"])
         if (context, budget) == (256, 256):
@@ -41,12 +41,13 @@ def test_whole_run(tmp_path, capsys, monkeypatch):
     setting, shape = content["setting"], TOY
     middle = 512 - 8 / 2 + 0.5
     count = shape.read_bytes(2) + middle * shape.kv_bytes(2)
-    assert rows[1, 512, 64, 1]["dense_ceiling"] == pytest.approx(setting["copy_gb_s"] * 1e9 / count)
+    assert rows[1, 512, 64, *bench.DEFAULT]["dense_ceiling"] == pytest.approx(setting["copy_gb_s"] * 1e9 / count)
     assert setting["attention"] == "torch"
     assert 0 < setting["largest_error"] < 0.01
     assert {(r["page_size"], r["compaction"], r["requests"]) for r in content["rounds"]} == {
-        (1, "remap", 1), (1, "remap", 8), (16, "fill", 1), (16, "fill", 8),
+        (1, "remap", 1), (1, "remap", 8), (1, "fill", 1), (1, "fill", 8), (16, "fill", 1), (16, "fill", 8),
     }  # fmt: skip
+    assert content["arrangements"] == []
     tokens = int(0.5e9 / 147456 / 16)
     held = {(r["context"], r["budget"]): (r["dense_batch"], r["compressed_batch"]) for r in content["capacity"]}
     assert held == {
@@ -60,6 +61,16 @@ def test_whole_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
     plot.main()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_that_meet_and_rounds_that_do_not(tmp_path):
+    """Prevents a figure of a burst for rounds that are spread, and the reverse."""
+    content = run_decode(tmp_path / "out.json", "--batches", "16", "--interval", "256", "--memories")
+    found = {row["rounds"]: row["passes"] for row in content["arrangements"]}
+    assert found == {"spread": 16, "together": 1, "level": 2}
+    for row in content["arrangements"]:
+        # Each pass is one of the run's steps.
+        assert row["longest_us"] < row["step_us"] * 16
 
 
 def test_weights_counted_for_the_ceiling():
