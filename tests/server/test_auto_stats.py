@@ -59,8 +59,14 @@ def serve_and_ask(forkserver, model, cache, log, *more: str) -> tuple[str, str]:
 
 
 @pytest.fixture(scope="module")
-def first_launch(forkserver, smollm, cache, tmp_path_factory):
-    return serve_and_ask(forkserver, smollm[0], cache, tmp_path_factory.mktemp("logs") / "first.log")
+def worded(tiny, tmp_path_factory):
+    """The tiny model with a tokenizer, without which nothing can be measured."""
+    return with_tokenizer(tiny, tmp_path_factory.mktemp("worded") / "model").path
+
+
+@pytest.fixture(scope="module")
+def first_launch(forkserver, worded, cache, tmp_path_factory):
+    return serve_and_ask(forkserver, worded, cache, tmp_path_factory.mktemp("logs") / "first.log")
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
@@ -72,18 +78,12 @@ def test_the_first_launch_measures_and_says_so(first_launch, cache):
     assert log.index(stated) < log.index(shown) < log.index(kept)
 
 
-def test_the_next_launch_finds_them(forkserver, first_launch, smollm, cache, tmp_path):
+def test_the_next_launch_finds_them(forkserver, first_launch, worded, cache, tmp_path):
     """Prevents measuring at every launch, and a launch that fails because the folder cannot be written."""
-    served, log = serve_and_ask(forkserver, smollm[0], cache, tmp_path / "next.log")
+    served, log = serve_and_ask(forkserver, worded, cache, tmp_path / "next.log")
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
     assert "expects this to take" not in log
-
-
-@pytest.fixture(scope="module")
-def worded(tiny, tmp_path_factory):
-    """The tiny model with a tokenizer, without which nothing can be measured."""
-    return with_tokenizer(tiny, tmp_path_factory.mktemp("worded") / "model").path
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", wide("STANDALONE")])
@@ -123,9 +123,12 @@ def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
     return select_torch(scores, lengths, keep, 64, selection=selection, num_kv_heads=stats.num_kv_heads)[0]
 
 
-def test_they_agree_with_a_longer_calibration(first_launch, smollm, keys, record_property):
+# Minutes of a trained model.
+@pytest.mark.wide
+def test_they_agree_with_a_longer_calibration(forkserver, smollm, keys, tmp_path, record_property):
     """Prevents a quick measurement that keeps other tokens than a thorough one."""
-    quick, careful = load_stats(first_launch[0]), load_stats(smollm[1])
+    served, _ = serve_and_ask(forkserver, smollm[0], tmp_path / "cache", tmp_path / "log")
+    quick, careful = load_stats(served), load_stats(smollm[1])
     difference = relative(quick.mean, careful.mean)
     agreements = {}
     for selection in SELECTIONS:
