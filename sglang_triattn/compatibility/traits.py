@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.families import Family, family_of
+from sglang_triattn.model.families import Family, family_in
 from sglang_triattn.model.fields import Fields, text_fields
 from sglang_triattn.model.kinds import (
     CHUNK,
@@ -74,7 +74,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
         TriAttentionError: a field has a type that it cannot have.
     """
     fields = text_fields(config)
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     first = layout.layers[layout.scored[0]] if layout.scored else None
     known = fields.get("max_position_embeddings") is not None
     return Traits(
@@ -102,7 +102,7 @@ def uncovered_in_file(config: Fields) -> dict[str, str]:
         TriAttentionError: a field has a type that it cannot have.
     """
     fields = text_fields(config)
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     try:
         kinds = layer_kinds(fields)
     except TriAttentionError:

@@ -235,3 +235,8 @@ _OTHER = Family()
 def family_of(architectures: list[str] | None) -> Family:
     """The row of the first of `architectures`, as a config.json lists them; a plain decoder's if there is none."""
     return FAMILIES.get(architectures[0], _OTHER) if architectures else _OTHER
+
+
+def family_in(fields: Mapping[str, Any]) -> Family:
+    """The Family of a config.json, by its fields."""
+    return family_of(fields.get("architectures"))

@@ -5,7 +5,7 @@ What the file leaves to SGLang's code is in `families`.
 
 from __future__ import annotations
 
-from sglang_triattn.model.families import Family, family_of
+from sglang_triattn.model.families import Family, family_in
 from sglang_triattn.model.fields import Fields, count, text_fields
 
 FULL, WINDOW, CHUNK, LATENT, LINEAR, NONE = "full", "window", "chunk", "latent", "linear", "none"
@@ -32,7 +32,7 @@ def layer_kinds(fields: Fields) -> list[str]:
     Raises:
         TriAttentionError: the number of layers is needed and missing.
     """
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     if fields.get("hybrid_override_pattern"):
         letters: str = fields["hybrid_override_pattern"]
         return [_LETTERS.get(letter, letter) for letter in letters]
@@ -94,7 +94,7 @@ def _kind_by_number(fields: Fields, family: Family, number: int) -> str:
 
 def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
     """For each layer, whether RoPE turns its queries and keys."""
-    family, layers = family_of(fields.get("architectures")), range(len(kinds))
+    family, layers = family_in(fields), range(len(kinds))
     if family.rope_in == "none" or fields.get("attn_use_rope") is False:
         return [False for _ in layers]
     if fields.get("position_embedding_type") in ("absolute", "learned_absolute", "nope", "none"):
@@ -112,7 +112,7 @@ def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
 
 def has_window_pool(fields: Fields) -> bool:
     """Whether SGLang keeps the KV of a model's window layers, if it has some, in a pool of its own."""
-    return family_of(fields.get("architectures")).window_pool or bool(fields.get("is_hybrid_swa"))
+    return family_in(fields).window_pool or bool(fields.get("is_hybrid_swa"))
 
 
 def served_window(config: Fields) -> int:
@@ -122,5 +122,5 @@ def served_window(config: Fields) -> int:
 
 
 def window_of(fields: Fields) -> int:
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     return count(fields, family.window_field, "sliding_window", "window_size") + family.window_extra

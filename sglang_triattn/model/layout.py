@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from sglang_triattn.errors import TriAttentionError, quoted
-from sglang_triattn.model.families import family_of
+from sglang_triattn.model.families import family_in
 from sglang_triattn.model.fields import Fields, count, text_fields
 from sglang_triattn.model.kinds import (
     FULL,
@@ -116,7 +116,7 @@ def read_layout(config: Fields) -> AttentionLayout:
     """
     fields = text_fields(config)
     kinds = layer_kinds(fields)
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     layers = count_layers(fields) * family.attentions
     # Step-3.5 also lists the layers that only draft tokens.
     if len(kinds) < layers:
@@ -146,9 +146,7 @@ def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
         return min(fields["rotary_dim"], head_dim)
     else:
         given = (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor"), fields.get("rotary_pct"))
-        share = next(
-            (share for share in given if share is not None), family_of(fields.get("architectures")).rotary_share
-        )
+        share = next((share for share in given if share is not None), family_in(fields).rotary_share)
     if not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise TriAttentionError(
             f"The config.json says that RoPE turns {quoted(share)} of each head, but a number from 0 to 1 was "
@@ -161,11 +159,11 @@ def _interleaved(fields: Fields) -> bool:
     if fields.get("kv_lora_rank"):
         return bool(fields.get("rope_interleave", True))
     style = fields.get("rope_is_neox_style")
-    return family_of(fields.get("architectures")).interleaved if style is None else not style
+    return family_in(fields).interleaved if style is None else not style
 
 
 def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Layer:
-    kind, family = kinds[number], family_of(fields.get("architectures"))
+    kind, family = kinds[number], family_in(fields)
     if kind == NONE and fields.get("block_configs"):
         # SGLang's pool has as much room for these layers as for the others.
         attending = kinds.index(FULL) if FULL in kinds else number
@@ -218,7 +216,7 @@ def kv_heads(fields: Fields, number: int = 0) -> int:
 
 def _sizes_by_kind(fields: Fields, kind: str, sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of a layer of this kind; `sizes` are those that the file has for every layer."""
-    family = family_of(fields.get("architectures"))
+    family = family_in(fields)
     others = {FULL: family.full_heads, WINDOW: family.window_heads}.get(kind, {})
     return {**sizes, **{size: found for size, path in others.items() if (found := _own(fields, path)) is not None}}
 
