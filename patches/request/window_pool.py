@@ -28,7 +28,6 @@ import torch
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import UnsupportedModel
-from sglang_triattn.patches.request.bounds import longest_answer
 from sglang_triattn.patches.request.compressed import evicted_of
 from sglang_triattn.patches.request.integrity import all_or_nothing
 from sglang_triattn.rounds.plan import ceil_align
@@ -110,15 +109,33 @@ class WindowPool:
         """Most slots, in whole pages, that a decoding request holds when memory is short, see `make_room`."""
         return ceil_align(max(self.reach, self.page_size), self.page_size) + 2 * self.page_size
 
-    def growth_of(self, request: Req) -> int:
-        """Slots, in whole pages, that a decoding request may still take."""
-        from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_swa_tokens
+    def growth_in(self, requests: Sequence[Req]) -> int:
+        """Slots, in whole pages, that decoding requests may still take, all of them together.
 
-        if not request.kv.holds_kv:
-            return 0
-        left = max(longest_answer(request) - len(request.output_ids), 0) + 1
-        growth = self.peak - kv_private_swa_tokens(request.kv, self.page_size)
-        return max(min(growth, ceil_align(left, self.page_size)), 0)
+        In one loop without calls, because SGLang asks in every step in which a request waits, of every running one.
+        """
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        total, page_size, peak, window = 0, self.page_size, self.peak, ComponentType.SWA
+        for request in requests:
+            kv = request.kv
+            if kv.req_pool_idx is None:
+                continue
+            # What it holds, as `kv_private_swa_tokens` of SGLang counts it.
+            protected, held, first = kv.cache_protected_len, kv.kv_allocated_len, kv.swa_evict_floor
+            if page_size > 1:
+                held, first = ceil_align(held, page_size), ceil_align(first, page_size)
+            if first < protected or kv.swa_evict_floor <= protected:
+                first = protected
+            freed = kv.component_evicted_seqlens.get(window, 0) - first
+            growth = peak - held + protected + (freed if freed > 0 else 0)
+            # SGLang sets a limit for requests that come without one.
+            left = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0) + 1  # pyright: ignore[reportOptionalOperand]
+            if growth > left:
+                growth = min(growth, left if page_size == 1 else ceil_align(left, page_size))
+            if growth > 0:
+                total += growth
+        return total
 
     def free_before(self, rows: Sequence[tuple[ReqKvInfo, int]]) -> list[int]:
         """Frees the peers of all entries before the newest tokens of each row, in whole pages.

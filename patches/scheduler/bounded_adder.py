@@ -10,16 +10,17 @@ reservation, with compaction rounds between them (`chunked_prefill.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from sglang_triattn.patches.hooks.hook import replaced
-from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, growth_of, max_kv_tokens_of
+from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, growth_in, growth_of, max_kv_tokens_of
 from sglang_triattn.patches.request.compressed import settings_of
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.plan import ceil_align
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
 
@@ -35,15 +36,19 @@ def bounded_adder(
         _chunk_in_progress = False
         _preempting: set[Req] | None = None
 
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
+        def __init__(
+            self, page_size, tree_cache, token_to_kv_pool_allocator, running_batch: ScheduleBatch, *args, **kwargs
+        ):
+            # SGLang asks for each request's growth in a call of its own.
+            running = running_batch.reqs if running_batch else []
+            growth, others = growth_in(running, page_size)
+            with replaced(running_batch, "reqs", others) if running_batch else nullcontext():
+                super().__init__(page_size, tree_cache, token_to_kv_pool_allocator, running_batch, *args, **kwargs)
             # SGLang reserves nothing for what runs in other microbatches.
-            others = [req for req in beside() if settings_of(req) is not None]
-            self.memory_budget.total_offset += sum(map(self._get_running_request_total_token_offset, others))
-            windows = conversations.windows
-            if windows is not None and self.running_batch is not None:
+            self.memory_budget.total_offset += growth + growth_in(list(beside()), page_size)[0]
+            if conversations.windows is not None:
                 # SGLang reserves nothing there for what runs.
-                self.memory_budget.swa_offset += sum(map(windows.growth_of, self.running_batch.reqs))
+                self.memory_budget.swa_offset += conversations.windows.growth_in(running)
 
         def add_one_req(self, req, has_chunked_req, truncation_align_size):
             if settings_of(req) is None:

@@ -73,6 +73,8 @@ class CompressedRequest:
         report: what compression did to it; set when it gives its row back.
         due_len, due_protected: no round is due before the row has `due_len` entries, while the tree owns
             `due_protected` of them.
+        bound, bound_protected, bound_limit: most entries that the row can have while the tree owns `bound_protected` of
+            them and the answer may have `bound_limit` tokens; `bound_protected` is -1 while that is not known.
 
     Raises:
         LifecycleError: from every transition called in the wrong stage.
@@ -94,6 +96,7 @@ class CompressedRequest:
         self._evicted_before = 0
         self._published: int | None = None
         self.due_len, self.due_protected = 0, -1
+        self.bound, self.bound_protected, self.bound_limit = 0, -1, 0
 
     @property
     def settings(self) -> RoundRules | None:
@@ -143,6 +146,7 @@ class CompressedRequest:
     def compact_prompt(self) -> None:
         """Before admission: has its prompt compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
+        self._forget_bound()
         self.options = replace(self.options, settings=replace(cast(RoundRules, self.settings), prompt="compact"))
 
     def acquire(self, record: RowRecord) -> None:
@@ -160,6 +164,7 @@ class CompressedRequest:
     def rollback(self) -> None:
         """ACQUIRED -> ARRIVED: it was not admitted, and the conversation has its row back unchanged."""
         self._leave(Stage.ACQUIRED)
+        self._forget_bound()
         self.record, self._inherited, self._evicted_before = None, False, 0
         self.stage = Stage.ARRIVED
 
@@ -200,6 +205,7 @@ class CompressedRequest:
         self._leave(Stage.ADMITTED)
         if self.settings is None:
             raise LifecycleError("a request that is not compressed cannot have a round")
+        self._forget_bound()
         self.held_record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
@@ -211,6 +217,7 @@ class CompressedRequest:
             evicted_tokens: those that the round has evicted.
         """
         self._leave(Stage.ADMITTED)
+        self._forget_bound()
         record, self.withheld = self.held_record, True
         record.evicted_tokens += evicted_tokens
         record.first_evicted_pos, record.unread = 0, ()
@@ -270,7 +277,17 @@ class CompressedRequest:
         """Notes that no round is due before the row has `due_len` entries, while the tree owns `protected` of them."""
         self.due_len, self.due_protected = due_len, protected
 
+    # How much memory it can need
+
+    def know_bound(self, bound: int, protected: int, limit: int) -> None:
+        """Notes the most entries of its row, while the tree owns `protected` and the answer may have `limit` tokens."""
+        self.bound, self.bound_protected, self.bound_limit = bound, protected, limit
+
+    def _forget_bound(self) -> None:
+        self.bound_protected = -1
+
     def _begin(self, record: RowRecord, *, inherited: bool) -> None:
+        self._forget_bound()
         self.record, self._inherited, self._evicted_before = record, inherited, record.evicted_tokens
         self.rounds = self.freed_slots = 0
         # Its settings may differ from those of the turn before.
@@ -278,6 +295,7 @@ class CompressedRequest:
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:
         self._leave(Stage.ADMITTED)
+        self._forget_bound()
         record, self.record, self._inherited, self._evicted_before = self.held_record, None, False, 0
         self.report, self.stage = report, stage
         self.due_protected = -1

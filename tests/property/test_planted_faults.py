@@ -241,6 +241,10 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
     an_answer_that_became_a_prompt(finish=finish)
 
 
+def reserve_what_was_needed_once(patch):
+    patch.setattr(CompressedRequest, "_forget_bound", lambda owner: None)
+
+
 REMAP = {"page_size": 1, "selection": "shared-mean"}
 CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
 PAGES = {"page_size": 4}
@@ -270,6 +274,7 @@ FAULTS = [
     Fault("a resumed row forgets what it lost", resume_as_if_nothing_was_evicted, "due round|other tokens", REMAP),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
+    Fault("a bound outlives what it follows from", reserve_what_was_needed_once, "are reserved instead of", BARRED),
     Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),
 ]
 
@@ -282,7 +287,7 @@ def test_planted_fault_is_noticed(fault, monkeypatch):
     in another order or not at all; the first hole noticed late or forgotten; the tree given compacted rows, rows that
     SGLang frees or rows that it bars, or losing slots that it owns; conversations that keep barred rows, leave a lock,
     free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are forgotten;
-    rounds on the frozen part; lengths and states that outlive their row.
+    rounds on the frozen part; lengths, states and bounds that outlive what they follow from.
     """
     fault.plant(monkeypatch)
     with pytest.raises(AssertionError, match=fault.noticed):

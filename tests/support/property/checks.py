@@ -8,7 +8,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from content import contents
 from memory import ROWS
 from running import Running
-from sglang_triattn.patches.request.bounds import max_kv_tokens_of
+from sglang_triattn.patches.request.bounds import growth_in
 from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.rounds.level import LOT
 from simulation import Simulation
@@ -37,6 +37,7 @@ def check_books(sim: Simulation) -> None:
         claim(owned, pages(slots, page), name)
     assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
     assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
+    check_reserved(sim)
     if sim.window:
         check_windows(sim)
     # Last, so that these checks, not the census, notice a planted fault.
@@ -208,8 +209,37 @@ def room_for_others(sim: Simulation) -> int:
     room = sim.slots.available_size() + sim.tree.evictable_size()
     for running in (running for running in sim.running if running.settings is not None):
         held = -(-running.req.kv.kv_allocated_len // page) * page
-        room -= max(-(-max_kv_tokens_of(running.req, page) // page) * page - held, 0)
+        room -= max(-(-most_entries(sim, running) // page) * page - held, 0)
     return room
+
+
+def most_entries(sim: Simulation, running: Running) -> int:
+    """Most entries of a row: up to its next round, or to the end of its answer, and its reserve."""
+    first, settings = frozen_length(sim, running), running.settings
+    end = len(running.req.origin_input_ids) + running.req.sampling_params.max_new_tokens - 1 - running.evicted
+    trigger = first + kept_private(settings, first) + max(settings.interval, settings.round_to)
+    return min(trigger, end) + sim.reserve
+
+
+def check_reserved(sim: Simulation) -> None:
+    """Admission reserves what running requests may still take, computed from what holds now and from nothing older."""
+    page, expected, windows = sim.page_size, 0, 0
+    for running in sim.running:
+        kv, params = running.req.kv, running.req.sampling_params
+        held = -(-kv.kv_allocated_len // page) * page
+        if running.settings is not None:
+            most = max(most_entries(sim, running), kv.kv_committed_len + max(sim.reserve, 1))
+            expected += max(-(-most // page) * page - held, 0)
+        if sim.window:
+            left = max(params.max_new_tokens - len(running.req.output_ids), 0) + 1
+            growth = sim.conversations.windows.peak - kv_private_swa_tokens(kv, page)
+            windows += max(min(growth, -(-left // page) * page), 0)
+    requests = [running.req for running in sim.running]
+    reserved, others = growth_in(requests, page)
+    assert reserved == expected, f"{reserved} slots are reserved instead of {expected}"
+    assert others == [running.req for running in sim.running if running.settings is None]
+    if sim.window:
+        assert sim.conversations.windows.growth_in(requests) == windows, "another number is reserved for windows"
 
 
 def idle_slots(sim: Simulation) -> int:

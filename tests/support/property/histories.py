@@ -29,6 +29,9 @@ from simulation import Simulation
 STEPS = 40
 """Most steps of one history."""
 
+SHORT_ANSWER = 40
+"""Most tokens of every third answer under random settings."""
+
 # Few tokens and common stems, so that prefixes are shared often.
 STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
 TOKENS = st.integers(1, 4)
@@ -88,6 +91,9 @@ class Histories(RuleBasedStateMachine):
     def _admit(self, running, chunk, abort_at=None):
         # Chunks end at page boundaries, like SGLang's.
         chunk = max(chunk - chunk % self.sim.page_size, self.sim.page_size)
+        if self.varied and int(running.req.rid[1:]) % 3 == 0:
+            # An answer that ends before the context does, so that some need less than a round would leave them.
+            running.req.sampling_params.max_new_tokens = SHORT_ANSWER
         return self.sim.admit(running, chunk, lambda chunked: check_rounds(self.sim, chunked), abort_at)
 
     def _asked(self, asked: str, conversation: str | None = None) -> CompressionOptions:

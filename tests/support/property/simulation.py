@@ -178,8 +178,9 @@ class Simulation(Memory):
         chunked_prefill._show_ids_behind_row(Req.init_next_round_input, req, *tree)
 
     def decode(self, running: Running) -> bool:
-        """One more token; False if the context or the pool has no room for it."""
-        if not self._compute_last(running):
+        """One more token; False if its answer is complete, or the context or the pool has no room for it."""
+        complete = len(running.req.output_ids) >= running.req.sampling_params.max_new_tokens
+        if complete or not self._compute_last(running):
             return False
         self._say(running)
         return True
