@@ -6,13 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu, plot
-from benchmarks.overhead import census, step
+from benchmarks.overhead import census, host_cost, step
 from benchmarks.quality import latent_spread
 from benchmarks.rounds import compact, score_speed
 from checkout import ROOT
-from sglang_triattn.kernels import mover
+from sglang_triattn.kernels import device_round, mover
+from sglang_triattn.kernels.compact import list_moves_kernel
 
 
 def run_in_a_process(name: str, out: Path, *options: str) -> tuple[dict, str]:
@@ -106,6 +108,39 @@ def test_the_cost_of_a_step_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(step.Hooked, "finds_rounds", lambda _: False)
     with pytest.raises(SystemExit, match="plan no round"):
         step.measure(1, 1, 1)
+
+
+@pytest.mark.wide
+def test_the_host_cost_of_rounds_is_measured(tmp_path):
+    """Prevents a benchmark that no longer runs the scheduler's steps, rounds and admission."""
+    # It gives Triton a driver, and sets how rounds are divided.
+    content = run("benchmarks.overhead.host_cost", tmp_path / "host.json")
+    rows = {(row["running"], row["mode"], row["rounds_per_step"]): row for row in content["rows"]}
+    assert len(rows) == len(content["rows"]) == 14
+    for running in (16, 256):
+        idle, burst = rows[running, "idle", 0], rows[running, "burst", 0]
+        assert idle["rounds"] == 0 < burst["rounds"] == running
+        assert idle["launches"] < rows[running, "burst", "auto"]["launches"] < burst["launches"] * 8
+        admission = rows[running, "admission", "auto"]
+        assert min(admission["microseconds"], admission["plain_microseconds"]) > 0
+    assert rows[256, "burst", "auto"]["rounds"] == 8
+
+
+def test_no_host_cost_of_launches_with_wrong_arguments(monkeypatch):
+    """Prevents figures for launches of kernels that would not do what rounds are for, and for another reservation."""
+    host_cost.publish_settings()
+    monkeypatch.setattr(device_round, "SLICE_BYTES", device_round.SLICE_BYTES)
+    plain = list_moves_kernel.list_moves_triton
+    with torch.inference_mode(), host_cost.null_driver():
+        host_cost.check_arguments()
+        wrong = lambda slots, *given, **named: plain(slots.flip(1), *given, **named)  # noqa: E731
+        monkeypatch.setattr(list_moves_kernel, "list_moves_triton", wrong)
+        with pytest.raises(SystemExit, match="does not hold what it should"):
+            host_cost.check_arguments()
+        server = host_cost.RunningServer(2)
+        server.requests[0].triattention.reserve = 2
+        with pytest.raises(SystemExit, match="admission reserves"):
+            host_cost.admission(server, 1)
 
 
 @pytest.mark.wide
