@@ -1,12 +1,12 @@
 """The device's part of a round: score, select, then permute the row or move K/V, for requests that share a launch.
 
-Requests do not see one another, so they are processed in slices: intermediate results stay below SLICE_BYTES, however
-many requests are due at once. The plan that sized the KV pool does not count these results.
+Requests do not see one another, so they are processed in slices, however many are due at once. With kernels, a slice is
+what fits into the memory that the Scorer holds, which the plan that sized the KV pool counts. Not counted is what the
+references make, and what ordering rows takes, at most SLICE_BYTES.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
 
 SLICE_BYTES = 64 << 20
-"""Device memory of a slice on top of what the Scorer holds, unless a single request needs more."""
+"""Memory of a slice on top of what the Scorer holds, unless a single request needs more."""
 
 
 def compact_rows(
@@ -41,28 +41,33 @@ def compact_rows(
         follower: moves the K/V of a model that is not scored, in slots of the same numbers; None if there is none.
 
     Returns:
-        unchanged: [R] int64, leading private tokens of each request that stay where they are.
+        unchanged: [R] int32, leading private tokens of each request that stay where they are.
         ordered: [R, N] like `slots`, the rows as ordered by `remap`; None if K/V was moved instead.
 
     Raises:
         ValueError: the strategy is unknown, or `Scorer.keep` raises.
     """
-    unchanged = torch.empty_like(lengths)
-    ordered = torch.empty_like(slots) if strategy == "remap" else None
-    for rows in slices(len(slots), request_bytes(scorer.sets, num_kept, slots.shape[1], strategy)):
-        kept = scorer.keep(slots[rows], lengths[rows], next_positions[rows], num_kept, recent)
-        first = unchanged_start(kept)
-        # At the cut, another token always moves up.
-        unchanged[rows] = first if cut is None else first.clamp_max(cut)
+    remaps, num_tokens = strategy == "remap", slots.shape[1]
+    moves = 0 if remaps else moves_of(strategy, num_kept, num_tokens)
+    holes = lengths.new_empty((len(slots), scorer.sets), dtype=torch.int32)
+    ordered = torch.empty_like(slots) if remaps else None
+    most = max(1, SLICE_BYTES // request_bytes(scorer, num_kept, num_tokens, strategy))
+    for part in scorer.in_turn(slots, lengths, next_positions, num_kept, recent, moves=moves, most=most, holes=holes):
+        rows, kept = part.rows, part.kept
+        if not scorer.has_kernels:
+            holes[rows] = unchanged_start(kept)[:, None].int()
         if ordered is not None:
             ordered[rows] = remap(slots[rows], kept)
         else:
-            cast(Mover, mover).move(slots[rows], kept, strategy, cut=cut, lengths=lengths[rows])
+            mine, own = slots[rows], lengths[rows]
+            cast(Mover, mover).move(mine, kept, strategy, cut=cut, lengths=own, lists=part.lists)
             if follower is not None:
-                follower.move(slots[rows], one_set(kept), strategy, cut=cut, lengths=lengths[rows])
+                follower.move(mine, one_set(kept), strategy, cut=cut, lengths=own)
         # Released here, so that it never coexists with the next slice's.
-        del kept
-    return unchanged, ordered
+        del part, kept
+    unchanged = holes.amin(1)
+    # At the cut, another token always moves up.
+    return unchanged if cut is None else unchanged.clamp_max_(cut), ordered
 
 
 def one_set(kept: torch.Tensor) -> torch.Tensor:
@@ -76,27 +81,16 @@ def one_set(kept: torch.Tensor) -> torch.Tensor:
     return kept.contiguous()
 
 
-def request_bytes(sets: int, num_kept: int, num_tokens: int, strategy: str) -> int:
-    """Bytes that one request needs between scoring and moving when the kernels run.
+def request_bytes(scorer: Scorer, num_kept: int, num_tokens: int, strategy: str) -> int:
+    """Bytes that one request of a slice needs on top of what the Scorer holds; at least 1.
 
     Args:
-        sets: kept sets per request.
         num_tokens: private tokens of the longest request of the launch.
-
-    Raises:
-        ValueError: the strategy is unknown.
     """
-    # A kept token takes an int64 index, plus a byte for the comparison with its place.
-    held = sets * num_kept * 9
-    if strategy == "remap":
-        # Four int64 and two bytes per private token: places of kept and evicted tokens are counted separately.
-        return held + num_tokens * 42
-    # A move is two int32 slots.
-    return held + sets * moves_of(strategy, num_kept, num_tokens) * 8
-
-
-def slices(requests: int, each: int) -> Iterator[slice]:
-    """Slices of about equal size that fit into SLICE_BYTES at `each` bytes per request; at least one request each."""
-    count = -(-requests // max(1, SLICE_BYTES // each))
-    for part in range(count):
-        yield slice(requests * part // count, requests * (part + 1) // count)
+    # Four int64 and two bytes per private token: places of kept and evicted tokens are counted separately.
+    ordering = num_tokens * 42 if strategy == "remap" else 0
+    if scorer.has_kernels:
+        return max(ordering, 1)
+    # A kept token takes an int64 index, plus a byte for the comparison with its place; a move is two int32 slots.
+    moves = 0 if strategy == "remap" else moves_of(strategy, num_kept, num_tokens)
+    return ordering + scorer.sets * (num_kept * 9 + moves * 8)

@@ -41,14 +41,17 @@ class Mover:
         same_layout = (k.dtype, k.shape, k.stride()) == (v.dtype, v.shape, v.stride())
         # One launch for both, unless keys and values differ in dtype, shape or strides.
         groups = [[*k_buffers, *v_buffers]] if same_layout else [list(k_buffers), list(v_buffers)]
-        self._buffers, self._pools = groups, None
+        self._buffers, self._move_kernels = groups, None
         if k_buffers[0].is_cuda if kernels is None else kernels:
-            from sglang_triattn.kernels.compact.move_kernel import check_movable
+            from sglang_triattn.kernels.compact.list_moves_kernel import MovesKernel
+            from sglang_triattn.kernels.compact.move_kernel import MoveKernel, check_movable
             from sglang_triattn.kernels.pools import key_pools
 
-            self._pools = [key_pools(group) for group in groups]
-            for pools in self._pools:
-                check_movable(pools)
+            pools = [key_pools(group) for group in groups]
+            for each in pools:
+                check_movable(each)
+            self._list_kernel = MovesKernel()
+            self._move_kernels = [MoveKernel(each, self._layers) for each in pools]
 
     def move(
         self,
@@ -58,28 +61,32 @@ class Mover:
         *,
         cut: int | None = None,
         lengths: torch.Tensor | None = None,
+        lists: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Copies K and V of all layers in place; the host never waits.
 
         Args:
             slots: [R, N] int32 or int64, private slots of each request in row order, right-padded with valid slots.
-            kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64, ascending indices into them.
+            kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int32 or int64, ascending indices into
+                them.
             strategy: "slide" or "fill", see `compact`.
             cut, lengths: as for `list_moves`.
+            lists: memory in which the kernel lists the copies, see `list_moves_triton`; made where None.
 
         Raises:
             ValueError: the strategy is unknown.
         """
         self.begun += 1
-        if self._pools is None:
+        if self._move_kernels is None:
             sources, targets = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
             for group in self._buffers:
                 for first in range(0, len(group), self._layers):
                     move_torch(group[first : first + self._layers], sources, targets)
             return
         from sglang_triattn.kernels.compact.list_moves_kernel import list_moves_triton
-        from sglang_triattn.kernels.compact.move_kernel import move_triton
 
-        sources, targets = list_moves_triton(slots, kept, strategy, cut=cut, lengths=lengths)
-        for pools in self._pools:
-            move_triton(pools, sources, targets, layers=self._layers, ordered=strategy == "slide")
+        sources, targets = list_moves_triton(
+            slots, kept, strategy, cut=cut, lengths=lengths, lists=lists, kernel=self._list_kernel
+        )
+        for kernel in self._move_kernels:
+            kernel.move(sources, targets, ordered=strategy == "slide")

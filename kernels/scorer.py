@@ -1,44 +1,95 @@
 """Scoring and selection for one server: Triton kernels where keys are on a CUDA device, torch references elsewhere.
 
 Triton is imported where it is used, so that everything else works on machines without it.
+
+With kernels, a launch of some requests costs the host little more than the launches themselves: views of the held
+memory, and all arguments that depend on the model and on the shape alone, are made once for each shape.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_triattn.kernels.score.reference import score_torch
+from sglang_triattn.kernels.score.reference import phase_rows, score_torch
 from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
 from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
 from sglang_triattn.kernels.select import selection_named
 from sglang_triattn.kernels.select.reference import select_torch
-from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan, padded_bytes
+from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan
 
-# None, typed as a tensor: only `select_torch` reads it, and takes it to mean that scores or sizes decide alone.
-_NOT_MADE = cast(torch.Tensor, None)
+if TYPE_CHECKING:
+    from sglang_triattn.kernels.score.latent_kernel import LatentKernel
+    from sglang_triattn.kernels.score.score_kernel import ScoreKernel
+    from sglang_triattn.kernels.score.value_size_kernel import ValueSizeKernel
+    from sglang_triattn.kernels.select.importance_kernel import ImportanceKernel
+
+SHAPES = 64
+"""Shapes of launches that are remembered: a server's rounds have few."""
+
+ANGLES = 1 << 18
+"""Phases, of all requests at once, whose angles are held in float64: a few MiB."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Scores and value sizes of some layers of some requests; shapes as in `WorkspacePlan`.
+    """Scores of some layers of some requests, [rows, layers, H_q, N] float32, in memory that the next piece overwrites.
 
-    The kernels' tensors lie in memory that the next piece overwrites, except `importance`, which stays for the other
-    layers of the same rows. The reference sets only scores and sizes. What was not asked for is None or unwritten.
+    Columns from `lengths[r] - recent` on are unwritten.
     """
 
     rows: slice
     layers: slice
-    scores: torch.Tensor = _NOT_MADE
-    moments: torch.Tensor = _NOT_MADE
-    phases: torch.Tensor = _NOT_MADE
-    scales: torch.Tensor = _NOT_MADE
-    importance: torch.Tensor = _NOT_MADE
-    sizes: torch.Tensor = _NOT_MADE
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """What stays of some requests; with kernels in memory that the next ones overwrite.
+
+    Attributes:
+        rows: which requests.
+        kept: as `Scorer.keep` returns it, but int32 with kernels.
+        lists: with kernels, two tensors [rows, ..., moves] int32, shaped like `kept`, for `Mover.move`.
+    """
+
+    rows: slice
+    kept: torch.Tensor
+    lists: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class _Kernels(NamedTuple):
+    """What is launched for some layers; None where the Scorer does not decide by it."""
+
+    score: ScoreKernel | LatentKernel | None
+    merge: ImportanceKernel
+    sizes: ValueSizeKernel | None
+
+
+class _Step(NamedTuple):
+    """One launch's part of some layers: kernels and views of the held memory."""
+
+    layers: slice
+    kernels: _Kernels
+    parts: dict[str, torch.Tensor]
+    sets: slice
+    """The kept sets of these layers, if each layer has its own."""
+    kept: torch.Tensor
+    """Their memory, [rows, sets, num_kept] int32."""
+
+
+class _Prepared(NamedTuple):
+    """Everything about the launches of one shape."""
+
+    steps: list[_Step]
+    kept: torch.Tensor
+    """[rows, sets, num_kept] int32."""
+    shaped: torch.Tensor
+    """The same as `Chosen.kept`."""
+    lists: tuple[torch.Tensor, torch.Tensor]
 
 
 class Scorer:
@@ -47,8 +98,8 @@ class Scorer:
     Args:
         k_buffers: per layer [num_slots, H_kv, head_dim], the pool of post-RoPE keys; must stay where they are.
         tables: the model's constants, on the pool's device.
-        num_tokens, longest, limit: see `WorkspacePlan`; they decide how much device memory is held and how much is
-            scored in one launch. The reference holds nothing and ignores them.
+        num_tokens, longest, limit, most_kept: see `WorkspacePlan`; they decide how much device memory is held and how
+            much is scored in one launch. The reference holds nothing and ignores them.
         selection, aggregation: as for `select_torch` and `score_torch`.
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may differ; needed by
             `value_share`, and must stay where they are.
@@ -82,6 +133,7 @@ class Scorer:
         reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
+        most_kept: int | None = None,
     ) -> None:
         check_fits(k_buffers, tables, aggregation)
         check_values(k_buffers, v_buffers, selection, value_share)
@@ -93,30 +145,42 @@ class Scorer:
         self._aggregation = aggregation
         # Empty if `value_share` is 0, so that nothing reads them.
         self._v_buffers, self._value_share = v_buffers or (), value_share
-        self._pools = None
-        if k_buffers[0].is_cuda if kernels is None else kernels:
-            from sglang_triattn.kernels.compact.move_kernel import check_movable
-            from sglang_triattn.kernels.pools import key_pools
-            from sglang_triattn.kernels.score.latent_tuning import check_latents, latent_columns
+        self.has_kernels = k_buffers[0].is_cuda if kernels is None else kernels
+        """Whether the Triton kernels run, and not the references."""
+        if self.has_kernels:
+            self._prepare_kernels(num_tokens, longest, limit, most_kept, memory)
 
-            self._pools = key_pools(k_buffers)
-            if tables.rotary_start:
-                check_latents(k_buffers[0], tables)
-                self._columns = latent_columns(tables, aggregation)
-            if value_share:
-                self._value_pools = key_pools(self._v_buffers)
-                check_movable(self._value_pools)
-            layers, q_heads, frequencies = tables.spread.shape
-            self.plan = WorkspacePlan(
-                layers, q_heads, tables.num_kv_heads, frequencies, num_tokens, longest, limit,
-                selection=selection, aggregation=aggregation, value_share=value_share,
-            )  # fmt: skip
-            count = self.plan.bytes() // 4
-            if memory is None:
-                memory = torch.empty(count, dtype=torch.float32, device=k_buffers[0].device)
-            if memory.numel() < count:
-                raise ValueError(f"the plan needs {count} numbers of memory, got {memory.numel()}")
-            self._memory = memory
+    def _prepare_kernels(
+        self, num_tokens: int, longest: int, limit: int, most_kept: int | None, memory: torch.Tensor | None
+    ) -> None:
+        """Describes the pools to the kernels, and takes the memory."""
+        from sglang_triattn.kernels.compact.move_kernel import check_movable
+        from sglang_triattn.kernels.pools import key_pools
+        from sglang_triattn.kernels.score.latent_tuning import check_latents, latent_columns
+        from sglang_triattn.kernels.select.keep_kernel import KeepKernel
+
+        tables = self._tables
+        self._pools = key_pools(self._k_buffers)
+        if tables.rotary_start:
+            check_latents(self._k_buffers[0], tables)
+            self._columns = latent_columns(tables, self._aggregation)
+        if self._value_share:
+            self._value_pools = key_pools(self._v_buffers)
+            check_movable(self._value_pools)
+        layers, q_heads, _ = tables.spread.shape
+        self.plan = WorkspacePlan(
+            layers, q_heads, tables.num_kv_heads, num_tokens, longest, limit,
+            selection=self._chosen.name, value_share=self._value_share, most_kept=most_kept,
+        )  # fmt: skip
+        count = self.plan.bytes() // 4
+        if memory is None:
+            memory = torch.empty(count, dtype=torch.float32, device=self._k_buffers[0].device)
+        if memory.numel() < count:
+            raise ValueError(f"the plan needs {count} numbers of memory, got {memory.numel()}")
+        self._memory = memory
+        self._keep_kernel = KeepKernel()
+        self._kernels: dict[tuple[int, int], _Kernels] = {}
+        self._prepared: dict[tuple[int, ...], _Prepared] = {}
 
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
@@ -136,46 +200,47 @@ class Scorer:
         Raises:
             ValueError: unless 0 <= recent <= num_kept <= N, or if a row exceeds the plan.
         """
-        options = {"selection": self._chosen.name, "num_kv_heads": self._tables.num_kv_heads}
-        large = value_count(num_kept, recent, self._value_share)
-        # If sizes decide alone, no scores are computed.
-        alone = self._value_share > 0 and large == num_kept - recent
-        pieces = self.pieces(slots, lengths, next_positions, recent, scored=not alone, sized=alone or large > 0)
-        if self._pools is None:
-            (piece,) = pieces
-            return select_torch(
-                piece.scores, lengths, num_kept, recent, reduce_ranks=self._reduce_ranks,
-                sizes=piece.sizes, value_share=self._value_share if piece.sizes is not None else 0.0, **options,
-            )  # fmt: skip
-        from sglang_triattn.kernels.select.importance_kernel import importance_triton
-        from sglang_triattn.kernels.select.keep_kernel import keep_triton
+        # The next ones overwrite what is not copied.
+        return torch.cat([part.kept.long() for part in self.in_turn(slots, lengths, next_positions, num_kept, recent)])
 
-        layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
-        kept = lengths.new_empty((len(slots), self.sets, num_kept), dtype=torch.int64)
-        for piece in pieces:
-            rows, group, own = piece.rows, piece.layers, lengths[piece.rows]
-            # Used for kept sets per layer. A piece without all layers covers a single row, so its part is contiguous.
-            target = kept[rows, group.start * kv_heads : group.stop * kv_heads]
-            if alone:
-                keep_triton(piece.sizes.flatten(1, 2), own, num_kept, recent, kept=target)
-                continue
-            importance = importance_triton(
-                piece.scores, piece.moments, own, recent, scales=piece.scales, importance=piece.importance,
-                before=group.start, after=layers - group.stop, **options,
-            )  # fmt: skip
-            if self._chosen.per_layer:
-                if large > 0:
-                    # Nothing is kept yet: until then its memory holds the indices of the large values.
-                    marked = target.view(-1)[: importance[..., 0].numel() * large].view(*importance.shape[:2], large)
-                    keep_triton(piece.sizes.flatten(1, 2), own - recent, large, 0, kept=marked)
-                    importance.scatter_(2, marked, float("inf"))
-                keep_triton(importance, own, num_kept, recent, kept=target)
-            elif group.stop == layers:
-                merged = importance if self._reduce_ranks is None else self._reduce_ranks(importance)
-                keep_triton(merged, own, num_kept, recent, kept=kept[rows])
-        if self._chosen.per_layer:
-            return kept.unflatten(1, (layers, kv_heads))
-        return kept[:, 0] if self._chosen.shared else kept
+    def in_turn(
+        self,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        next_positions: torch.Tensor,
+        num_kept: int,
+        recent: int,
+        *,
+        moves: int = 0,
+        most: int | None = None,
+        holes: torch.Tensor | None = None,
+    ) -> Iterator[Chosen]:
+        """What `keep` returns for some requests after the others, as many at once as the plan and `most` allow.
+
+        Args:
+            slots, lengths, next_positions, num_kept, recent: as for `keep`.
+            moves: most moves of each kept set, for which there must be memory.
+            most: most requests at once.
+            holes: [R, sets] int32 for the kernels to fill, made where None: tokens of each set before the first one
+                that it drops. The reference does not find them.
+
+        Raises:
+            ValueError: as `keep`.
+        """
+        if not self.has_kernels:
+            for rows in slices(len(slots), most or len(slots)):
+                yield Chosen(rows, self._refer(slots[rows], lengths[rows], next_positions[rows], num_kept, recent))
+            return
+        # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
+        slots, lengths = slots.to(torch.int32), lengths.to(torch.int64)
+        phases = self._phases(next_positions)
+        if holes is None:
+            holes = slots.new_empty((len(slots), self.sets), dtype=torch.int32)
+        step, group = self.plan.launch(slots.shape[1], num_kept, moves)
+        for rows in slices(len(slots), step if most is None else min(step, most)):
+            prepared = self._prepare(rows.stop - rows.start, slots.shape[1], group, num_kept, moves)
+            self._select(prepared, slots[rows], lengths[rows], phases[rows], num_kept, recent, holes[rows])
+            yield Chosen(rows, prepared.shaped, prepared.lists)
 
     def scores(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, recent: int = 0
@@ -190,7 +255,7 @@ class Scorer:
         """
         if self._value_share == 1:
             raise ValueError("value_share is 1: nothing is decided by scores")
-        if self._pools is None:
+        if not self.has_kernels:
             return next(self.pieces(slots, lengths, next_positions, recent)).scores
         scores = self._memory.new_empty((len(slots), *self._tables.spread.shape[:2], slots.shape[1]))
         for piece in self.pieces(slots, lengths, next_positions, recent):
@@ -198,59 +263,167 @@ class Scorer:
         return scores
 
     def pieces(
-        self,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-        next_positions: torch.Tensor,
-        recent: int,
-        *,
-        scored: bool = True,
-        sized: bool = False,
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, recent: int
     ) -> Iterator[Piece]:
-        """Scores and value sizes as `keep` computes them, as much at once as the plan allows.
+        """Scores as `keep` computes them, as much at once as the plan allows; arguments as for `keep`.
 
         All layers of a row come before those of the next row. A piece covers all layers, or a single row. The
         reference yields one piece.
-
-        Args:
-            slots, lengths, next_positions, recent: as for `keep`.
-            scored, sized: which of the two to compute.
         """
-        requests, layers = len(slots), len(self._k_buffers)
-        if self._pools is None:
-            made = {}
-            if scored:
-                made["scores"] = score_torch(
-                    self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation
-                )
-            if sized:
-                made["sizes"] = value_size_torch(self._v_buffers, slots, lengths, recent)
-            yield Piece(slice(0, requests), slice(0, layers), **made)
+        if not self.has_kernels:
+            made = score_torch(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
+            yield Piece(slice(0, len(slots)), slice(0, len(self._k_buffers)), made)
             return
-        from sglang_triattn.kernels.score.latent_kernel import score_latents_triton
-        from sglang_triattn.kernels.score.score_kernel import score_triton
-        from sglang_triattn.kernels.score.value_size_kernel import value_size_triton
+        slots, phases = slots.to(torch.int32), self._phases(next_positions)
+        count, group = self.plan.launch(slots.shape[1])
+        for rows in slices(len(slots), count):
+            for step in self._prepare(rows.stop - rows.start, slots.shape[1], group, 0, 0).steps:
+                self._score(step, slots[rows], lengths[rows], phases[rows], recent)
+                yield Piece(rows, step.layers, step.parts["scores"])
 
-        row_step, layer_step = self.plan.launch(slots.shape[1])
-        for row, layer in itertools.product(range(0, requests, row_step), range(0, layers, layer_step)):
-            rows, group = slice(row, min(row + row_step, requests)), slice(layer, min(layer + layer_step, layers))
-            piece = Piece(rows, group, **self._workspace(rows.stop - row, slots.shape[1], group.stop - layer))
-            if sized:
-                value_size_triton(self._value_pools[group], slots[rows], lengths[rows], recent, sizes=piece.sizes)
-            if scored:
-                arguments = (self._pools[group], slots[rows], lengths[rows], next_positions[rows], self._tables[group])
-                made = {"scores": piece.scores, "moments": piece.moments, "phases": piece.phases}
-                if self._tables.rotary_start:
-                    made["columns"] = self._columns[group]
-                    score_latents_triton(*arguments, recent, aggregation=self._aggregation, **made)
-                else:
-                    score_triton(*arguments, recent, aggregation=self._aggregation, **made)
-            yield piece
+    def _refer(
+        self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
+    ) -> torch.Tensor:
+        """`keep` by the references."""
+        large, alone = self._places_for_values(num_kept, recent)
+        scores = sizes = None
+        if not alone:
+            scores = score_torch(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
+        if alone or large > 0:
+            sizes = value_size_torch(self._v_buffers, slots, lengths, recent)
+        return select_torch(
+            scores, lengths, num_kept, recent, selection=self._chosen.name, num_kv_heads=self._tables.num_kv_heads,
+            reduce_ranks=self._reduce_ranks, sizes=sizes, value_share=0.0 if sizes is None else self._value_share,
+        )  # fmt: skip
 
-    def _workspace(self, requests: int, num_tokens: int, layers: int) -> dict[str, torch.Tensor]:
-        """Views into the held memory."""
-        views, start = {}, 0
-        for name, shape in self.plan.parts(requests, num_tokens, layers).items():
-            views[name] = self._memory[start : start + torch.Size(shape).numel()].view(shape)
-            start += padded_bytes(shape) // 4
+    def _places_for_values(self, num_kept: int, recent: int) -> tuple[int, bool]:
+        """How many of the kept tokens the value sizes decide, and whether they decide alone: then no key is read."""
+        large = value_count(num_kept, recent, self._value_share)
+        return large, self._value_share > 0 and large == num_kept - recent
+
+    def _select(
+        self,
+        prepared: _Prepared,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        phases: torch.Tensor,
+        num_kept: int,
+        recent: int,
+        holes: torch.Tensor,
+    ) -> None:
+        """Fills the kept sets and `holes` [rows, sets] of the rows of one launch."""
+        large, alone = self._places_for_values(num_kept, recent)
+        for step in prepared.steps:
+            parts, kernels = step.parts, step.kernels
+            # For sets of each layer. A launch without all layers covers a single row, so its part is contiguous.
+            own = holes if len(prepared.steps) == 1 else holes[:, step.sets]
+            if not alone:
+                self._score(step, slots, lengths, phases, recent)
+                importance = parts["importance"]
+                kernels.merge.merge(parts["scores"], parts["moments"], lengths, recent, parts["scales"], importance)
+            if kernels.sizes is not None and (alone or large > 0):
+                # In the memory of the scores, which nothing reads any more.
+                sizes = parts["sizes"]
+                kernels.sizes.measure(slots, lengths, recent, sizes)
+                if alone:
+                    self._keep_kernel.keep(sizes, lengths, num_kept, recent, step.kept, own)
+                    continue
+                self._keep_kernel.mark(sizes, lengths, large, recent, parts["importance"])
+            if self._chosen.per_layer:
+                self._keep_kernel.keep(parts["importance"], lengths, num_kept, recent, step.kept, own)
+            elif step is prepared.steps[-1]:
+                merged = parts["importance"]
+                merged = merged if self._reduce_ranks is None else self._reduce_ranks(merged)
+                self._keep_kernel.keep(merged, lengths, num_kept, recent, prepared.kept, holes)
+
+    def _score(
+        self, step: _Step, slots: torch.Tensor, lengths: torch.Tensor, phases: torch.Tensor, recent: int
+    ) -> None:
+        """Fills the scores and moments of one launch."""
+        assert step.kernels.score is not None
+        step.kernels.score.score(slots, lengths, phases, recent, step.parts["scores"], step.parts["moments"])
+
+    def _phases(self, next_positions: torch.Tensor) -> torch.Tensor:
+        """`phase_rows` of all requests, [R, O, 2, F]; nothing where no key is read."""
+        if self._value_share == 1:
+            return next_positions
+        tables, aggregation = self._tables, self._aggregation
+        each = (len(tables.offsets) if aggregation == "max" else 1) * len(tables.inv_freq)
+        parts = [
+            phase_rows(tables, next_positions[rows], aggregation)
+            for rows in slices(len(next_positions), max(1, ANGLES // each))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prepare(self, requests: int, num_tokens: int, group: int, num_kept: int, moves: int) -> _Prepared:
+        """What is launched for `requests` rows, `group` layers at once."""
+        key = (requests, num_tokens, group, num_kept, moves)
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) == SHAPES:
+                del self._prepared[next(iter(self._prepared))]
+            found = self._prepared[key] = self._make(*key)
+        return found
+
+    def _make(self, requests: int, num_tokens: int, group: int, num_kept: int, moves: int) -> _Prepared:
+        layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
+        steps = []
+        for first in range(0, layers, group):
+            span = slice(first, min(first + group, layers))
+            parts = self._views(requests, num_tokens, span.stop - first, num_kept, moves)
+            kept, sets = parts["kept"], slice(span.start * kv_heads, span.stop * kv_heads)
+            own = kept[:, sets] if self._chosen.per_layer else kept
+            steps.append(_Step(span, self._kernels_of(span), parts, sets, own))
+        kept, lists = steps[0].parts["kept"], (steps[0].parts["sources"], steps[0].parts["targets"])
+        shaped, *lists = map(self._shaped, (kept, *lists))
+        return _Prepared(steps, kept, shaped, (lists[0], lists[1]))
+
+    def _shaped(self, sets: torch.Tensor) -> torch.Tensor:
+        """[R, sets, n] with the dims that `keep` returns."""
+        if self._chosen.per_layer:
+            return sets.unflatten(1, (-1, self._tables.num_kv_heads))
+        return sets[:, 0] if self._chosen.shared else sets
+
+    def _kernels_of(self, span: slice) -> _Kernels:
+        """The kernels for some layers, made once."""
+        key = (span.start, span.stop)
+        if key not in self._kernels:
+            self._kernels[key] = self._make_kernels(span)
+        return self._kernels[key]
+
+    def _make_kernels(self, span: slice) -> _Kernels:
+        from sglang_triattn.kernels.score.latent_kernel import LatentKernel
+        from sglang_triattn.kernels.score.score_kernel import ScoreKernel
+        from sglang_triattn.kernels.score.value_size_kernel import ValueSizeKernel
+        from sglang_triattn.kernels.select.importance_kernel import ImportanceKernel
+
+        layers, (_, q_heads, _) = len(self._k_buffers), self._tables.spread.shape
+        pools, tables = self._pools[span], self._tables[span]
+        merge = ImportanceKernel(
+            span.stop - span.start, q_heads, tables.num_kv_heads, self._chosen.name, span.start, layers - span.stop
+        )
+        score = None
+        if self._value_share != 1:
+            score = (
+                LatentKernel(pools, tables, self._aggregation, self._columns[span])
+                if tables.rotary_start
+                else ScoreKernel(pools, tables, self._aggregation)
+            )
+        return _Kernels(score, merge, ValueSizeKernel(self._value_pools[span]) if self._value_share else None)
+
+    def _views(self, requests: int, num_tokens: int, layers: int, num_kept: int, moves: int) -> dict[str, torch.Tensor]:
+        """Views into the held memory; value sizes as [requests, sets, num_tokens]."""
+        views = {}
+        for name, (start, shape) in self.plan.parts(requests, num_tokens, layers, num_kept, moves).items():
+            part = self._memory[start // 4 : start // 4 + torch.Size(shape).numel()].view(shape)
+            views[name] = part.view(torch.int32) if name in ("kept", "sources", "targets") else part
+        if "sizes" in views:
+            views["sizes"] = views["sizes"].flatten(1, 2)
         return views
+
+
+def slices(count: int, most: int) -> Iterator[slice]:
+    """Slices of about equal size, of `most` requests at most, that cover `count`."""
+    parts = -(-count // most)
+    for part in range(parts):
+        yield slice(count * part // parts, count * (part + 1) // parts)

@@ -15,8 +15,8 @@ import torch
 POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "phases": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "unrotated": "*fp32", "rotates": "*fp32", "scores": "*fp32",
-    "moments": "*fp32", "importance": "*fp32", "kept": "*i64", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
-    "columns": "*bf16",
+    "moments": "*fp32", "importance": "*fp32", "kept": "*i32", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
+    "columns": "*bf16", "holes": "*i32", "marks": "*fp32",
 }  # fmt: skip
 FLOATS = ("min_std", "factor", "beyond")
 

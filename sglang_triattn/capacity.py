@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from sglang_triattn.model.sizes import FP8_KV, ModelSizes
-from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens, scored_tokens
+from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens, most_kept, scored_tokens
 from sglang_triattn.rounds.rules import RoundRules
 
 WINDOW_SHARE = 0.8
@@ -171,13 +171,11 @@ def scratch_bytes(sizes: ModelSizes, rules: RoundRules, ranks: int) -> int:
         layers=len(sizes.layout.scored),
         q_heads=sizes.q_heads // ranks,
         kv_heads=max(sizes.kv_heads // ranks, 1),
-        # As the server reserves it, which cannot know yet how many dims RoPE turns.
-        frequencies=sizes.head_dim // 2,
         num_tokens=num_tokens,
         longest=longest,
         selection=rules.selection,
-        aggregation=rules.aggregation,
         value_share=rules.value_share,
+        most_kept=most_kept(rules),
     ).bytes()
 
 

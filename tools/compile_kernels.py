@@ -70,8 +70,8 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     yield "scale_kernel", {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS}
     for selection, group in itertools.product(SELECTIONS, groups):
         yield "importance_kernel", importance_settings(selection, group)
-    for num_tokens in (BLOCK, BLOCK + 1):
-        yield "keep_kernel", keep_settings(num_tokens)
+    for num_tokens, mark in itertools.product((BLOCK, BLOCK + 1), (False, True)):
+        yield "keep_kernel", keep_settings(num_tokens, mark)
     for ordered in (False, True):
         yield "moves_kernel", moves_settings(ordered)
     for words, ordered in itertools.product(range(4, MAX_WORDS + 1, ALIGNMENT // WORD), (False, True)):

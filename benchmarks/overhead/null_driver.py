@@ -27,9 +27,11 @@ class Skipped:
     nanoseconds = 0
 
 
-def first_indices(kept: torch.Tensor, num_kept: int, **_: object) -> None:
+def first_indices(kept: torch.Tensor, holes: torch.Tensor, num_kept: int, MARK: bool, **_: object) -> None:
     """Stands in for `keep_kernel`: keeps each row's first tokens."""
-    kept.view(-1, num_kept).copy_(torch.arange(num_kept))
+    if not MARK:
+        kept.view(-1, num_kept).copy_(torch.arange(num_kept))
+        holes.fill_(num_kept)
 
 
 STAND_INS: dict[str, Callable[..., None]] = {"keep_kernel": first_indices}

@@ -7,7 +7,6 @@ requests are divided among launches as those of Qwen3-8B at the default budget a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -171,7 +170,6 @@ def mode(which: str = "is_decode") -> SimpleNamespace:
 
 def kernels_for(config: Any, layers: int, slots: int, kernels: bool) -> tuple[Any, Any, list]:
     """(Scorer, Mover, K and V of each layer) for a pool of so many slots."""
-    from sglang_triattn.kernels import device_round
     from sglang_triattn.kernels.mover import Mover
     from sglang_triattn.kernels.score.tables import build_tables
     from sglang_triattn.kernels.scorer import Scorer
@@ -187,39 +185,29 @@ def kernels_for(config: Any, layers: int, slots: int, kernels: bool) -> tuple[An
         mean, mean.abs() * 1.2, torch.rand(HEAD_DIM // 2, generator=random), 1.0, "half", KV_HEADS, "cpu"
     )
     width = config.budget + config.interval
-    options = {"selection": config.selection, "value_share": config.value_share}
-    here = WorkspacePlan(layers, Q_HEADS, KV_HEADS, HEAD_DIM // 2, width, width, **options)
-    per_launch, per_slice = served_division(options)
+    options = {"selection": config.selection, "value_share": config.value_share, "most_kept": config.budget}
+    here = WorkspacePlan(layers, Q_HEADS, KV_HEADS, width, width, **options)
+    per_launch, rest = served_division(), (config.budget, min(config.budget, config.interval))
     scorer = Scorer(
-        k, tables, num_tokens=width, longest=width, limit=here.needs(per_launch, width, layers),
+        k, tables, num_tokens=width, longest=width, limit=here.needs(per_launch, width, layers, *rest),
         v_buffers=v, kernels=kernels, **options,
     )  # fmt: skip
-    if kernels and scorer.plan.launch(width)[0] != per_launch:
-        raise SystemExit(f"{scorer.plan.launch(width)[0]} requests share a launch instead of {per_launch}")
-    each = device_round.request_bytes(scorer.sets, config.budget, width, "fill")
-    device_round.SLICE_BYTES = each * per_slice
+    if kernels and scorer.plan.launch(width, *rest)[0] != per_launch:
+        raise SystemExit(f"{scorer.plan.launch(width, *rest)[0]} requests share a launch instead of {per_launch}")
     return scorer, Mover(k, v, kernels=kernels), list(zip(k, v, strict=True))
 
 
-def served_division(options: dict[str, Any]) -> tuple[int, int]:
-    """(requests of Qwen3-8B that share the launches of the scorer, those that share a slice) at the default budget."""
+def served_division() -> int:
+    """Requests of Qwen3-8B that share their launches, at the default settings."""
     from sglang_triattn.config import Config
-    from sglang_triattn.kernels.device_round import request_bytes
-    from sglang_triattn.kernels.select import selection_named
     from sglang_triattn.kernels.workspace import WorkspacePlan
+    from sglang_triattn.rounds.plan import most_kept
+    from sglang_triattn.rounds.rules import complete
 
-    model, config = MODELS[0], Config()
+    model, config = MODELS[0], complete(Config())
     width = config.budget + config.interval
     plan = WorkspacePlan(
-        model.layers, model.q_heads, model.kv_heads, model.head_dim // 2, width, width, **options
+        model.layers, model.q_heads, model.kv_heads, width, width, selection=config.selection,
+        value_share=config.value_share, most_kept=most_kept(config),
     )  # fmt: skip
-    sets = selection_named(options["selection"]).sets(model.layers, model.kv_heads)
-    return plan.launch(width)[0], max(1, slice_bytes() // request_bytes(sets, config.budget, width, "fill"))
-
-
-@functools.cache
-def slice_bytes() -> int:
-    """Memory of a slice as the package has it, before a server here divides its rounds by another number."""
-    from sglang_triattn.kernels import device_round
-
-    return device_round.SLICE_BYTES
+    return plan.launch(width, config.budget, config.interval)[0]

@@ -12,9 +12,50 @@ import triton
 import triton.language as tl
 
 from sglang_triattn.kernels.compact.reference import moves_of
+from sglang_triattn.kernels.launcher import Launcher
 
 BLOCK = 512
 """Moves per program."""
+
+
+class MovesKernel:
+    """`moves_kernel` for kept sets of any number and length."""
+
+    def __init__(self) -> None:
+        self._launchers = {ordered: Launcher(moves_kernel, moves_settings(ordered)) for ordered in (False, True)}
+
+    def list_moves(
+        self,
+        slots: torch.Tensor,
+        kept: torch.Tensor,
+        ordered: bool,
+        cut: int,
+        lengths: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+    ) -> None:
+        """Fills `sources` and `targets`, which are as `list_moves_triton` returns them and not empty.
+
+        Args:
+            slots: [R, N] int32; kept: [R, ..., num_kept] int32; both contiguous.
+            ordered: True for "slide".
+            cut, lengths: as for `list_moves`, but not None.
+        """
+        requests, num_tokens = slots.shape
+        num_kept, moves = kept.shape[-1], sources.shape[-1]
+        self._launchers[ordered](
+            (-(-moves // BLOCK), kept.numel() // (requests * num_kept), requests),
+            slots,
+            kept,
+            lengths,
+            sources,
+            targets,
+            num_tokens,
+            num_kept,
+            cut,
+            moves,
+            num_kept.bit_length(),
+        )
 
 
 def list_moves_triton(
@@ -24,15 +65,19 @@ def list_moves_triton(
     *,
     cut: int | None = None,
     lengths: torch.Tensor | None = None,
+    lists: tuple[torch.Tensor, torch.Tensor] | None = None,
+    kernel: MovesKernel | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Lists the copies that bring each kept set into the private slots that its request keeps.
 
     Args:
-        slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots. An int64
-            tensor is copied to int32.
-        kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64, ascending indices into them.
+        slots: [R, N] int32, private slots of each request in row order, right-padded with valid slots.
+        kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int32, ascending indices into them.
+            Int64 tensors are copied to int32.
         strategy: "slide" or "fill".
         cut, lengths: as for `list_moves`.
+        lists: sources and targets to fill; made where None.
+        kernel: what launches; made where None.
 
     Returns:
         sources, targets: [R, ..., M] int32, as `list_moves` defines them.
@@ -40,31 +85,19 @@ def list_moves_triton(
     Raises:
         ValueError: the strategy is unknown.
     """
-    requests, num_tokens = slots.shape
-    num_kept = kept.shape[-1]
+    num_tokens, num_kept = slots.shape[1], kept.shape[-1]
     moves = moves_of(strategy, num_kept, num_tokens)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
-    slots, kept = slots.to(torch.int32).contiguous(), kept.contiguous()
-    lengths = kept.new_full((requests,), num_tokens) if lengths is None else lengths.contiguous()
-    sources, targets = (slots.new_empty((*kept.shape[:-1], moves)) for _ in range(2))
+    slots, kept = slots.to(torch.int32).contiguous(), kept.to(torch.int32).contiguous()
+    if lists is None:
+        lists = slots.new_empty((*kept.shape[:-1], moves)), slots.new_empty((*kept.shape[:-1], moves))
     if moves:
-        sets = kept[0].numel() // num_kept
-        grid = (triton.cdiv(moves, BLOCK), sets, requests)
-        settings = moves_settings(strategy == "slide")
-        moves_kernel[grid](
-            slots,
-            kept,
-            lengths,
-            sources,
-            targets,
-            num_tokens,
-            num_kept,
-            num_kept if cut is None else cut,
-            moves,
-            num_kept.bit_length(),
-            **settings,
-        )
-    return sources, targets
+        if lengths is None:
+            lengths = kept.new_full((len(slots),), num_tokens, dtype=torch.int64)
+        kernel = kernel or MovesKernel()
+        place = num_kept if cut is None else cut
+        kernel.list_moves(slots, kept, strategy == "slide", place, lengths.contiguous(), *lists)
+    return lists
 
 
 def moves_settings(ordered: bool) -> dict:

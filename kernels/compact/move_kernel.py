@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import KeyPools
 
 WORD = 4
@@ -32,41 +33,53 @@ MAX_WORDS = 1024
 WORDS_IN_FLIGHT = 4096
 
 
-def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *, layers: int, ordered: bool) -> None:
-    """Copies K/V rows in place.
+class MoveKernel:
+    """`move_kernel` for the pools of one model, with all arguments that no round changes.
 
     Args:
         pools: K of all layers, V of all layers, or one after the other.
         layers: L.
-        sources, targets: from `list_moves_triton`.
-        ordered: True for "slide".
 
     Does not check the pools: those that `check_movable` refuses are moved incorrectly.
     """
-    requests, moves = sources.shape[0], sources.shape[-1]
-    if not moves:
-        return
-    first = pools.buffers[0]
-    width = first.element_size()
-    heads, words = first.shape[1], first.shape[2] * width // WORD
-    set_layers = sources.shape[1] if sources.ndim == 4 else 1
-    set_heads = sources.shape[-2] if sources.ndim > 2 else 1
-    settings = move_settings(words, ordered)
-    parts = 1 if ordered else triton.cdiv(moves, settings["BLOCK"])
-    move_kernel[(len(pools.buffers) * heads, parts, requests)](
-        pools.addresses,
-        sources,
-        targets,
-        layers,
-        heads,
-        moves,
-        set_layers,
-        set_heads,
-        first.stride(0) * width // ALIGNMENT,
-        first.stride(1) * width // ALIGNMENT,
-        first.shape[2] * width // ALIGNMENT,
-        **settings,
-    )
+
+    def __init__(self, pools: KeyPools, layers: int) -> None:
+        first = pools.buffers[0]
+        width = first.element_size()
+        self._pools, self._layers, self._heads = pools, layers, first.shape[1]
+        self._settings = {ordered: move_settings(first.shape[2] * width // WORD, ordered) for ordered in (False, True)}
+        self._launchers = {ordered: Launcher(move_kernel, each) for ordered, each in self._settings.items()}
+        self._widths = tuple(each * width // ALIGNMENT for each in (*first.stride()[:2], first.shape[2]))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, *, ordered: bool) -> None:
+        """Copies K/V rows in place; arguments as for `move_triton`."""
+        requests, moves = sources.shape[0], sources.shape[-1]
+        if not moves:
+            return
+        parts = 1 if ordered else -(-moves // self._settings[ordered]["BLOCK"])
+        self._launchers[ordered](
+            (len(self._pools.buffers) * self._heads, parts, requests),
+            self._pools.addresses,
+            sources,
+            targets,
+            self._layers,
+            self._heads,
+            moves,
+            sources.shape[1] if sources.ndim == 4 else 1,
+            sources.shape[-2] if sources.ndim > 2 else 1,
+            *self._widths,
+        )
+
+
+def move_triton(pools: KeyPools, sources: torch.Tensor, targets: torch.Tensor, *, layers: int, ordered: bool) -> None:
+    """Copies K/V rows in place.
+
+    Args:
+        pools, layers: as for `MoveKernel`.
+        sources, targets: from `list_moves_triton`.
+        ordered: True for "slide".
+    """
+    MoveKernel(pools, layers).move(sources, targets, ordered=ordered)
 
 
 def check_movable(pools: KeyPools) -> None:

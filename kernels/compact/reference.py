@@ -65,13 +65,13 @@ def remap(slots: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
     Args:
         slots: [R, N] int32 or int64, private slots of each request, right-padded with anything.
-        kept: [R, num_kept] int64, ascending indices into the private tokens.
+        kept: [R, num_kept] int32 or int64, ascending indices into the private tokens.
 
     Returns:
         [R, N] like `slots`: columns [0, num_kept) are the kept slots, [num_kept, length) the evicted ones, the rest
         padding.
     """
-    stays = torch.zeros_like(slots, dtype=torch.bool).scatter_(1, kept, True)
+    stays = torch.zeros_like(slots, dtype=torch.bool).scatter_(1, kept.long(), True)
     place = torch.where(stays, stays.cumsum(1), kept.shape[1] + (~stays).cumsum(1)) - 1
     return torch.empty_like(slots).scatter_(1, place, slots)
 

@@ -20,12 +20,86 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import FLOAT8, KeyPools
 from sglang_triattn.kernels.score.latent_tuning import check_latents, latent_columns, launch_settings
-from sglang_triattn.kernels.score.parts import dot_columns, load_dims, load_keys, turn_back
+from sglang_triattn.kernels.score.parts import (
+    dot_columns,
+    joined_block,
+    load_dims,
+    load_keys,
+    pool_pointer,
+    turn_back,
+)
 from sglang_triattn.kernels.score.reference import CHUNK, phase_rows
+from sglang_triattn.kernels.score.score_kernel import made
 from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
-from sglang_triattn.kernels.score.tuning import ALIGN, WARPGROUPS
+from sglang_triattn.kernels.score.tuning import ALIGN, has_warpgroups
+
+
+class LatentKernel:
+    """`latent_kernel` for some layers of one model, with all arguments that no round changes.
+
+    Args:
+        pools: from `key_pools`, of latents [num_slots, 1, U + 2F], with `tables.rotary_start` U.
+        aggregation: as for `score_triton`.
+        columns: from `latent_columns`, made here where None.
+
+    Raises:
+        ValueError: `check_fits` or `check_latents` refuses.
+    """
+
+    def __init__(
+        self,
+        pools: KeyPools,
+        tables: ScoreTables,
+        aggregation: str = "mean",
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        check_fits(pools.buffers, tables, aggregation)
+        check_latents(pools.buffers[0], tables)
+        layers, q_heads, frequencies = tables.spread.shape
+        pool, start = pools.buffers[0], tables.rotary_start
+        settings = launch_settings(pool.dtype, q_heads, tables.style, aggregation, has_warpgroups(pool))
+        split = triton.cdiv(q_heads, settings["GP"])
+        self._launch = Launcher(latent_kernel, settings)
+        self._programs = layers * split
+        self._pools = pools
+        self._columns = latent_columns(tables, aggregation) if columns is None else columns
+        self._heads = (q_heads, self._columns.shape[-1] // ALIGN, split)
+        others = 0 if aggregation == "norm" else start // ALIGN
+        self._widths = (frequencies // ALIGN, start // ALIGN, others, pool.stride(0) // ALIGN)
+        self._float8 = FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0))
+
+    def score(
+        self,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        phases: torch.Tensor,
+        recent: int,
+        scores: torch.Tensor,
+        moments: torch.Tensor,
+    ) -> None:
+        """As `ScoreKernel.score`."""
+        requests, num_tokens = slots.shape
+        self._launch(
+            (self._programs, -(-num_tokens // CHUNK), requests),
+            self._pools.addresses,
+            self._pools.scales,
+            slots,
+            lengths,
+            phases,
+            self._columns,
+            scores,
+            moments,
+            *self._heads,
+            num_tokens,
+            recent,
+            *self._widths,
+            slots.stride(0),
+            phases.shape[1],
+            *self._float8,
+        )
 
 
 def score_latents_triton(
@@ -39,57 +113,16 @@ def score_latents_triton(
     aggregation: str = "mean",
     scores: torch.Tensor | None = None,
     moments: torch.Tensor | None = None,
-    phases: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `score_triton`, for a pool of latents [num_slots, 1, U + 2F], with `tables.rotary_start` U.
-
-    Args:
-        columns: from `latent_columns`, made here where None.
 
     Raises:
         ValueError: `check_fits` or `check_latents` refuses.
     """
-    check_fits(pools.buffers, tables, aggregation)
-    check_latents(pools.buffers[0], tables)
-    layers, q_heads, frequencies = tables.spread.shape
-    requests, num_tokens = slots.shape
-    chunks = triton.cdiv(num_tokens, CHUNK)
-    if scores is None:
-        scores = slots.new_empty((requests, layers, q_heads, num_tokens), dtype=torch.float32)
-    if moments is None:
-        moments = slots.new_empty((requests, layers, q_heads, chunks, 2), dtype=torch.float32)
-    pool, start = pools.buffers[0], tables.rotary_start
-    slots = slots.to(torch.int32)
-    phases = phase_rows(tables, next_positions, aggregation, phases)
-    warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
-    settings = launch_settings(pool.dtype, q_heads, tables.style, aggregation, warpgroups)
-    if columns is None:
-        columns = latent_columns(tables, aggregation)
-    split = triton.cdiv(q_heads, settings["GP"])
-    latent_kernel[(layers * split, chunks, requests)](
-        pools.addresses,
-        pools.scales,
-        slots,
-        lengths,
-        phases,
-        columns,
-        scores,
-        moments,
-        q_heads,
-        columns.shape[-1] // ALIGN,
-        split,
-        num_tokens,
-        recent,
-        frequencies // ALIGN,
-        start // ALIGN,
-        0 if aggregation == "norm" else start // ALIGN,
-        pool.stride(0) // ALIGN,
-        slots.stride(0),
-        phases.shape[1],
-        *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
-        **settings,
-    )
+    kernel = LatentKernel(pools, tables, aggregation)
+    scores, moments = made(slots, tables, scores, moments)
+    phases = phase_rows(tables, next_positions, aggregation)
+    kernel.score(slots.to(torch.int32), lengths, phases, recent, scores, moments)
     return scores, moments
 
 
@@ -151,15 +184,7 @@ def latent_kernel(
     W = width * ALIGN
     part = (S + 3 * F) * W
     p_columns = tl.multiple_of(columns, 16) + i_l.to(tl.int64) * (3 * part) + first
-    if KIND == "bf16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
-    elif KIND == "fp16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float16))
-    elif KIND == "fp32":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float32))
-    else:
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
-    p_pool = tl.multiple_of(p_pool, 16)
+    p_pool = pool_pointer(addresses, i_l, KIND)
     scale = tl.load(scales + i_l)
 
     # [GP], rows of the results.
@@ -209,15 +234,8 @@ def latent_kernel(
         p_score = scores + i_row[None, :] * num_tokens + o_n[:, None]
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 
-        # Mean and squared deviations so far, joined with the block's (Chan et al.).
         b_new = tl.minimum(candidates - start, BLOCK).to(tl.float32)
-        b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
-        b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
-        b_gap = b_mid - b_mean
-        b_total = b_count + b_new
-        b_mean += b_gap * (b_new / b_total)
-        b_square += tl.sum(b_off * b_off, axis=0) + b_gap * b_gap * (b_count * b_new / b_total)
-        b_count = b_total
+        b_count, b_mean, b_square = joined_block(b_count, b_mean, b_square, b_score, m_n, b_new)
     p_moment = moments + (i_row * tl.num_programs(1) + i_c) * 2
     tl.store(p_moment, b_mean, mask=m_g)
     tl.store(p_moment + 1, b_square, mask=m_g)

@@ -1,4 +1,4 @@
-"""Building blocks of the score kernels: loading, decoding, rotating, and products without rounding loss."""
+"""Building blocks of the kernels: loading, decoding, rotating, products without rounding loss, and running moments."""
 
 import triton
 import triton.language as tl
@@ -116,3 +116,37 @@ def load_dims(p_key, m_n, o_d, m_d, shift, limit, factor, beyond, KIND: tl.const
     """K [BLOCK, tile] float32 at dims o_d."""
     b_key = tl.load(p_key + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0)
     return decode(b_key, shift, limit, factor, beyond, KIND)
+
+
+@triton.jit
+def pool_pointer(addresses, i_l, KIND: tl.constexpr):
+    """Where the pool of layer i_l begins; float8 is read as bytes."""
+    address = tl.load(addresses + i_l)
+    if KIND == "bf16":
+        p_pool = address.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "fp16":
+        p_pool = address.to(tl.pointer_type(tl.float16))
+    elif KIND == "fp32":
+        p_pool = address.to(tl.pointer_type(tl.float32))
+    else:
+        p_pool = address.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(p_pool, 16)
+
+
+@triton.jit
+def joined(b_count, b_mean, b_square, b_new, b_mid, b_rest):
+    """Count, mean and sum of squared deviations of two sets of numbers together (Chan et al.), the second one not
+    empty: `b_new` numbers with mean `b_mid` and squared deviations `b_rest`."""
+    b_gap = b_mid - b_mean
+    b_total = b_count + b_new
+    b_mean += b_gap * (b_new / b_total)
+    b_square += b_rest + b_gap * b_gap * (b_count * b_new / b_total)
+    return b_total, b_mean, b_square
+
+
+@triton.jit
+def joined_block(b_count, b_mean, b_square, b_score, m_n, b_new):
+    """`joined` with the `b_new` rows of b_score [BLOCK, GP] that m_n names, for each column."""
+    b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
+    b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
+    return joined(b_count, b_mean, b_square, b_new, b_mid, tl.sum(b_off * b_off, axis=0))

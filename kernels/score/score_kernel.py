@@ -25,11 +25,95 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import FLOAT8, KeyPools
-from sglang_triattn.kernels.score.parts import dot, load_coefficients, load_columns, load_dims, load_keys, turned
+from sglang_triattn.kernels.score.parts import (
+    dot,
+    joined_block,
+    load_coefficients,
+    load_columns,
+    load_dims,
+    load_keys,
+    pool_pointer,
+    turned,
+)
 from sglang_triattn.kernels.score.reference import CHUNK, phase_rows
 from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
-from sglang_triattn.kernels.score.tuning import ALIGN, WARPGROUPS, launch_settings
+from sglang_triattn.kernels.score.tuning import ALIGN, has_warpgroups, launch_settings
+
+
+class ScoreKernel:
+    """`score_kernel` for some layers of one model, with all arguments that no round changes.
+
+    Args:
+        pools: from `key_pools`, of the layers of `tables`.
+        aggregation: "mean", "max" or "norm", see `score_torch`.
+
+    Raises:
+        ValueError: `check_fits` refuses.
+    """
+
+    def __init__(self, pools: KeyPools, tables: ScoreTables, aggregation: str = "mean") -> None:
+        check_fits(pools.buffers, tables, aggregation)
+        layers, q_heads, frequencies = tables.spread.shape
+        group, pool = q_heads // tables.num_kv_heads, pools.buffers[0]
+        # "norm" is without what follows from the mean query: phases of zero drop it in all layers.
+        norm = aggregation == "norm"
+        others = 0 if norm else tables.unrotated.shape[-1]
+        steps = (frequencies, others, pool.stride(0), pool.stride(1))
+        aligned = not any(step % ALIGN for step in steps)
+        warpgroups = has_warpgroups(pool)
+        settings = launch_settings(
+            pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups, others
+        )
+        split, align = triton.cdiv(group, settings["GP"]), settings["ALIGN"]
+        self._launch = Launcher(score_kernel, settings)
+        self._programs = layers * tables.num_kv_heads * split
+        self._pools = pools
+        self._model = (
+            torch.view_as_real(tables.mean if aggregation == "max" else tables.center),
+            tables.spread,
+            tables.unrotated,
+            torch.ones_like(tables.rotates) if norm else tables.rotates,
+        )
+        self._heads = (tables.num_kv_heads, group, split)
+        self._widths = tuple(step // align for step in steps)
+        self._float8 = FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0))
+
+    def score(
+        self,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+        phases: torch.Tensor,
+        recent: int,
+        scores: torch.Tensor,
+        moments: torch.Tensor,
+    ) -> None:
+        """Fills `scores` and `moments`, which are as `score_triton` returns them.
+
+        Args:
+            slots: [R, N] int32, rows of adjacent elements; lengths: [R] int64; recent: as for `score_triton`.
+            phases: [R, O, 2, F] float32, from `phase_rows`.
+        """
+        requests, num_tokens = slots.shape
+        self._launch(
+            (self._programs, -(-num_tokens // CHUNK), requests),
+            self._pools.addresses,
+            self._pools.scales,
+            slots,
+            lengths,
+            phases,
+            *self._model,
+            scores,
+            moments,
+            *self._heads,
+            num_tokens,
+            recent,
+            *self._widths,
+            slots.stride(0),
+            phases.shape[1],
+            *self._float8,
+        )
 
 
 def score_triton(
@@ -43,7 +127,6 @@ def score_triton(
     aggregation: str = "mean",
     scores: torch.Tensor | None = None,
     moments: torch.Tensor | None = None,
-    phases: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores of the candidates of R requests in all layers and query heads; higher is more important.
 
@@ -55,7 +138,7 @@ def score_triton(
         next_positions: [R] int64, logical position of each request's next token.
         recent: newest tokens of each request, which are not candidates.
         aggregation: "mean", "max" or "norm", see `score_torch`.
-        scores, moments, phases: float32 tensors to fill, allocated where None; `phases` as `phase_rows` returns it.
+        scores, moments: float32 tensors to fill, allocated where None.
 
     Returns:
         scores [R, L, H_q, N] float32, only the candidates' columns written; moments [R, L, H_q, C, 2] float32 with
@@ -64,53 +147,24 @@ def score_triton(
     Raises:
         ValueError: `check_fits` refuses.
     """
-    check_fits(pools.buffers, tables, aggregation)
-    layers, q_heads, frequencies = tables.spread.shape
-    group = q_heads // tables.num_kv_heads
-    requests, num_tokens = slots.shape
-    chunks = triton.cdiv(num_tokens, CHUNK)
-    if scores is None:
-        scores = slots.new_empty((requests, layers, q_heads, num_tokens), dtype=torch.float32)
-    if moments is None:
-        moments = slots.new_empty((requests, layers, q_heads, chunks, 2), dtype=torch.float32)
+    kernel = ScoreKernel(pools, tables, aggregation)
+    scores, moments = made(slots, tables, scores, moments)
+    phases = phase_rows(tables, next_positions, aggregation)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
-    slots = slots.to(torch.int32)
-    pool = pools.buffers[0]
-    phases = phase_rows(tables, next_positions, aggregation, phases)
-    # "norm" is without what follows from the mean query: phases of zero drop it in all layers.
-    norm = aggregation == "norm"
-    others = 0 if norm else tables.unrotated.shape[-1]
-    steps = (frequencies, others, pool.stride(0), pool.stride(1))
-    aligned = not any(step % ALIGN for step in steps)
-    warpgroups = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
-    settings = launch_settings(pool.dtype, frequencies, group, tables.style, aggregation, aligned, warpgroups, others)
-    split, align = triton.cdiv(group, settings["GP"]), settings["ALIGN"]
-    score_kernel[(layers * tables.num_kv_heads * split, chunks, requests)](
-        pools.addresses,
-        pools.scales,
-        slots,
-        lengths,
-        phases,
-        torch.view_as_real(tables.mean if aggregation == "max" else tables.center),
-        tables.spread,
-        tables.unrotated,
-        torch.ones_like(tables.rotates) if norm else tables.rotates,
-        scores,
-        moments,
-        tables.num_kv_heads,
-        group,
-        split,
-        num_tokens,
-        recent,
-        frequencies // align,
-        others // align,
-        pool.stride(0) // align,
-        pool.stride(1) // align,
-        slots.stride(0),
-        phases.shape[1],
-        *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
-        **settings,
-    )
+    kernel.score(slots.to(torch.int32), lengths, phases, recent, scores, moments)
+    return scores, moments
+
+
+def made(
+    slots: torch.Tensor, tables: ScoreTables, scores: torch.Tensor | None, moments: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and moments to fill for `slots` [R, N], shaped as `score_triton` returns them; made where None."""
+    requests, num_tokens = slots.shape
+    rows = (requests, *tables.spread.shape[:2])
+    if scores is None:
+        scores = slots.new_empty((*rows, num_tokens), dtype=torch.float32)
+    if moments is None:
+        moments = slots.new_empty((*rows, -(-num_tokens // CHUNK), 2), dtype=torch.float32)
     return scores, moments
 
 
@@ -193,15 +247,7 @@ def score_kernel(
         m_u = o_u < U
         b_mu = load_columns(unrotated, o_u, m_u, i_h, m_h, b_part, U)
 
-    if KIND == "bf16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
-    elif KIND == "fp16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float16))
-    elif KIND == "fp32":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float32))
-    else:
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
-    p_pool = tl.multiple_of(p_pool, 16) + i_j.to(tl.int64) * (stride_head * ALIGN)
+    p_pool = pool_pointer(addresses, i_l, KIND) + i_j.to(tl.int64) * (stride_head * ALIGN)
     scale = tl.load(scales + i_l)
 
     o_g = first + tl.arange(0, GP)
@@ -278,15 +324,8 @@ def score_kernel(
         p_score = scores + i_row[None, :] * num_tokens + o_n[:, None]
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 
-        # Mean and squared deviations so far, joined with the block's (Chan et al.).
         b_new = tl.minimum(candidates - start, BLOCK).to(tl.float32)
-        b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
-        b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
-        b_gap = b_mid - b_mean
-        b_total = b_count + b_new
-        b_mean += b_gap * (b_new / b_total)
-        b_square += tl.sum(b_off * b_off, axis=0) + b_gap * b_gap * (b_count * b_new / b_total)
-        b_count += b_new
+        b_count, b_mean, b_square = joined_block(b_count, b_mean, b_square, b_score, m_n, b_new)
     p_moment = moments + (i_row * tl.num_programs(1) + i_c) * 2
     tl.store(p_moment, b_mean, mask=m_g)
     tl.store(p_moment + 1, b_square, mask=m_g)

@@ -25,6 +25,11 @@ ALIGN = 8
 """Loads are wide only if the halves of a head and the pool's strides are multiples of this many elements."""
 
 
+def has_warpgroups(pool: torch.Tensor) -> bool:
+    """Whether the GPU of `pool` multiplies by four warps together; assumed of a pool that is on none."""
+    return not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= WARPGROUPS
+
+
 def launch_settings(
     dtype: torch.dtype,
     frequencies: int,

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import FLOAT8, KINDS, KeyPools
-from sglang_triattn.kernels.score.parts import decode
+from sglang_triattn.kernels.score.parts import decode, pool_pointer
 from sglang_triattn.kernels.score.value_size import NEWEST
 
 ALIGNMENT = 16
@@ -27,13 +28,53 @@ NUMBERS_IN_FLIGHT = 4096
 """Numbers of one or two bytes in flight at once; half as many of four bytes."""
 
 
+class ValueSizeKernel:
+    """`value_size_kernel` for some layers of one model, with all arguments that no round changes.
+
+    Args:
+        pools: of values, from `key_pools`; `check_movable` must accept them.
+    """
+
+    def __init__(self, pools: KeyPools) -> None:
+        pool = pools.buffers[0]
+        heads, width = pool.shape[1:]
+        settings = value_settings(pool.dtype, width)
+        self._launch = Launcher(value_size_kernel, settings)
+        self._pools, self._heads = pools, heads
+        self._programs = len(pools.buffers) * heads
+        self._widths = tuple(each // settings["ALIGN"] for each in (width, pool.stride(0), pool.stride(1)))
+        self._float8 = FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0))
+
+    def measure(self, slots: torch.Tensor, lengths: torch.Tensor, recent: int, sizes: torch.Tensor) -> None:
+        """Fills `sizes`, which are as `value_size_triton` returns them.
+
+        Args:
+            slots: [R, N] int32, rows of adjacent elements; lengths: [R] int64; recent: as for `value_size_triton`.
+        """
+        requests, num_tokens = slots.shape
+        self._launch(
+            (self._programs, -(-num_tokens // TOKENS), requests),
+            self._pools.addresses,
+            slots,
+            lengths,
+            sizes,
+            self._heads,
+            num_tokens,
+            recent,
+            min(recent, NEWEST),
+            *self._widths,
+            slots.stride(0),
+            *self._float8,
+        )
+
+
 def value_size_triton(
     pools: KeyPools, slots: torch.Tensor, lengths: torch.Tensor, recent: int, *, sizes: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Squared sizes of the values of R requests in all layers and KV heads.
 
     Args:
-        pools: of values, from `key_pools`; `check_movable` must accept them.
+        pools: as for `ValueSizeKernel`.
         slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
             An int64 tensor is copied to int32.
         lengths: [R] int64, private tokens of each request.
@@ -44,30 +85,11 @@ def value_size_triton(
         [R, L, H_kv, N] float32; only the candidates' columns are written.
     """
     requests, num_tokens = slots.shape
-    pool = pools.buffers[0]
-    heads, width = pool.shape[1:]
     if sizes is None:
-        sizes = slots.new_empty((requests, len(pools.buffers), heads, num_tokens), dtype=torch.float32)
+        shape = (requests, len(pools.buffers), pools.buffers[0].shape[1], num_tokens)
+        sizes = slots.new_empty(shape, dtype=torch.float32)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
-    slots = slots.to(torch.int32)
-    settings = value_settings(pool.dtype, width)
-    align = settings["ALIGN"]
-    value_size_kernel[(len(pools.buffers) * heads, triton.cdiv(num_tokens, TOKENS), requests)](
-        pools.addresses,
-        slots,
-        lengths,
-        sizes,
-        heads,
-        num_tokens,
-        recent,
-        min(recent, NEWEST),
-        width // align,
-        pool.stride(0) // align,
-        pool.stride(1) // align,
-        slots.stride(0),
-        *FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0)),
-        **settings,
-    )
+    ValueSizeKernel(pools).measure(slots.to(torch.int32), lengths, recent, sizes)
     return sizes
 
 
@@ -117,15 +139,7 @@ def value_size_kernel(
     i_lj, i_t, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, i_j = i_lj // heads, i_lj % heads
     candidates = tl.load(lengths + i_r).to(tl.int32) - recent
-    if KIND == "bf16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
-    elif KIND == "fp16":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float16))
-    elif KIND == "fp32":
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float32))
-    else:
-        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
-    p_pool = tl.multiple_of(p_pool, 16) + i_j.to(tl.int64) * (stride_head * ALIGN)
+    p_pool = pool_pointer(addresses, i_l, KIND) + i_j.to(tl.int64) * (stride_head * ALIGN)
     p_size = sizes + (i_r * tl.num_programs(0) + i_lj) * num_tokens
     o_d = tl.arange(0, WIDTH)
     m_d = o_d < width * ALIGN

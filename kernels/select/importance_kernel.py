@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_triattn.kernels.launcher import Launcher
+from sglang_triattn.kernels.score.parts import joined
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.select import selection_named
 from sglang_triattn.kernels.select.reference import MIN_STD
@@ -27,6 +29,57 @@ TOKENS = 128
 SCALE_ROWS = 128
 
 
+class ImportanceKernel:
+    """`scale_kernel` and `importance_kernel` for some layers of one model.
+
+    Args:
+        layers, q_heads, num_kv_heads: of these layers.
+        selection: see `Selection`.
+        before, after: how many layers earlier calls have merged into the importance, and later calls will. Sums become
+            means in the call with none after it. "per-layer-head" merges nothing and ignores both.
+    """
+
+    def __init__(
+        self, layers: int, q_heads: int, num_kv_heads: int, selection: str, before: int = 0, after: int = 0
+    ) -> None:
+        chosen, group = selection_named(selection), q_heads // num_kv_heads
+        self.sets = chosen.sets(layers, num_kv_heads)
+        alone, mean = chosen.per_layer, chosen.merge == "mean"
+        # Rows, or maxima of groups, that a mean is over; 0 for a maximum.
+        terms = 0 if alone or chosen.merge == "max" else (q_heads if mean else 1) * (before + layers + after)
+        self._rows = layers * q_heads
+        self._widths = (self._rows if alone else q_heads, q_heads if mean else group)
+        self._merged = (0 if alone else before, terms if terms and not after else 1)
+        self._launch_scales = Launcher(scale_kernel, {"CHUNK": CHUNK, "BLOCK": SCALE_ROWS})
+        self._launch = Launcher(importance_kernel, importance_settings(selection, group))
+
+    def merge(
+        self,
+        scores: torch.Tensor,
+        moments: torch.Tensor,
+        lengths: torch.Tensor,
+        recent: int,
+        scales: torch.Tensor,
+        importance: torch.Tensor,
+    ) -> None:
+        """Fills `scales` and `importance`; arguments as for `importance_triton`."""
+        requests, num_tokens, rows = len(scores), scores.shape[3], self._rows
+        grid = (-(-rows // SCALE_ROWS), requests, 1)
+        self._launch_scales(grid, moments, lengths, scales, rows, moments.shape[3], recent, MIN_STD)
+        self._launch(
+            (-(-num_tokens // TOKENS), self.sets, requests),
+            scores,
+            scales,
+            lengths,
+            importance,
+            rows,
+            *self._widths,
+            num_tokens,
+            recent,
+            *self._merged,
+        )
+
+
 def importance_triton(
     scores: torch.Tensor,
     moments: torch.Tensor,
@@ -35,7 +88,6 @@ def importance_triton(
     *,
     selection: str,
     num_kv_heads: int,
-    scales: torch.Tensor | None = None,
     importance: torch.Tensor | None = None,
     before: int = 0,
     after: int = 0,
@@ -45,11 +97,9 @@ def importance_triton(
     Args:
         scores, moments: from `score_triton`, with the same `recent`.
         lengths: [R] int64, private tokens of each request.
-        scales: [R, L, H_q, 2] float32 workspace, allocated where None.
         importance: [R, S, N] float32 to fill, allocated where None; S is `Selection.sets`. If `before` is not 0, it
             holds the result of the earlier calls.
-        before, after: how many layers earlier calls have merged into `importance`, and later calls will. Sums become
-            means in the call with none after it. "per-layer-head" merges nothing and ignores both.
+        before, after: as for `ImportanceKernel`.
 
     Returns:
         [R, S, N] float32; only the candidates' columns are written.
@@ -60,34 +110,10 @@ def importance_triton(
     if before and importance is None:
         raise ValueError(f"{before} layers are given as merged, but without their importance")
     requests, layers, q_heads, num_tokens = scores.shape
-    chosen = selection_named(selection)
-    sets = chosen.sets(layers, num_kv_heads)
-    chunks, rows = moments.shape[3], layers * q_heads
-    if scales is None:
-        scales = torch.empty_like(moments[..., 0, :])
+    kernel = ImportanceKernel(layers, q_heads, num_kv_heads, selection, before, after)
     if importance is None:
-        importance = scores.new_empty((requests, sets, num_tokens))
-    grid = (triton.cdiv(rows, SCALE_ROWS), requests)
-    # Triton turns numbers into constexpr, which pyright does not know.
-    scale_kernel[grid](moments, lengths, scales, rows, chunks, recent, MIN_STD, CHUNK=CHUNK, BLOCK=SCALE_ROWS)  # pyright: ignore[reportArgumentType]
-    group = q_heads // num_kv_heads
-    alone, mean = chosen.per_layer, chosen.merge == "mean"
-    # Rows, or maxima of groups, that a mean is over; 0 for a maximum.
-    terms = 0 if alone or chosen.merge == "max" else (q_heads if mean else 1) * (before + layers + after)
-    importance_kernel[(triton.cdiv(num_tokens, TOKENS), sets, requests)](
-        scores,
-        scales,
-        lengths,
-        importance,
-        rows,
-        rows if alone else q_heads,
-        q_heads if mean else group,
-        num_tokens,
-        recent,
-        0 if alone else before,
-        terms if terms and not after else 1,
-        **importance_settings(selection, group),
-    )
+        importance = scores.new_empty((requests, kernel.sets, num_tokens))
+    kernel.merge(scores, moments, lengths, recent, torch.empty_like(moments[..., 0, :]), importance)
     return importance
 
 
@@ -127,11 +153,9 @@ def scale_kernel(
     for i_c in range(tl.minimum(chunks, tl.cdiv(tl.maximum(candidates, 0), CHUNK))):
         b_new = tl.minimum(candidates - i_c * CHUNK, CHUNK).to(tl.float32)
         p_moment = moments + (i_row * chunks + i_c) * 2
-        b_gap = tl.load(p_moment, mask=m_row, other=0.0) - b_mean
-        b_total = b_count + b_new
-        b_mean += b_gap * (b_new / b_total)
-        b_square += tl.load(p_moment + 1, mask=m_row, other=0.0) + b_gap * b_gap * (b_count * b_new / b_total)
-        b_count = b_total
+        b_mid = tl.load(p_moment, mask=m_row, other=0.0)
+        b_rest = tl.load(p_moment + 1, mask=m_row, other=0.0)
+        b_count, b_mean, b_square = joined(b_count, b_mean, b_square, b_new, b_mid, b_rest)
     b_std = tl.sqrt(b_square / tl.maximum(b_count, 1.0))
     # A NaN stays one: a maximum would hide it behind the lower bound.
     b_std = tl.where(b_std < min_std, min_std, b_std)

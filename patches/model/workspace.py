@@ -16,7 +16,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import WorkspacePlan
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import attention_layers, numbers_of, scored_layers
-from sglang_triattn.rounds.plan import scored_tokens
+from sglang_triattn.rounds.plan import most_kept, scored_tokens
 from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
@@ -75,11 +75,9 @@ def plan_workspace(configurator: KVCacheConfigurator, config: RoundRules) -> Wor
         layers=len(numbers_of(layers)),
         q_heads=q_heads,
         kv_heads=kv_heads,
-        # Most that a head can have: how many it has shows only once the pool is there.
-        frequencies=layers[0].attention.head_dim // 2,
         num_tokens=num_tokens,
         longest=longest,
         selection=config.selection,
-        aggregation=config.aggregation,
         value_share=config.value_share,
+        most_kept=most_kept(config),
     )

@@ -5,6 +5,7 @@ SGLang part: `ReqToTokenPool.req_to_token`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,16 +97,21 @@ class Launch:
             self.reserves.put_back(rows)
 
     def emptied(self, slots: torch.Tensor, page_size: int) -> list[torch.Tensor]:
-        """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`."""
-        shape = self.shape
-        return [
-            slots[
-                r,
-                ceil_align(plan.frozen + shape.cut, page_size) - plan.frozen : plan.evicted_tokens
-                + shape.cut : page_size,
-            ]
-            for r, (_, plan) in enumerate(self.rounds)
+        """One slot of each page that no longer holds a token of its row; `slots` as for `close_up`.
+
+        One tensor for adjacent rounds that empty the same columns, which those of one launch mostly do.
+        """
+        cut = self.shape.cut
+        spans = [
+            (ceil_align(plan.frozen + cut, page_size) - plan.frozen, plan.evicted_tokens + cut)
+            for _, plan in self.rounds
         ]
+        found, first = [], 0
+        for (start, stop), group in itertools.groupby(spans):
+            last = first + sum(1 for _ in group)
+            found.append(slots[first:last, start:stop:page_size].reshape(-1))
+            first = last
+        return found
 
 
 def shape_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> RoundShape:

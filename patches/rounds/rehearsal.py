@@ -133,6 +133,8 @@ def _place(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     root = Path(__file__).parents[2]
     ours = [frame for frame in frames if root in Path(frame.filename).parents]
-    kernels = [frame for frame in ours if root / "kernels" in Path(frame.filename).parents]
+    # What launches all of them says least.
+    names = [(frame, Path(frame.filename)) for frame in ours]
+    kernels = [frame for frame, path in names if root / "kernels" in path.parents and path.name != "launcher.py"]
     named = (kernels or ours)[-1:]
     return f"{Path(named[0].filename).name}, {named[0].name}" if named else "its start"

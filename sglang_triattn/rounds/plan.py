@@ -164,6 +164,11 @@ def scored_tokens(rules: RoundRules, context: int) -> tuple[int, int]:
     return due, max(due, context)
 
 
+def most_kept(rules: RoundRules) -> int:
+    """Most private tokens that a round leaves; the settings of a request can only lower it."""
+    return rules.budget + 2 * (rules.round_to - 1)
+
+
 def ceil_align(length: int, page_size: int) -> int:
     """Slots in the whole pages that hold `length` tokens."""
     return -(-length // page_size) * page_size

@@ -11,7 +11,7 @@ import torch
 from sglang_triattn.kernels.score.tables import ScoreTables, build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.model.rope import Rope
-from sglang_triattn.rounds.plan import scored_tokens
+from sglang_triattn.rounds.plan import most_kept, scored_tokens
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.stats.file import QueryStats
 
@@ -79,6 +79,7 @@ def build_scorer(
         tables,
         num_tokens=num_tokens,
         longest=longest,
+        most_kept=most_kept(config),
         selection=config.selection,
         aggregation=config.aggregation,
         v_buffers=v_buffers,

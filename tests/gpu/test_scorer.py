@@ -8,9 +8,10 @@ import torch
 from kernel_cases import KernelCase
 from sets import wide
 from sglang_triattn.kernels.score.reference import CHUNK
-from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
+from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import importance_triton
+from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan
 
 KEEP, RECENT = 40, 8
 
@@ -86,7 +87,7 @@ SHARES = [0.75, 1.0]
 
 def valued(case: KernelCase, share: float, kernels: bool, num_tokens: int = 90, **options) -> Scorer:
     """A scorer that also decides by values, with a poisoned workspace."""
-    options = {"longest": 90, "limit": 0, "selection": "per-layer-head", **options}
+    options = {"longest": 90, "limit": 0, "selection": "per-layer-head", "most_kept": KEEP, **options}
     made = Scorer(
         case.pools, case.tables, num_tokens=num_tokens, v_buffers=case.value_pools, value_share=share, kernels=kernels,
         **options,
@@ -138,9 +139,9 @@ def test_launches_in_parts_equal_the_reference_where_values_decide(device, share
     case = KernelCase(lengths=[90, 64, 77], device=device, layers=3, kv_heads=1, group=2, head_dim=16)
     expected = valued(case, share, False).keep(*arguments(case))
     launches = set()
-    for num_tokens in (40, 90, 200):
+    for num_tokens in (40, 90, 300):
         ours = valued(case, share, True, num_tokens)
-        launches.add(ours.plan.launch(90))
+        launches.add(ours.plan.launch(90, KEEP))
         torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
         assert torch.equal(ours.keep(*arguments(case, slice(1, 2)))[0], expected[1])
         assert ours._memory.numel() * 4 == ours.plan.bytes()
@@ -240,35 +241,56 @@ def test_a_row_beyond_the_plan_is_refused(device):
         scorer(case, CHUNK, "union", limit=0).keep(*arguments(case))
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize(
     ("selection", "share"), [*((s, 0.0) for s in SELECTIONS), ("per-layer-head", 0.5), ("per-layer-head", 1.0)]
 )
-def test_any_request_within_the_plan_fits(selection, share, aggregation):
+def test_any_request_within_the_plan_fits(selection, share):
     """Prevents an announced workspace size that does not suffice, for few long rows and for many short ones."""
-    for limit in (0, 1 << 20, 64 << 20):
-        plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit, selection, aggregation, share)
+    for limit, slides in itertools.product((0, 1 << 20, 64 << 20), (False, True)):
+        plan = WorkspacePlan(36, 32, 8, 2176, 131_072, limit, selection, share, most_kept=2048)
         for num_tokens in (1, 100, CHUNK, CHUNK + 1, 2176, 2177, 39_999, 131_072):
-            requests, layers = plan.launch(num_tokens)
-            assert plan.needs(requests, num_tokens, layers) <= plan.bytes()
+            num_kept = min(2048, num_tokens)
+            rest = (num_kept, num_kept if slides else min(num_kept, num_tokens - num_kept))
+            requests, layers = plan.launch(num_tokens, *rest)
+            assert plan.needs(requests, num_tokens, layers, *rest) <= plan.bytes()
             assert requests >= 1 <= layers <= 36
             assert layers == 36 or (requests == 1 and num_tokens > 2176)
             # No further request or layer would fit: there are as few launches as possible.
-            assert plan.needs(requests + 1, num_tokens, layers) > plan.bytes() or layers < 36
+            assert plan.needs(requests + 1, num_tokens, layers, *rest) > plan.bytes() or layers < 36
 
 
 def test_workspace_holds_what_decides():
     """Prevents memory for scores where there are none, and for sizes where they are not used."""
-    parts = [WorkspacePlan(36, 32, 8, 64, 2176, 4096, value_share=share).parts(2, 100, 3) for share in (0.0, 0.5, 1.0)]
+    plans = [WorkspacePlan(36, 32, 8, 2176, 4096, selection="per-layer-head", value_share=s) for s in (0.0, 0.5, 1.0)]
+    parts = [{name: shape for name, (_, shape) in plan.parts(2, 100, 3, 50, 9).items()} for plan in plans]
     sizes = {"sizes": (2, 3, 8, 100)}
+    always = {"kept": (2, 288, 50), "sources": (2, 288, 9), "targets": (2, 288, 9)}
     assert "sizes" not in parts[0]
-    assert parts[1:] == [parts[0] | sizes, sizes]
+    assert parts[1:] == [parts[0] | sizes, always | sizes]
+
+
+def test_parts_share_memory_only_one_after_the_other():
+    """Prevents value sizes or moves from overwriting what is still read when they are written."""
+    plan = WorkspacePlan(4, 8, 2, 300, 300, selection="per-layer-head", value_share=0.5)
+    parts = plan.parts(3, 300, 4, 200, 100)
+    ends = {name: start + 4 * torch.Size(shape).numel() for name, (start, shape) in parts.items()}
+    together = [("kept", "importance", each) for each in ("sources", "targets", "sizes")]
+    for names in (("kept", "importance", "scores", "moments", "scales"), ("sources", "targets"), *together):
+        for one, other in itertools.combinations(sorted(names, key=lambda name: parts[name][0]), 2):
+            assert ends[one] <= parts[other][0]
+    assert plan.needs(3, 300, 4, 200, 100) >= max(ends.values())
 
 
 def test_workspace_does_not_grow_with_the_context():
     """Prevents holding memory for all layers of the longest request that could ever arrive."""
-    plan = WorkspacePlan(36, 32, 8, 64, 2176, 131_072)
-    assert plan.bytes() == 64 << 20
-    assert WorkspacePlan(36, 32, 8, 64, 2176, 131_072, limit=0).bytes() < 20 << 20
-    assert plan.launch(2176)[0] >= 5
-    assert plan.launch(131_072) == (1, 3)
+    plan = WorkspacePlan(36, 32, 8, 2176, 131_072, most_kept=2048)
+    assert plan.bytes() == LIMIT_BYTES
+    assert WorkspacePlan(36, 32, 8, 2176, 131_072, limit=0, most_kept=2048).bytes() < 20 << 20
+    assert plan.launch(2176)[0] >= 10
+    assert plan.launch(131_072)[1] >= 6
+
+
+def test_a_lot_of_rounds_is_one_launch():
+    """Prevents rounds that share a step, of a model like Qwen3-8B, from taking one launch after another."""
+    plan = WorkspacePlan(36, 32, 8, 2176, 40_960, selection="per-layer-head", value_share=0.75, most_kept=2048)
+    assert plan.launch(2176, 2048, 128) == (8, 36)

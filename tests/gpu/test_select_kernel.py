@@ -6,13 +6,14 @@ import torch
 
 from kernel_cases import KernelCase, importance_reference, may_race, published_means
 from sets import matrix
+from sglang_triattn.kernels.compact.reference import unchanged_start
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.score_kernel import score_triton
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.importance_kernel import importance_triton
-from sglang_triattn.kernels.select.keep_kernel import BLOCK, keep_triton
+from sglang_triattn.kernels.select.keep_kernel import BLOCK, KeepKernel, keep_triton
 from sglang_triattn.kernels.select.reference import importance_torch, keep_torch, select_torch
 
 
@@ -42,7 +43,7 @@ def random_scores(lengths: list[int], layers: int, heads: int, seed: int, poison
 def select_by_kernels(scores, moments, lengths, keep, recent, *, selection, num_kv_heads):
     """Kept sets, shaped as by `Scorer.keep`, from scores and moments in memory."""
     options = {"selection": selection, "num_kv_heads": num_kv_heads}
-    kept = keep_triton(importance_triton(scores, moments, lengths, recent, **options), lengths, keep, recent)
+    kept = keep_triton(importance_triton(scores, moments, lengths, recent, **options), lengths, keep, recent).long()
     if selection == "per-layer-head":
         return kept.unflatten(1, (scores.shape[1], num_kv_heads))
     return kept if selection == "per-head" else kept[:, 0]
@@ -98,7 +99,24 @@ def check_keep(device, importance: torch.Tensor, lengths: list[int], keep: int, 
     kept = keep_triton(*on_device)
     assert not may_race(device) or torch.equal(kept, keep_triton(*on_device))
     expected = keep_torch(clean, torch.tensor(lengths), keep, recent)
-    torch.testing.assert_close(kept.cpu(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(kept.cpu().long(), expected, rtol=0, atol=0)
+    holes = torch.full_like(kept[..., 0], -1)
+    KeepKernel().keep(*on_device, kept, holes)
+    assert torch.equal(holes.amin(1).cpu().long(), unchanged_start(expected))
+    assert torch.equal(holes.flatten().cpu().long(), unchanged_start(expected.flatten(0, 1)))
+
+
+@pytest.mark.parametrize(("count", "recent"), [(3, 0), (5, 7), (26, 7)])
+def test_marked_are_those_that_would_stay(device, count, recent):
+    """Prevents places for large values from going to other tokens, or twice, and a tie from counting as two."""
+    lengths = torch.tensor([40, 33])
+    sizes = torch.randint(0, 9, (2, 3, 40), generator=torch.Generator().manual_seed(count)).float()
+    outside = torch.arange(40) >= (lengths - recent)[:, None, None]
+    best = keep_torch(sizes.masked_fill(outside, float("-inf")), lengths, count, 0)
+    importance = torch.arange(240.0).view(2, 3, 40)
+    found = importance.to(device)
+    KeepKernel().mark(sizes.to(device), lengths.to(device), count, recent, found)
+    assert torch.equal(found.cpu(), importance.scatter(2, best, float("inf")))
 
 
 @pytest.mark.parametrize(("keep", "recent"), [(16, 0), (16, 5), (5, 5), (1, 0), (17, 16), (17, 0)], ids=str)

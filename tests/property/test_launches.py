@@ -47,7 +47,7 @@ def watch(sim: Simulation) -> list[str]:
     scheduler.enable_overlap = True
     scheduler.forward_stream, scheduler.schedule_stream = Stream("forward", log), Stream("schedule", log)
     scheduler.forward_stream_ctx = Forward(log)
-    log_calls(sim.compressor._scorer, "keep", "score", log)
+    log_calls(sim.compressor._scorer, "in_turn", "score", log)
     release = "_release_page_ids" if sim.page_size > 1 else "free"
     log_calls(sim.allocator, release, "free", log)
     return log
@@ -66,13 +66,13 @@ def log_calls(owner: object, name: str, shown: str, log: list[str]) -> None:
 def launches(sim: Simulation) -> list[tuple[int, int]]:
     """Records [rows, num_tokens] of every launch of the scorer from here on."""
     seen: list[tuple[int, int]] = []
-    keep = sim.compressor._scorer.keep
+    in_turn = sim.compressor._scorer.in_turn
 
-    def logged(slots, *args):
+    def logged(slots, *args, **kwargs):
         seen.append(tuple(slots.shape))
-        return keep(slots, *args)
+        return in_turn(slots, *args, **kwargs)
 
-    sim.compressor._scorer.keep = logged
+    sim.compressor._scorer.in_turn = logged
     return seen
 
 

@@ -4,6 +4,7 @@ Not collected by itself: tests/slow/test_interpreted.py runs it in a process wit
 """
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,9 +15,8 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 from checks import check_books, check_row, decode_together
 from sets import matrix, shown
-from sglang_triattn.kernels.compact import move_kernel
-from sglang_triattn.kernels.score import score_kernel, value_size_kernel
-from sglang_triattn.kernels.select import importance_kernel, keep_kernel
+from sglang_triattn.kernels.launcher import Launcher
+from sglang_triattn.kernels.select import keep_kernel
 from sglang_triattn.patches.request import compressed as requests_patch
 from sglang_triattn.patches.rounds import rehearsal
 from sglang_triattn.request.options import CompressionOptions
@@ -55,28 +55,18 @@ def test_kernels_keep_what_their_references_keep(page_size, settings):
         assert torch.equal(one, other)
 
 
-KERNELS = (
-    (score_kernel, "score_kernel"),
-    (importance_kernel, "scale_kernel"),
-    (importance_kernel, "importance_kernel"),
-    (keep_kernel, "keep_kernel"),
-    (move_kernel, "move_kernel"),
-    (value_size_kernel, "value_size_kernel"),
-)
+def recording(seen: set) -> Callable:
+    """What launches a kernel, and records its name and the compile-time settings that it is launched with."""
+
+    def launch(launcher: Launcher, grid: tuple, *arguments) -> None:
+        settings = tuple(sorted((key, str(value)) for key, value in launcher._settings.items()))
+        seen.add((launcher._kernel.fn.__name__, settings))
+        LAUNCH(launcher, grid, *arguments)
+
+    return launch
 
 
-class Recorded:
-    """A kernel that records the compile-time settings it is launched with."""
-
-    def __init__(self, kernel, name: str, seen: set) -> None:
-        self._kernel, self._name, self._seen = kernel, name, seen
-
-    def __getitem__(self, grid):
-        def launch(*args, **settings):
-            self._seen.add((self._name, tuple(sorted((key, str(value)) for key, value in settings.items()))))
-            return self._kernel[grid](*args, **settings)
-
-        return launch
+LAUNCH = Launcher.__call__
 
 
 def rehearse(sim: Simulation) -> None:
@@ -97,22 +87,22 @@ def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_siz
     # Makes rows of these lengths long, both for one program and for the memory of all layers.
     monkeypatch.setattr(keep_kernel, "BLOCK", 16)
     sim = Simulation(page_size, kernels=True, selection=selection[0], value_share=selection[1])
-    sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, num_tokens=20, limit=0)
-    assert sim.compressor.workspace_plan.launch(CONTEXT) == (1, 1)
+    kept = sim.config.budget
+    small = {"num_tokens": 20, "limit": 0, "most_kept": kept}
+    sim.compressor._scorer.plan = dataclasses.replace(sim.compressor.workspace_plan, **small)
+    assert sim.compressor.workspace_plan.launch(CONTEXT, kept, kept) == (1, 1)
     generator = torch.Generator().manual_seed(1)
     buffers = [*sim.pool.k_buffer, *sim.pool.v_buffer]
     for buffer in buffers:
         buffer.copy_(torch.randn(buffer.shape, generator=generator))
     before = [buffer.clone() for buffer in (*buffers, sim.rows.req_to_token, sim.allocator.get_all_free_pages())]
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Recorded(getattr(module, name), name, rehearsed))
+    monkeypatch.setattr(Launcher, "__call__", recording(rehearsed))
     rehearse(sim)
     after = (*buffers, sim.rows.req_to_token, sim.allocator.get_all_free_pages())
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other)
     check_books(sim)
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Recorded(getattr(module, name), name, served))
+    monkeypatch.setattr(Launcher, "__call__", recording(served))
     for settings in ({}, {"recent": 9, "interval": 5}, {"budget": 6, "interval": 4}):
         request = sim.request([5] * 4)
         requests_patch.attach_options(request.req, CompressionOptions(dataclasses.replace(sim.config, **settings)))
@@ -126,8 +116,11 @@ def test_the_warm_up_compiles_all_that_rounds_launch_and_writes_nothing(page_siz
     assert {name for name, _ in served} == {name for name, _ in rehearsed}
 
 
-class RecordedWithDtypes(Recorded):
-    """Also tells launches by what Triton compiles a kernel anew for: dtypes of tensors, and constants."""
+class Recorded:
+    """A kernel of SGLang's that records what Triton compiles it anew for: dtypes of tensors, and constants."""
+
+    def __init__(self, kernel, name: str, seen: set) -> None:
+        self._kernel, self._name, self._seen = kernel, name, seen
 
     def __getitem__(self, grid):
         def launch(*args, **settings):
@@ -152,11 +145,11 @@ def test_the_warm_up_compiles_what_frees_window_slots(page_size, monkeypatch):
     monkeypatch.setattr(SWATokenToKVPoolAllocator, "_free_swa_pages_none_cuda", _as_on_cuda)
     sim = Simulation(page_size, window=3, selection="per-head", kernels=True)
     mapping, free = sim.allocator.full_to_swa_index_mapping.clone(), sim.allocator.swa_available_size()
-    monkeypatch.setattr(kernels_of_sglang, name, RecordedWithDtypes(kernel, name, rehearsed))
+    monkeypatch.setattr(kernels_of_sglang, name, Recorded(kernel, name, rehearsed))
     rehearse(sim)
     assert torch.equal(sim.allocator.full_to_swa_index_mapping, mapping)
     assert sim.allocator.swa_available_size() == free
-    monkeypatch.setattr(kernels_of_sglang, name, RecordedWithDtypes(kernel, name, served))
+    monkeypatch.setattr(kernels_of_sglang, name, Recorded(kernel, name, served))
     request = sim.request([5] * 4)
     assert sim.admit(request, 1000)
     for _ in range(26):

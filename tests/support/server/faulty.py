@@ -16,7 +16,7 @@ STEPS = {
     "early rounds": f"{PATCHES}.rounds.compressor:early_rounds",
     "snapshot": f"{PATCHES}.rounds.compressor:snapshot",
     "lengths": f"{PATCHES}.rounds.compressor:shortened",
-    "score": "sglang_triattn.kernels.scorer:Scorer.pieces",
+    "score": "sglang_triattn.kernels.scorer:Scorer.in_turn",
     "select": "sglang_triattn.kernels.scorer:select_torch",
     "move": "sglang_triattn.kernels.mover:move_torch",
     "close up": f"{PATCHES}.rounds.launches:Launch.close_up",

@@ -14,6 +14,7 @@ from plan_cases import LLAMA3_8B, QWEN3_8B, ROOT, SMOLLM2, rows_of
 from sglang_triattn.capacity import Gpus, Workload, peak_tokens, plan
 from sglang_triattn.cli import main as cli
 from sglang_triattn.config import Config
+from sglang_triattn.kernels.workspace import LIMIT_BYTES
 from sglang_triattn.model.sizes import read_sizes
 from sglang_triattn.rounds.plan import plan_round
 from sglang_triattn.rounds.rules import complete
@@ -47,7 +48,7 @@ def test_rows(run_plan):
     )
     assert status == 0
     tokens = (8 << 30) // 131072
-    workspace = (64 << 20) // 131072
+    workspace = LIMIT_BYTES // 131072
     assert rows_of(output) == {
         "dense": [131072, tokens, 32768, 40960, tokens // 32768],
         "fp8": [65536, 2 * tokens, 32768, 40960, 2 * tokens // 32768],
@@ -67,7 +68,7 @@ def test_longest_trace(run_plan):
     assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 40960]
     _, output, _ = run_plan(LLAMA3_8B, "--weights", "23G", "--reserve", "0", "--budget", "8000")
     rows = rows_of(output)
-    assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 8192 - 512]
+    assert [rows[name][3] for name in ("dense", "compressed")] == [8192, 8192 - LIMIT_BYTES // 131072]
 
 
 def test_options_reach_the_plan(run_plan):

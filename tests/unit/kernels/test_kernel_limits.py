@@ -121,4 +121,4 @@ def test_keys_and_values_of_different_dtypes():
     """Prevents values from being copied as if they were as wide as keys."""
     k, v = pools(layers=1), pools(layers=1, dtype=torch.float8_e5m2)
     mover = Mover(k, v, kernels=True)
-    assert [group.buffers[0].dtype for group in mover._pools] == [torch.bfloat16, torch.float8_e5m2]
+    assert [kernel._pools.buffers[0].dtype for kernel in mover._move_kernels] == [torch.bfloat16, torch.float8_e5m2]
