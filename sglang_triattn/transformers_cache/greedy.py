@@ -73,18 +73,20 @@ def generate(
     stop: Collection[int] = (),
     drafts: Sequence[Sequence[int]] | None = None,
     block: int = BLOCK,
-    settled: Callable[[], None] | None = None,
+    settled: Callable[[CompactedCache, Sequence[int]], None] | None = None,
 ) -> list[list[int]]:
     """Continues every row greedily; a round runs before the token that would take a row past its trigger.
 
     Args:
-        cache: holds the whole prompt of each row; afterwards, all of a row's text but its last token.
+        cache: holds the whole prompt of each row; used up, because unfinished rows go on in a branch of it once half of
+            them are finished.
         first: [B], the first token of each row's text, not yet in the cache.
         limit: most tokens of a text.
         stop: tokens that end a text; they are its last.
         drafts: [B] texts that the rows will probably write, `first` included; they change nothing but speed.
         block: most tokens of a row in one call of the model.
-        settled: called after each call of the model, once rejected tokens are dropped.
+        settled: called with the cache in use and the numbers of the rows that it holds, after each call of the model,
+            once rejected tokens are dropped, and after each branch.
 
     Returns:
         [B][n] token ids, `first` included.
@@ -92,8 +94,7 @@ def generate(
     Raises:
         CacheError: a number does not fit, or a row has no room.
     """
-    rows = cache.rows
-    count = len(rows.lengths)
+    count = len(cache.rows.lengths)
     if min(limit, block) < 1:
         raise CacheError(f"limit is {limit} and block is {block}, but both must be at least 1.")
     if len(first) != count or (drafts is not None and len(drafts) != count):
@@ -102,25 +103,51 @@ def generate(
     ahead = [Draft(draft) for draft in (drafts or [()] * count)]
     for text, draft in zip(texts, ahead, strict=True):
         draft.advance(text, 1)
-    while open_rows := [row for row in range(count) if len(texts[row]) < limit and texts[row][-1] not in stop]:
-        rows.run_due_rounds()
-        blocks: list[list[int]] = [[] for _ in texts]
-        for row in open_rows:
-            room = min(block, rows.until_due(row), limit - len(texts[row]))
-            blocks[row] = [texts[row][-1], *ahead[row].next(room - 1)]
-        size = max(map(len, blocks))
-        ids = torch.tensor([own + [0] * (size - len(own)) for own in blocks])
-        likely = forward(model, cache, ids, counts=[len(own) for own in blocks], logits=size).argmax(-1).tolist()
-        rejected = [0] * count
-        for row in open_rows:
-            new = _accepted(blocks[row], likely[row], stop)
-            texts[row] += new
-            ahead[row].advance(texts[row], len(new))
-            rejected[row] = len(blocks[row]) - len(new)
-        rows.drop_newest(rejected)
+    numbers = list(range(count))
+    while True:
+        places = [place for place, row in enumerate(numbers) if len(texts[row]) < limit and texts[row][-1] not in stop]
+        if not places:
+            return texts
+        if 2 * len(places) <= len(numbers):
+            cache, numbers = cache.branch(places), [numbers[place] for place in places]
+            places = list(range(len(numbers)))
+            if settled is not None:
+                settled(cache, numbers)
+        own = [(texts[row], ahead[row]) if place in places else None for place, row in enumerate(numbers)]
+        _step(model, cache, own, limit, stop, block)
         if settled is not None:
-            settled()
-    return texts
+            settled(cache, numbers)
+
+
+def _step(
+    model: Any,
+    cache: CompactedCache,
+    own: Sequence[tuple[list[int], Draft] | None],
+    limit: int,
+    stop: Collection[int],
+    block: int,
+) -> None:
+    """Calls the model once and extends the texts; a row whose text is finished has None in place of text and draft."""
+    rows = cache.rows
+    rows.run_due_rounds()
+    blocks: list[list[int]] = [[] for _ in own]
+    for row, one in enumerate(own):
+        if one is not None:
+            text, draft = one
+            room = min(block, rows.until_due(row), limit - len(text))
+            blocks[row] = [text[-1], *draft.next(room - 1)]
+    size = max(map(len, blocks))
+    ids = torch.tensor([given + [0] * (size - len(given)) for given in blocks])
+    likely = forward(model, cache, ids, counts=[len(given) for given in blocks], logits=size).argmax(-1).tolist()
+    rejected = [0] * len(own)
+    for row, one in enumerate(own):
+        if one is not None:
+            text, draft = one
+            new = _accepted(blocks[row], likely[row], stop)
+            text += new
+            draft.advance(text, len(new))
+            rejected[row] = len(blocks[row]) - len(new)
+    rows.drop_newest(rejected)
 
 
 def _accepted(block: Sequence[int], likely: Sequence[int], stop: Collection[int]) -> list[int]:

@@ -46,7 +46,7 @@ POLICIES = ("dense", "default", "newest", "random", "value-norm", "per-layer-hea
 QUICK_TASKS = {"programs": 1, "shop": 1}
 QUICK_SHARES = (0.25,)
 QUICK_POLICIES = ("dense", "default", "newest")
-QUICK_TOKENS = 96
+QUICK_TOKENS = 64
 INTERVAL = 32
 """Tokens between rounds: short texts would otherwise have one or two."""
 

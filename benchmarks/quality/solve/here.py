@@ -127,13 +127,18 @@ class Solver:
         cache = CompactedCache.for_model(
             self.model, settings, self.stats, capacity=min(max(bounds), end) + block, prompt_length=len(prompt)
         )
-        rows = cache.rows
+        # The logs by the row of the cache in use; recording looks them up at every call of the model.
+        live, evicted = dict(logs), [0] * len(cells)
 
-        def settled() -> None:
-            for row, own in logs.items():
-                own.keep_first(rows.logical_length(row))
+        def settled(used: CompactedCache, numbers: Sequence[int]) -> None:
+            live.clear()
+            for row, number in enumerate(numbers):
+                evicted[number] = used.rows.totals[row].evicted_tokens
+                if number in logs:
+                    live[row] = logs[number]
+                    live[row].keep_first(used.rows.logical_length(row))
 
-        with recording(logs):
+        with recording(live):
             replay(cache, prefix)
             first = feed(self.model, cache, prompt[-1:]).argmax(-1)[:, 0].tolist()
             texts = generate(
@@ -144,9 +149,9 @@ class Solver:
                 stop=self.chat.ends,
                 drafts=[draft] * len(cells),
                 block=block,
-                settled=settled if logs else None,
+                settled=settled,
             )
-        return texts, [totals.evicted_tokens for totals in rows.totals]
+        return texts, evicted
 
     def _setting(
         self,

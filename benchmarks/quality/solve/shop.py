@@ -1,4 +1,4 @@
-"""Eight word problems worked out one after another, then a recap of all results, about 300 tokens: task `shop`."""
+"""Eight word problems worked out one after another, then a recap of all results, about 290 tokens: task `shop`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from benchmarks.quality.solve.format import Lookup, Problem
 from benchmarks.quality.streams.words import words
 
-PROBLEMS, EXAMPLE_PROBLEMS = 8, 2
+PROBLEMS, EXAMPLE_PROBLEMS = 8, 4
 
 PEOPLE = {
     "bench": words("Alma Boris Clara Dmitri Elena Felix Greta Hugo Irma Jonas Klara Leo"),
@@ -38,8 +38,8 @@ STORIES: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 ASKING = {
-    "bench": "Solve these problems one by one, each in one line. In the last line repeat all results.",
-    "held-out": "Work out every question below in a line of its own, then sum up all answers in one more line.",
+    "bench": "Solve these problems one by one, each in one line with two steps. In the last line repeat all results.",
+    "held-out": "Work out every question in two steps on a line of its own, then sum up all answers in one more line.",
 }
 RECAP = {"bench": "Results: ", "held-out": "Summary: "}
 
@@ -63,12 +63,13 @@ def _asked(rng: Random, form: str, count: int) -> tuple[str, list[str]]:
     """A list of problems, and the right text."""
     asked, solved, recap = [ASKING[form]], [], []
     for number, who in enumerate(rng.sample(PEOPLE[form], count), 1):
-        story, first, second = rng.choice(STORIES[form])
+        # The example shows every kind.
+        story, first, second = STORIES[form][number - 1] if count == EXAMPLE_PROBLEMS else rng.choice(STORIES[form])
         a, b, c = _numbers(rng, first, second)
         middle = _step(a, first, b)
         result = _step(middle, second, c)
         asked.append(f"{number}. " + story.format(who=who, a=a, b=b, c=c, items=rng.choice(ITEMS[form])))
-        solved.append(f"{number}. {who}: {a} {first} {b} = {middle}, {middle} {second} {c} = {result}")
+        solved.append(f"{number}. {who}: first {a} {first} {b} = {middle}, then {middle} {second} {c} = {result}")
         recap.append(f"{who} {result}")
     return "\n".join(asked), [*solved, RECAP[form] + ", ".join(recap)]
 
