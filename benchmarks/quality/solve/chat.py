@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.quality.solve.format import Problem
+from jinja2 import TemplateError
+
+from benchmarks.quality.solve.format import Problem, ProblemError
 
 
 @dataclass
@@ -27,10 +29,17 @@ class Chat:
         self.ends = frozenset(known[name] for name in names if name in known)
 
     def prompt(self, problem: Problem) -> list[int]:
-        """Token ids of everything before the answer."""
+        """Token ids of everything before the answer.
+
+        Raises:
+            ProblemError: the chat template refuses the messages.
+        """
         if getattr(self.tokenizer, "chat_template", None):
             messages = [dict(message) for message in problem.messages]
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            try:
+                text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except TemplateError as error:
+                raise ProblemError(f"The model's chat template refuses problem {problem.id!r}: {error}.") from None
             return self.ids(text)
         lines = [f"{message['role']}: {message['content']}\n" for message in problem.messages]
         return self.tokenizer("".join([*lines, "assistant: "]), verbose=False)["input_ids"]

@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from benchmarks.common import write
 from benchmarks.quality.choices import ALL, ChoiceError
 from benchmarks.quality.cli import stats_for
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _options(argv)
     try:
         _run(options)
-    except (AskError, ChoiceError, ProblemError, TriAttentionError, OSError, requests.RequestException) as error:
+    except (AskError, ChoiceError, ProblemError, TriAttentionError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
 

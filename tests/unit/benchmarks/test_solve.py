@@ -145,6 +145,14 @@ def test_drafts_do_not_change_what_a_policy_writes(model, monkeypatch):
     assert len({answer.text for answer in drafted.values()}) > 3
 
 
+def test_messages_that_a_chat_template_refuses():
+    """Prevents a traceback of the template's own code."""
+    tokenizer = make_tokenizer(bos=False)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ProblemError, match="refuses problem 'a': roles must alternate"):
+        Chat(tokenizer).prompt(Problem("a", "t", tuple(GOOD["messages"]), "2"))
+
+
 def test_rows_count_and_compare(model):
     """Prevents sums over other problems, and intervals against another size's default."""
     made = make_problems("bench", 1, {"shop": 3})
