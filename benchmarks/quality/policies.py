@@ -12,6 +12,8 @@ one head:
     value-norm          |v|
     snapkv              attention of the newest queries         (arXiv 2404.14469)
     expected-attention  attention expected of future queries    (arXiv 2510.00636, as kvpress defines it)
+    r-kv                attention of the newest queries, less   (arXiv 2505.24133, in its plainest reading)
+                        how similar a key is to other keys
     value-range         max(v) - min(v) for a quarter,          (VaSE, arXiv 2606.03928, in its plainest reading)
                         drawn for the rest
 
@@ -36,6 +38,8 @@ from sglang_triattn.transformers_cache.policy import Pools
 SPAN = 16
 WINDOW, POOLING = 64, 5
 """Number of observed queries and width of the pooling: the defaults of kvpress's SnapKV."""
+OBSERVED, IMPORTANCE = 8, 0.1
+"""R-KV's number of observed queries, and the weight of their attention against redundancy."""
 SINKS, FUTURE = 4, 512
 """First tokens excluded from the statistics, and positions to look ahead: the defaults of kvpress."""
 
@@ -172,10 +176,11 @@ class SnapKV(Control):
     """
 
     needs_queries = True
+    window = WINDOW
 
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         found, row = [], self.whole_row(slots)
-        start = max(0, next_position - WINDOW)
+        start = max(0, next_position - self.window)
         asked = torch.arange(start, next_position, device=slots.device)
         for layer, (keys, positions) in enumerate(zip(self.pools.k_buffers, self.pools.positions, strict=True)):
             queries = self.row.queries.after_rope(layer, start, next_position).unflatten(0, (keys.shape[1], -1))
@@ -185,6 +190,25 @@ class SnapKV(Control):
             pooled = torch.nn.functional.avg_pool1d(attention, POOLING, stride=1, padding=POOLING // 2)
             found.append(pooled.mean(1))
         return torch.stack(found)
+
+
+class RKV(SnapKV):
+    """IMPORTANCE times the pooled attention of the newest OBSERVED queries, less the rest times redundancy.
+
+    Redundancy is the mean cosine of a key with the other private keys that compete, as a softmax over them; attention
+    is divided by its sum. The paper also spares the newest of near duplicates, which `recent` does here in part.
+    """
+
+    window = OBSERVED
+
+    def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
+        attention = super().importance(slots, next_position, aged, keep)[..., :aged]
+        keys = torch.nn.functional.normalize(self.vectors(self.pools.k_buffers, slots[:aged]), dim=-1)
+        # Sum of cosines with all keys, without the one with itself.
+        cosines = ((keys * keys.sum(-2, keepdim=True)).sum(-1) - 1) / max(aged - 1, 1)
+        attention = attention / attention.sum(-1, keepdim=True).clamp_min(1e-12)
+        mixed = IMPORTANCE * attention - (1 - IMPORTANCE) * cosines.softmax(-1)
+        return torch.nn.functional.pad(mixed, (0, len(slots) - aged))
 
 
 class ExpectedAttention(Control):
@@ -232,5 +256,6 @@ CONTROLS: dict[str, type[Control]] = {
     "value-norm": ValueNorm,
     "snapkv": SnapKV,
     "expected-attention": ExpectedAttention,
+    "r-kv": RKV,
     "value-range": ValueRange,
 }

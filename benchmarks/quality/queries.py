@@ -41,6 +41,18 @@ class QueryLog:
         queries = self.before_rope(layer, start, until)
         return rotate(queries, torch.arange(start, until, device=queries.device), self.rope)
 
+    def keep_first(self, count: int) -> None:
+        """Forgets all but the first `count` tokens: padding, and rejected drafts."""
+        for layer, parts in enumerate(self._parts):
+            parts[:] = [torch.cat(parts, dim=1)[:, :count]]
+            self._counts[layer] = parts[0].shape[1]
+
+    def copy(self) -> QueryLog:
+        """A log of the same tokens, to be continued on its own."""
+        other = QueryLog(len(self._parts), self.rope)
+        other._parts, other._counts = [list(parts) for parts in self._parts], list(self._counts)
+        return other
+
     def forget(self) -> None:
         """Frees the memory; nothing can be asked for afterwards."""
         self._parts = [[] for _ in self._parts]

@@ -5,6 +5,7 @@ Public names are imported here.
 
 from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.feed import compute_dense, feed, forward, replay
+from sglang_triattn.transformers_cache.greedy import generate
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "compute_dense",
     "feed",
     "forward",
+    "generate",
     "replay",
 ]

@@ -137,7 +137,7 @@ class KVRows:
                 ends = [end for end in (self.protected, self.prompt_length) if end > done]
                 size = min(size, ends[0] - done)
             else:
-                size = min(size, *map(self._until_due, range(len(self.lengths))))
+                size = min(size, *map(self.until_due, range(len(self.lengths))))
             yield size
             count -= size
 
@@ -160,6 +160,23 @@ class KVRows:
             evicted_before=self.totals[row].evicted_tokens,
             page_size=self.page_size,
         )
+
+    def until_due(self, row: int) -> int:
+        """Tokens that a row may take before its next round, at least one."""
+        frozen = self.frozen(row)
+        return max(frozen + self.settings[row].rules.trigger(frozen) - self.lengths[row], 1)
+
+    def drop_newest(self, counts: Sequence[int]) -> None:
+        """Forgets the newest counts[b] tokens of row b, which came after its last round: rejected drafts.
+
+        Raises:
+            CacheError: a row does not hold as many.
+        """
+        if len(counts) != len(self.lengths) or not all(
+            0 <= count <= length for count, length in zip(counts, self.lengths, strict=True)
+        ):
+            raise CacheError(f"counts is {list(counts)}, but the rows hold {self.lengths} entries.")
+        self.lengths = [length - count for count, length in zip(counts, self.lengths, strict=True)]
 
     def positions_of(self, row: int) -> torch.Tensor:
         """[L, H_kv, length] int64, ascending: the logical positions that each head of a row holds."""
@@ -205,11 +222,6 @@ class KVRows:
         copied.lengths = [self.lengths[row] for row in rows]
         copied.totals = [replace(self.totals[row]) for row in rows]
         return copied
-
-    def _until_due(self, row: int) -> int:
-        """Tokens until the next round of a row, at least one."""
-        frozen = self.frozen(row)
-        return max(frozen + self.settings[row].rules.trigger(frozen) - self.lengths[row], 1)
 
     def _compact(self, row: int, plan: Plan) -> None:
         if self._mover is None:

@@ -32,7 +32,14 @@ def test_the_benchmarks_readme_names_every_benchmark():
 
 
 @pytest.mark.parametrize(
-    "name", ["benchmarks.conformance", "benchmarks.decode", "benchmarks.quality", "benchmarks.quality.streams"]
+    "name",
+    [
+        "benchmarks.conformance",
+        "benchmarks.decode",
+        "benchmarks.quality",
+        "benchmarks.quality.solve",
+        "benchmarks.quality.streams",
+    ],
 )
 def test_packages_run(name, monkeypatch, capsys):
     """Prevents a package whose command is not the one that its help shows."""

@@ -79,6 +79,21 @@ def test_snapkv_reads_the_models_attention(folder, model):
     assert overlap(first_kept(model, "snapkv", ids), expected) > 0.99
 
 
+def test_r_kv_weighs_attention_against_redundancy(folder, model):
+    """Prevents keys compared with themselves, another window than R-KV's, or redundancy that is rewarded."""
+    ids = torch.tensor(words(6, 148))
+    eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        attention = eager(ids[None], output_attentions=True).attentions
+    weights = torch.stack(attention)[:, 0, :, -8:, 20:].mean(2)
+    pooled = torch.nn.functional.avg_pool1d(weights, 5, stride=1, padding=2).unflatten(1, (2, 3)).mean(2)
+    keys = torch.stack([layer.keys[0, :, 20:] for layer in compute_dense(model, ids).layers])
+    cosines = torch.nn.functional.cosine_similarity(keys[..., :, None, :], keys[..., None, :, :], dim=-1)
+    others = cosines.masked_fill(torch.eye(128, dtype=torch.bool), 0).sum(-1) / 127
+    expected = 0.1 * pooled / pooled.sum(-1, keepdim=True) - 0.9 * others.softmax(-1)
+    assert overlap(first_kept(model, "r-kv", ids), expected.topk(48).indices + 20) > 0.99
+
+
 def test_expected_attention_by_its_definition(model):
     """Prevents statistics of rotated queries, a rotation to other positions, or a softmax over other keys."""
     ids, queries = torch.tensor(words(6, 148)), []

