@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.request.compressed import compression_of, frozen_of, settings_in_use
+from sglang_triattn.patches.request.compressed import compression_of, frozen_of, inputs_of, settings_in_use
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.request.lifecycle import CompressedRequest
@@ -34,12 +34,13 @@ def max_kv_tokens_of(request: Req, page_size: int) -> int:
     frozen = frozen_of(request, settings, page_size, compression)
     if not request.kv.holds_kv:
         frozen = max(frozen, request.prefix_len + request.host_hit_length)
-    return _bound(request, compression, settings, frozen)
+    return _bound(request, compression, settings, frozen, page_size)
 
 
-def _bound(request: Req, compression: CompressedRequest, settings: RoundRules, frozen: int) -> int:
-    end = logical_end(request) - compression.evicted_tokens
-    return max_kv_tokens(settings, frozen=frozen, logical_end=end) + compression.reserve
+def _bound(request: Req, compression: CompressedRequest, settings: RoundRules, frozen: int, page_size: int) -> int:
+    end, inputs = logical_end(request) - compression.evicted_tokens, inputs_of(compression)
+    bound = max_kv_tokens(settings, frozen=frozen, logical_end=end, page_size=page_size, inputs=inputs)
+    return bound + compression.reserve
 
 
 def growth_of(request: Req, page_size: int, *, held: int, computed: int | None = None) -> int:
@@ -57,7 +58,7 @@ def growth_of(request: Req, page_size: int, *, held: int, computed: int | None =
 
 def reserved_of(row: CompressedRow) -> int:
     """Slots, in whole pages, that a running request holds or may still take."""
-    most = _bound(row.request, row.compression, row.settings, row.frozen)
+    most = _bound(row.request, row.compression, row.settings, row.frozen, row.page_size)
     return ceil_align(max(most, row.kv.kv_allocated_len), row.page_size)
 
 
