@@ -75,8 +75,11 @@ class TurnInputs:
             moved: how many entries have moved.
             evicted: how many entries the row has lost.
         """
+        if not self:
+            return self
         left = [(max(start, end) - evicted, stop - evicted) for start, stop in self.waiting if stop > end]
-        return TurnInputs(max(self.end, first + moved) if moved else self.end, tuple(left))
+        # Those of them that lie before `first` stay there.
+        return TurnInputs(first + moved, tuple(left))
 
 
 NO_INPUTS = TurnInputs()
