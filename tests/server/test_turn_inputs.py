@@ -98,7 +98,8 @@ def test_logits_of_turns_in_other_models(serve, tmp_path, family, page_size, fla
     or late, and latents that are scored because they came with a prompt."""
     tiny, account = prepared(tmp_path, family)
     client = started(serve, tiny, family, "--page-size", str(page_size), *flags)
-    responses, prompts, inputs = talk(client, 3, 63, 241)
+    # No round is due at an answer's end, where it depends on the scheduling whether it still runs.
+    responses, prompts, inputs = talk(client, 3, 63, 257)
     reports = [compression(response) for response in responses]
     assert [report["conversation"] for report in reports] == ["new", "resumed", "resumed"]
     assert all(report["rounds"] >= 3 for report in reports)
@@ -127,7 +128,7 @@ def test_every_head_holds_every_input(watched, page_size):
     """Prevents a single input token from leaving any head of any layer, over many rounds and at lengths that are no
     whole pages."""
     client, batches = watched("--page-size", str(page_size), "--disable-overlap-schedule")
-    responses, prompts, inputs = talk(client, 4, 37, 83)
+    responses, prompts, inputs = talk(client, 4, 37, 150)
     assert all(compression(response)["conversation"] == "resumed" for response in responses[1:])
     assert sum(compression(response)["rounds"] for response in responses) >= 8
     seen, told = 0, []
@@ -144,7 +145,7 @@ def test_every_head_holds_every_input(watched, page_size):
                 seen += 1
     assert seen > 300
     answered = compression(responses[-1])
-    assert len(prompts[-1]) + 82 - answered["conversation_evicted_tokens"] == answered["physical_length"]
+    assert len(prompts[-1]) + 149 - answered["conversation_evicted_tokens"] == answered["physical_length"]
     more = 0 if page_size == 1 else 6 * (page_size - 1)
     assert 3 * 38 <= answered["protected_length"] <= 3 * 38 + more
 
