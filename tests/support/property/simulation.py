@@ -112,8 +112,8 @@ class Simulation(Memory):
         req.is_retracted = False
         if acquired:
             talk = self.talks[owner.conversation]
-            (running.positions, running.first_tainted, running.prompt_length, req.serial), said = talk
-            running.inputs, running.neighbours = said
+            (running.positions, running.first_tainted, running.prompt_length, req.serial), brought = talk
+            running.inputs, running.neighbours = brought
             if owner.settings.keeps_inputs:
                 first = running.positions.shape[-1] + owner.evicted_tokens
                 running.inputs |= frozenset(range(first, len(running.tokens)))
