@@ -19,6 +19,7 @@ PREFIX = "triattention_"
 AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
+TURN_INPUTS = ("keep", "compact")
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
 AFTER_UPDATES = ("keep", "measure")
@@ -27,6 +28,7 @@ _CHOICES = {
     "aggregation": AGGREGATIONS,
     "budget_scope": BUDGET_SCOPES,
     "prompt": PROMPTS,
+    "turn_inputs": TURN_INPUTS,
     "stats_after_update": AFTER_UPDATES,
 }
 AUTO = "auto"
@@ -45,7 +47,8 @@ class Config:
 
     Two defaults depend on the other fields and on the model, and are left open here (`rounds.rules.complete`): `recent`
     is RECENT_SHARE of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection
-    "per-layer-head", else 0.
+    "per-layer-head", else 0. `turn_inputs` stays open, because a request may ask for another `prompt`: see
+    `keeps_inputs`.
 
     `profile` only says where values come from: `read_settings` has put them in.
 
@@ -68,6 +71,7 @@ class Config:
     value_share: float | None = None
     rounds_per_step: int | str = AUTO
     profile: str | None = None
+    turn_inputs: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -93,7 +97,7 @@ class Config:
                 f"and {flag('budget')} ({self.budget}), because it is what a round keeps when memory runs short."
             )
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in choices and (getattr(self, name) is not None or _DEFAULTS[name] is not None):
                 raise TriAttentionError(
                     f"{flag(name)} is {quoted(getattr(self, name))}, but this version supports only "
                     f"{', '.join(choices)}: use one of these."
@@ -114,6 +118,11 @@ class Config:
                 "head of each layer keeps tokens of its own can it choose by its values: add "
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
             )
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether the input tokens of a conversation's resumed turns stay; by default where a prompt is frozen."""
+        return self.prompt == "frozen" if self.turn_inputs is None else self.turn_inputs == "keep"
 
     @property
     def default_recent(self) -> int:
@@ -196,6 +205,14 @@ OPTIONS = (
         "what happens to a prompt: frozen (all of it stays, and is shared through the radix tree) or compact (only the "
         "part that the tree held already stays; the rest is private and compacted like generated tokens, also while "
         "it is prefilled)",
+    ),
+    Option(
+        "turn_inputs",
+        str,
+        "keep|compact",
+        "what happens to the new input tokens of a conversation's resumed turns (messages, tool results): keep (all of "
+        "them stay, on top of the budget) or compact (they are compacted like generated tokens)",
+        default_note="keep with frozen prompts, else compact",
     ),
     Option(
         "pressure_budget",

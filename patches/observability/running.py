@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.patches.ranks.pipeline import running_batches
-from sglang_triattn.patches.request.compressed import compression_of, evicted_of, frozen_of, settings_of
+from sglang_triattn.patches.request.compressed import compression_of, evicted_of, frozen_of, protected_of, settings_of
 from sglang_triattn.patches.request.window_pool import row_allocator
 
 if TYPE_CHECKING:
@@ -59,11 +59,14 @@ def describe(scheduler: Scheduler) -> dict[str, Any]:
 
 def _describe_one(request: Req, page_size: int) -> dict[str, Any]:
     physical, settings = request.kv.kv_committed_len, settings_of(request)
+    frozen = None if settings is None else min(frozen_of(request, settings, page_size), physical)
+    inputs = 0 if frozen is None else protected_of(compression_of(request), frozen, physical, page_size)
     return {
         "id": str(request.rid)[:LONGEST_ID],
         "logical": physical + evicted_of(request),
         "physical": physical,
-        "frozen": None if settings is None else min(frozen_of(request, settings, page_size), physical),
+        "frozen": frozen,
+        "protected": inputs,
         "rounds": compression_of(request).rounds,
         "generated": len(request.output_ids),
     }

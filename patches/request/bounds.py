@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.request.compressed import compression_of, compressions_of, frozen_of, settings_in_use
+from sglang_triattn.patches.request.compressed import (
+    compression_of,
+    compressions_of,
+    frozen_of,
+    inputs_of,
+    settings_in_use,
+)
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.request.lifecycle import CompressedRequest
@@ -47,8 +53,9 @@ def _bound(request: Req, compression: CompressedRequest, page_size: int, least: 
     """The bound of a request of whose row at least `least` entries are frozen."""
     settings = cast(RoundRules, compression.settings)
     frozen = max(frozen_of(request, settings, page_size, compression), least)
-    end = logical_end(request) - compression.evicted_tokens
-    return max_kv_tokens(settings, frozen=frozen, logical_end=end) + compression.reserve
+    end, inputs = logical_end(request) - compression.evicted_tokens, inputs_of(compression)
+    bound = max_kv_tokens(settings, frozen=frozen, logical_end=end, page_size=page_size, inputs=inputs)
+    return bound + compression.reserve
 
 
 def growth_of(request: Req, page_size: int, *, held: int, computed: int | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.rounds.inputs import NO_INPUTS, TurnInputs
 from sglang_triattn.rounds.plan import frozen_length
 from sglang_triattn.rounds.rules import RoundRules
 
@@ -81,6 +82,18 @@ def frozen_of(request: Req, settings: RoundRules, page_size: int, compression: C
     record = (compression or compression_of(request)).record
     prompt_len = len(request.origin_input_ids) if record is None else record.prompt_len
     return frozen_length(settings, request.kv.cache_protected_len, prompt_len, page_size)
+
+
+def inputs_of(compression: CompressedRequest) -> TurnInputs:
+    """The input tokens of resumed turns in the row that a request holds; none without a row."""
+    return NO_INPUTS if compression.record is None else compression.record.inputs
+
+
+def protected_of(compression: CompressedRequest, frozen: int, length: int, page_size: int) -> int:
+    """Entries after the `frozen` ones, of the first `length` of its row, that are kept as input of resumed turns."""
+    inputs = inputs_of(compression)
+    first = min(inputs.target(frozen, page_size), length)
+    return max(first - frozen, 0) + inputs.waiting_len(first, length)
 
 
 def long_enough(requests: Sequence[Req]) -> list[int]:

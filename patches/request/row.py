@@ -6,13 +6,14 @@ SGLang parts: `Req`, `ReqKvInfo` (sglang/srt/managers/schedule_batch.py), `Unifi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.patches.request.chunked_prefill import show_ids_behind
 from sglang_triattn.patches.request.compressed import compression_of, frozen_of, write_tree_rule
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.row_record import FirstEvicted
-from sglang_triattn.rounds.plan import Plan, ceil_align
+from sglang_triattn.rounds.inputs import TurnInputs
+from sglang_triattn.rounds.plan import Plan, ceil_align, due_length
 from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
@@ -52,28 +53,34 @@ class CompressedRow:
         """Tokens evicted from the row."""
         return self.compression.evicted_tokens
 
-    @property
-    def recent(self) -> int:
-        """Recency window of the next round: `recent`, or fewer if too few tokens came since a round permuted the row.
+    def recent(self, plan: Plan) -> int:
+        """Recency window of a round: `recent`, or fewer if too few tokens came since a round permuted the row.
 
-        That happens only at page sizes above 1, in early rounds, and in turns with other settings.
+        That happens only at page sizes above 1, in early rounds, and in turns with other settings. It is more where
+        input tokens of resumed turns are among the newest and must stay in their places.
         """
-        appended = self.kv.kv_committed_len - self.compression.held_record.unordered_len
-        return min(self.settings.recent, appended)
+        appended = self.kv.kv_committed_len - self.compression.held_record.unordered_before(plan)
+        return max(min(self.settings.recent, appended), plan.newest)
 
-    def lengths(self) -> dict[str, int]:
+    @property
+    def inputs(self) -> TurnInputs:
+        """Input tokens of resumed turns in the row."""
+        return self.compression.held_record.inputs
+
+    def lengths(self) -> dict[str, Any]:
         """Arguments of `sglang_triattn.rounds.plan.plan_round`, as they are now."""
         return {
             "frozen": self.frozen,
             "length": self.kv.kv_committed_len,
             "evicted_before": self.evicted,
             "page_size": self.page_size,
+            "inputs": self.inputs,
         }
 
     def wait_until_due(self) -> None:
         """Makes `long_enough` skip the request, which has no due round, until its row has grown enough."""
-        frozen = self.frozen
-        self.compression.wait_until(frozen + self.settings.trigger(frozen), self.kv.cache_protected_len)
+        due = due_length(self.settings, frozen=self.frozen, page_size=self.page_size, inputs=self.inputs)
+        self.compression.wait_until(due, self.kv.cache_protected_len)
 
     def record(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
         """Records a round that is complete, after which the tree never takes the whole row."""

@@ -190,7 +190,7 @@ class Compressor:
         return Attempt(due, num_due, prefill, self._queues_drafts) if due or prefill else None
 
     def _shape_of(self, row: CompressedRow, plan: Plan) -> RoundShape:
-        return shape_for(row.settings, plan, row.recent, moves=self._mover is not None, page_size=self._page_size)
+        return shape_for(row.settings, plan, row.recent(plan), moves=self._mover is not None, page_size=self._page_size)
 
     def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
         """Runs the rounds of a step; however many launches they take, each stream waits for the other once.
@@ -282,7 +282,7 @@ class Compressor:
 
     def _record(self, row: CompressedRow, plan: Plan, shape: RoundShape, first_evicted: FirstEvicted) -> None:
         """Records the round with its request, and adds it to the sums."""
-        unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_len)
+        unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_before(plan))
         row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
         moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
         self.totals.add(plan, shape.most_moves(plan) * moved)

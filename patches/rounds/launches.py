@@ -56,15 +56,50 @@ class RoundShape(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class MovedInputs:
+    """Input tokens of resumed turns that move to the front of one row's private part, see `rounds.inputs`.
+
+    Attributes:
+        row: its line in `req_to_token`.
+        first: where they move to.
+        before: [n] int32, the slots from there to the row's end, as they are.
+        after: [n] int32, the same slots, those of the input tokens first.
+    """
+
+    row: int
+    first: int
+    before: torch.Tensor
+    after: torch.Tensor
+
+    @classmethod
+    def read(cls, rows: torch.Tensor, row: CompressedRow, plan: Plan) -> MovedInputs:
+        """Reads the row of a round that moves any, and orders its slots anew; `rows` as for `snapshot`."""
+        first, end, others = plan.target, plan.target, []
+        for start, stop in plan.moved:
+            others.append((end, start))
+            end = stop
+        others.append((end, plan.old_length))
+        before = rows[row.kv.req_pool_idx, first : plan.old_length].clone()
+        after = torch.cat([before[start - first : stop - first] for start, stop in (*plan.moved, *others)])
+        return cls(row.kv.req_pool_idx, first, before, after)
+
+    def write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Writes `before` or `after` to the row."""
+        rows[self.row, self.first : self.first + len(slots)] = slots
+
+
+@dataclass(frozen=True, eq=False)
 class Launch:
     """Rounds that are scored together.
 
     Attributes:
         rounds: row and plan of each.
-        slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row.
+        slots: [R, N] int32, a copy of the rows' private parts, right-padded with slots of the same row; without the
+            input tokens that move to before them.
         row_info: [4, R] int64 on the rows' device: row, first private position, private length, rotary position of
             the next token.
         reserves: the slots after their computed entries; None without any.
+        inputs: for each row from which input tokens move.
     """
 
     shape: RoundShape
@@ -72,6 +107,7 @@ class Launch:
     slots: torch.Tensor
     row_info: torch.Tensor
     reserves: Reserves | None = None
+    inputs: Sequence[MovedInputs] = ()
 
     def close_up(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Packs the slots that stay side by side in `rows`, SGLang's `req_to_token`.
@@ -79,6 +115,8 @@ class Launch:
         Args:
             slots: [R, N] as `Launch.slots`; for "remap" reordered, with those that stay first.
         """
+        for moved in self.inputs:
+            moved.write(rows, moved.after)
         shape, (row, frozen, lengths, _) = self.shape, self.row_info.unsqueeze(-1)
         first = 0 if shape.strategy == "remap" else shape.cut
         if first < shape.num_kept:
@@ -93,6 +131,8 @@ class Launch:
         row, frozen, lengths, _ = self.row_info.unsqueeze(-1)
         column = torch.arange(self.slots.shape[1], device=rows.device)
         rows[row, frozen + column.minimum(lengths - 1)] = self.slots
+        for moved in self.inputs:
+            moved.write(rows, moved.before)
         if self.reserves is not None:
             self.reserves.put_back(rows)
 
@@ -169,9 +209,15 @@ def snapshot(
         index, frozen, length, _ = columns.unsqueeze(-1)
         column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
         slots = rows[index, frozen + column.minimum(length - 1)]
+        inputs = []
+        for place, (row, plan) in enumerate(group):
+            if plan.moved:
+                inputs.append(MovedInputs.read(rows, row, plan))
+                slots[place, : plan.private_length] = inputs[-1].after[plan.moved_len :]
+                slots[place, plan.private_length :] = inputs[-1].after[-1]
         emptied_at_end = shape.strategy != "remap" and shape.cut == shape.num_kept
         reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
-        launches.append(Launch(shape, group, slots, columns, reserves))
+        launches.append(Launch(shape, group, slots, columns, reserves, inputs))
     return launches
 
 

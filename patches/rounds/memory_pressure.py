@@ -102,5 +102,5 @@ def worthwhile(candidates: Iterable[Req], page_size: int) -> Iterator[tuple[Comp
         if plan is None or plan.freed_slots < max(row.settings.interval // 4, 1):
             continue
         # Unlike a regular round, this one can wait until the newest tokens are known.
-        if row.recent == row.settings.recent:
+        if row.recent(plan) >= row.settings.recent:
             yield row, plan

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
@@ -42,7 +43,14 @@ from sglang_triattn.patches.request.row import (
 )
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool
 from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
-from sglang_triattn.patches.scheduler.idle_rows import Conversation, continues, free_slots, reuse_key
+from sglang_triattn.patches.scheduler.idle_rows import (
+    Conversation,
+    continues,
+    free_slots,
+    record_for_turn,
+    reuse_key,
+    unfit,
+)
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
 from sglang_triattn.rounds.plan import Report
 
@@ -122,8 +130,13 @@ class Conversations:
             idle = self._idle.get(name)
             if idle is None or not continues(idle, request):
                 return False
+            record = record_for_turn(idle, request, self._scheduler.tree_cache.page_size)
+            refusal = unfit(idle, record, request, self._scheduler)
+            if refusal is not None:
+                self._refuse(request, refusal)
+                return False
             self._acquired = self._idle.pop(name)
-            compression.acquire(idle.record)
+            compression.acquire(record)
             drop_looked_up(self._scheduler, request.kv)
             take_row(request, idle.kv, idle.last_node)
         except Exception as error:
@@ -135,6 +148,13 @@ class Conversations:
                 request.init_next_round_input(self._scheduler.tree_cache)
             return False
         return True
+
+    def _refuse(self, request: Req, sentence: str) -> None:
+        """Ends a waiting request with an error, as SGLang ends one at its arrival; the conversation keeps its row."""
+        request.set_finish_with_abort(sentence)
+        # SGLang has replaced the prompt.
+        request.full_untruncated_fill_ids = array("q")
+        request.init_next_round_input(self._scheduler.tree_cache)
 
     def rollback(self, request: Req) -> None:
         """Gives the row back to its conversation, because the attempt failed."""
@@ -149,7 +169,8 @@ class Conversations:
         """Makes an acquired row the admitted request's own, and notes how its conversation started."""
         compression = compression_of(request)
         idle, self._acquired = self._acquired, None
-        compression.admit(len(request.origin_input_ids), RESUMED if idle is not None else self._start_of(compression))
+        start = RESUMED if idle is not None else self._start_of(compression, request.to_finish is not None)
+        compression.admit(len(request.origin_input_ids), start)
         write_tree_rule(request)
         if idle is not None:
             self.resumed += 1
@@ -157,11 +178,17 @@ class Conversations:
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)
 
-    def _start_of(self, compression: CompressedRequest) -> str | None:
-        """How a conversation starts with a request that did not resume its row; drops the row, if there is one."""
+    def _start_of(self, compression: CompressedRequest, refused: bool) -> str | None:
+        """How a conversation starts with a request that did not resume its row; drops the row, if there is one.
+
+        Args:
+            refused: whether the request ends with an error before it computes anything: the row stays as it is.
+        """
         name = compression.conversation
         if name is None or compression.start is not None:
             return compression.start
+        if refused:
+            return None
         if name in self._idle:
             self._drop(name)
             return DIVERGED

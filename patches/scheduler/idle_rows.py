@@ -6,15 +6,18 @@ SGLang parts: the tree lock and slots of a row (`UnifiedRadixCache`), the row ta
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from sglang_triattn.patches.request.compressed import settings_of, tokens_tell_all
+from sglang_triattn.patches.request.bounds import logical_end
+from sglang_triattn.patches.request.compressed import compression_of, settings_in_use, settings_of, tokens_tell_all
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.linear_states import free_state
 from sglang_triattn.patches.request.window_pool import row_allocator
+from sglang_triattn.request.options import KEY
 from sglang_triattn.request.row_record import RowRecord
+from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -81,6 +84,40 @@ def continues(idle: Conversation, request: Req) -> bool:
         and ids[: len(idle.ids)] == idle.ids
         and idle.owner == reuse_key(request)
         and settings_of(request) is not None
+    )
+
+
+def record_for_turn(idle: Conversation, request: Req, page_size: int) -> RowRecord:
+    """The record of a row that a request resumes: what the request adds to it is input, which may have to stay."""
+    settings, length = settings_in_use(request), idle.kv.kv_allocated_len
+    if not settings.keeps_inputs:
+        return idle.record
+    new = len(request.origin_input_ids) + len(request.output_ids) - len(idle.ids)
+    return replace(idle.record, inputs=idle.record.inputs.appended(length, length + new, page_size))
+
+
+def unfit(idle: Conversation, record: RowRecord, request: Req, scheduler: Scheduler) -> str | None:
+    """Why the empty pool could not hold a request that resumes this row, in one sentence; None if it could.
+
+    Input tokens that stay come on top of the budget. Nothing else than a refusal would hold a turn to the pool: its
+    inputs may not be compacted.
+
+    Args:
+        record: from `record_for_turn`.
+    """
+    settings, page_size = settings_in_use(request), scheduler.tree_cache.page_size
+    if not settings.keeps_inputs:
+        return None
+    frozen = frozen_length(settings, idle.kv.cache_protected_len, record.prompt_len, page_size)
+    end = logical_end(request) - record.evicted_tokens
+    most = max_kv_tokens(settings, frozen=frozen, logical_end=end, page_size=page_size, inputs=record.inputs)
+    capacity = scheduler.max_total_num_tokens - compression_of(request).reserve
+    if ceil_align(most, page_size) + page_size <= capacity:
+        return None
+    return (
+        f"With this turn the conversation may hold {most} tokens, because the inputs of its resumed turns stay whole, "
+        f"but the KV pool has room for {capacity - page_size}: send less, raise the pool, or set "
+        f"custom_params.{KEY}.turn_inputs to compact."
     )
 
 

@@ -17,6 +17,7 @@ from sglang_triattn.patches.request.chunked_prefill import keep_private, show_al
 from sglang_triattn.patches.request.compressed import (
     compression_of,
     frozen_of,
+    protected_of,
     settings_of,
     tokens_tell_all,
     write_tree_rule,
@@ -154,6 +155,7 @@ def report_on(req: Req, page_size: int) -> Report:
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
     logical = min(req.kv.kv_committed_len + compression.evicted_tokens, computed)
     physical = logical - compression.evicted_tokens
+    named = compression.conversation is not None
     return Report(
         rounds=compression.rounds,
         evicted_tokens=compression.own_evicted_tokens,
@@ -161,5 +163,6 @@ def report_on(req: Req, page_size: int) -> Report:
         frozen_length=min(frozen, physical),
         physical_length=physical,
         logical_length=logical,
-        conversation_evicted_tokens=None if compression.conversation is None else compression.evicted_tokens,
+        conversation_evicted_tokens=compression.evicted_tokens if named else None,
+        protected_length=protected_of(compression, frozen, physical, page_size) if named else None,
     )

@@ -99,7 +99,13 @@ def _add_gpu_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
-    _add_number(parser, "prompt", None, "tokens of a request's prompt, which stay (1024, or the length if less)")
+    _add_number(
+        parser,
+        "prompt",
+        None,
+        "tokens of a request's prompt, with the inputs of a conversation's later turns: all that stays (1024, or the "
+        "length if less)",
+    )
     _add_number(
         parser,
         "length",

@@ -147,7 +147,10 @@ class CompressedRequest:
         """Before admission: has its prompt compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
         self._forget_bound()
-        self.options = replace(self.options, settings=replace(cast(RoundRules, self.settings), prompt="compact"))
+        settings = cast(RoundRules, self.settings)
+        # What a resumed turn adds is not what does not fit.
+        inputs = "keep" if settings.keeps_inputs else "compact"
+        self.options = replace(self.options, settings=replace(settings, prompt="compact", turn_inputs=inputs))
 
     def acquire(self, record: RowRecord) -> None:
         """ARRIVED -> ACQUIRED: it takes its conversation's row for one attempt at admission.
@@ -206,7 +209,7 @@ class CompressedRequest:
         if self.settings is None:
             raise LifecycleError("a request that is not compressed cannot have a round")
         self._forget_bound()
-        self.held_record.add_round(plan.evicted_tokens, first_evicted, unordered_len)
+        self.held_record.add_round(plan, first_evicted, unordered_len)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
 

@@ -5,16 +5,16 @@ The server's flags are the defaults and, for lengths, the upper limits: the oper
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_triattn.config import PROMPTS
+from sglang_triattn.config import PROMPTS, TURN_INPUTS
 from sglang_triattn.errors import TriAttentionError, quoted
 from sglang_triattn.rounds.rules import RoundRules
 
 KEY = "triattention"
-FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "conversation", "release")
+FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "turn_inputs", "conversation", "release")
 LONGEST_NAME = 256
 
 
@@ -83,9 +83,8 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     # The server's share, applied to a smaller budget.
     share = max(-(-config.recent * budget // config.budget), config.window)
     recent = _tokens(asked, "recent", config.window, budget, default=share)
-    prompt = asked.get("prompt", config.prompt)
-    if prompt not in PROMPTS:
-        raise RequestError(f"custom_params.{KEY}.prompt is {quoted(prompt)}, but it must be {' or '.join(PROMPTS)}.")
+    prompt = _choice(asked, "prompt", PROMPTS, config.prompt)
+    turn_inputs = _choice(asked, "turn_inputs", TURN_INPUTS, config.turn_inputs)
     conversation = _name(asked)
     if release and conversation is None:
         raise RequestError(f"custom_params.{KEY}.release names no conversation: add the field conversation.", CONFLICT)
@@ -100,7 +99,8 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     pressure = config.pressure_budget
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
-    settings = replace(config, budget=budget, interval=interval, recent=recent, prompt=prompt, pressure_budget=pressure)
+    lengths = {"budget": budget, "interval": interval, "recent": recent, "pressure_budget": pressure}
+    settings = replace(config, **lengths, prompt=prompt, turn_inputs=turn_inputs)
     return CompressionOptions(settings, conversation, release)
 
 
@@ -135,6 +135,15 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
             CONFLICT,
         )
     return replace(options, settings=replace(options.settings, prompt="frozen"))
+
+
+def _choice(asked: Mapping[str, Any], name: str, choices: Sequence[str], default: str | None) -> str | None:
+    if name not in asked:
+        return default
+    value = asked[name]
+    if not isinstance(value, str) or value not in choices:
+        raise RequestError(f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be {' or '.join(choices)}.")
+    return value
 
 
 def _switch(asked: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang_triattn.rounds.inputs import NO_INPUTS, TurnInputs
+from sglang_triattn.rounds.plan import Plan
+
 FirstEvicted = Callable[[], int]
 """Reads the first position of a row that no longer holds its original token after a round."""
 
@@ -17,7 +20,9 @@ class RowRecord:
         evicted_tokens: tokens evicted from the row.
         unordered_len: entries at the front of the row that rounds have left out of order.
         prompt_len: length of the prompt after which the private part began, that of the first turn.
-        first_evicted_pos: first position evicted by any round except those of `unread`; None before any.
+        first_evicted_pos: first position evicted by any round except those of `unread`, or to which input tokens have
+            moved; None before any.
+        inputs: input tokens of resumed turns, which rounds leave out.
         unread: first evicted positions of the last two rounds, whose copies from the device may still be in flight.
     """
 
@@ -26,15 +31,28 @@ class RowRecord:
     unordered_len: int = 0
     first_evicted_pos: int | None = None
     unread: tuple[FirstEvicted, ...] = ()
+    inputs: TurnInputs = NO_INPUTS
 
-    def add_round(self, evicted_tokens: int, first_evicted: FirstEvicted, unordered_len: int) -> None:
+    def unordered_before(self, plan: Plan) -> int:
+        """Entries at the front of the row that are out of order once a round has moved its input tokens."""
+        return max(self.unordered_len, plan.target) + plan.moved_len if plan.moved else self.unordered_len
+
+    def add_round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
         """Records a round, and reads the position of the round before the last, whose copy finished long ago."""
         if len(self.unread) == 2:
             oldest = self.unread[0]()
-            self.first_evicted_pos = oldest if self.first_evicted_pos is None else min(oldest, self.first_evicted_pos)
-        self.evicted_tokens += evicted_tokens
+            self._note_first(oldest)
+        if plan.moved:
+            # From there on, entries no longer lie at their logical positions.
+            self._note_first(plan.target)
+        self.inputs = plan.inputs_after(self.inputs)
+        self.evicted_tokens += plan.evicted_tokens
         self.unordered_len = unordered_len
         self.unread = (*self.unread[-1:], first_evicted)
+
+    def _note_first(self, position: int) -> None:
+        known = self.first_evicted_pos
+        self.first_evicted_pos = position if known is None else min(position, known)
 
     def exact_prefix_len(self) -> int | None:
         """Entries before the first evicted position of any head or layer; None if nothing was evicted.

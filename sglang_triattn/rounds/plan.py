@@ -13,10 +13,12 @@ and nothing waits for the device.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass
 
 from sglang_triattn.config import SWITCH, flag
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.inputs import NO_INPUTS, Stretch, TurnInputs
 from sglang_triattn.rounds.rules import RoundRules
 
 
@@ -31,6 +33,10 @@ class Plan:
         next_position: logical length, i.e. how many tokens stand before the request's next one. It is that token's RoPE
             position, except behind images with several position axes.
         freed_slots: slots returned to the allocator, whole pages at page sizes above 1.
+        moved: stretches of the row, input tokens of resumed turns, that move to directly before `frozen` first, see
+            `rounds.inputs`.
+        newest: at least as many of the newest tokens stay, in order, because others of those input tokens are among
+            them; 0 if none are.
     """
 
     frozen: int
@@ -38,6 +44,8 @@ class Plan:
     new_length: int
     next_position: int
     freed_slots: int
+    moved: tuple[Stretch, ...] = ()
+    newest: int = 0
 
     @property
     def private_length(self) -> int:
@@ -51,6 +59,20 @@ class Plan:
     def evicted_tokens(self) -> int:
         return self.old_length - self.new_length
 
+    @property
+    def moved_len(self) -> int:
+        """Entries in `moved`."""
+        return sum(stop - start for start, stop in self.moved)
+
+    @property
+    def target(self) -> int:
+        """Where `moved` go: entries before it stay as they are."""
+        return self.frozen - self.moved_len
+
+    def inputs_after(self, inputs: TurnInputs) -> TurnInputs:
+        """Where the input tokens of resumed turns lie after the round; `inputs` as before it."""
+        return inputs.after_round(self.target, self.old_length - self.newest, self.moved_len, self.evicted_tokens)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -61,6 +83,8 @@ class Report:
     still held; the difference is what was evicted from the row. For a request that names a conversation, that may be
     more than `evicted_tokens`: `conversation_evicted_tokens` counts earlier turns too. `conversation` says how it
     started (new, resumed, lost or diverged) and `conversation_kept` whether its row waits for the next turn.
+    `protected_length` counts the entries after the frozen ones that no round touches because they are input tokens of
+    resumed turns, in whole pages.
     """
 
     rounds: int
@@ -72,6 +96,7 @@ class Report:
     conversation: str | None = None
     conversation_kept: bool | None = None
     conversation_evicted_tokens: int | None = None
+    protected_length: int | None = None
 
     def to_dict(self) -> dict[str, int | str | bool]:
         """The fields that apply."""
@@ -90,19 +115,29 @@ def frozen_length(rules: RoundRules, protected: int, prompt_length: int, page_si
     return max(protected, rules.sinks, prompt_length - prompt_length % page_size)
 
 
-def max_kv_tokens(rules: RoundRules, *, frozen: int, logical_end: int) -> int:
+def max_kv_tokens(
+    rules: RoundRules, *, frozen: int, logical_end: int, page_size: int = 1, inputs: TurnInputs = NO_INPUTS
+) -> int:
     """Most KV entries that a decoding request ever holds.
 
     A round runs before any step that would take the row past its trigger.
 
     Args:
-        frozen: from `frozen_length`.
+        frozen, page_size, inputs: as for `plan_round`.
         logical_end: most tokens that the request computes, prompt included.
     """
-    return min(frozen + rules.trigger(frozen), logical_end)
+    return min(due_length(rules, frozen=frozen, page_size=page_size, inputs=inputs), logical_end)
 
 
-def plan_round(rules: RoundRules, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+def plan_round(
+    rules: RoundRules,
+    *,
+    frozen: int,
+    length: int,
+    evicted_before: int,
+    page_size: int,
+    inputs: TurnInputs = NO_INPUTS,
+) -> Plan | None:
     """Plans the round that is due for a request; None if none is.
 
     Args:
@@ -110,25 +145,62 @@ def plan_round(rules: RoundRules, *, frozen: int, length: int, evicted_before: i
         length: physical length now, in KV entries.
         evicted_before: tokens evicted by earlier rounds of this row.
         page_size: slots per page.
+        inputs: input tokens of resumed turns, which stay on top of the budget.
     """
-    if length - frozen < rules.trigger(frozen):
+    rules = _rules_with(rules, inputs, page_size)
+    first = inputs.target(frozen, page_size)
+    kept = first + inputs.waiting_len(first, length)
+    if length - kept < rules.trigger(kept):
         return None
-    return plan_eviction(rules, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size)
+    return plan_eviction(
+        rules, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size, inputs=inputs
+    )
 
 
-def plan_eviction(rules: RoundRules, *, frozen: int, length: int, evicted_before: int, page_size: int) -> Plan | None:
+def plan_eviction(
+    rules: RoundRules,
+    *,
+    frozen: int,
+    length: int,
+    evicted_before: int,
+    page_size: int,
+    inputs: TurnInputs = NO_INPUTS,
+) -> Plan | None:
     """Plans a round down to the budget, due or not; None if the row is within it. Arguments as for `plan_round`."""
-    excess = length - frozen - rules.budget_for(frozen)
+    rules = _rules_with(rules, inputs, page_size)
+    first = inputs.target(frozen, page_size)
+    kept = first + inputs.waiting_len(first, length)
+    excess = length - kept - rules.budget_for(kept)
     new_length = length - excess // rules.round_to * rules.round_to
     if length <= new_length:
         return None
+    # Where windows are counted along the row, the newest tokens do not move; nor does a page that is not full.
+    still = length - rules.recent if rules.window else length
+    still = max(still - still % page_size, first) if inputs else length
+    moved = inputs.waiting_in(first, still)
+    start = first + sum(stop - begin for begin, stop in moved)
     return Plan(
-        frozen=frozen,
+        frozen=start,
         old_length=length,
         new_length=new_length,
         next_position=length + evicted_before,
         freed_slots=ceil_align(length, page_size) - ceil_align(new_length, page_size),
+        moved=moved,
+        newest=length - still if kept > start else 0,
     )
+
+
+def due_length(rules: RoundRules, *, frozen: int, page_size: int, inputs: TurnInputs = NO_INPUTS) -> int:
+    """Entries of a row at which a round is due; arguments as for `plan_round`."""
+    rules = _rules_with(rules, inputs, page_size)
+    first = inputs.target(frozen, page_size)
+    kept = first + inputs.all_waiting_len(first)
+    return kept + rules.trigger(kept)
+
+
+def _rules_with(rules: RoundRules, inputs: TurnInputs, page_size: int) -> RoundRules:
+    """The rules for a row with these input tokens, whose pages stay in their places only if whole pages go."""
+    return dataclasses.replace(rules, round_to=page_size) if inputs and rules.round_to < page_size else rules
 
 
 def first_round(rules: RoundRules) -> int:

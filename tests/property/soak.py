@@ -19,6 +19,7 @@ EXPECTED = {
     "rows cut before their newest tokens",
     "retractions",
     "resumed turns",
+    "rounds of rows with inputs",
     "shared starts of compacted rows",
     "rows barred by SGLang",
     "stripped answers",

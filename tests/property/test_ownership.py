@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from histories import run_histories
+from histories import Conversing, run_histories
 from memory import POOL
 from sets import matrix, shown, wide
 
@@ -33,6 +33,7 @@ def test_random_histories_under_random_settings():
         "stripped answers",
         "rows barred by SGLang",
         "rows cut before their newest tokens",
+        "rounds of rows with inputs",
     ):
         assert counts[happened] > 0, happened
 
@@ -124,3 +125,22 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
     """Prevents a round from moving, or giving away, slots that a queued step writes its drafts to."""
     settings = {"budget": 28, "interval": 16, "recent": 10, "pool": 160, "prompt": prompt, "selection": selection}
     run(8, least_rounds=1, page_size=page_size, reserve=10, queued=5, **settings)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "settings"),
+    [
+        (1, {"selection": "shared-mean"}),
+        (1, {"selection": "per-layer-head"}),
+        (4, {"selection": "per-layer-head", "budget_scope": "total"}),
+        (16, {"selection": "per-layer-head"}),
+        wide(16, {"selection": "shared-mean"}),
+        (1, {"selection": "per-layer-head", "reserve": 10, "queued": 5, "budget": 28, "interval": 16, "recent": 10}),
+        (4, {"selection": "per-head", "prompt": "compact", "turn_inputs": "keep"}),
+    ],
+    ids=shown,
+)
+def test_random_histories_of_conversations(page_size, settings):
+    """Prevents a round from evicting what a resumed turn brought, from any head, and rows out of order in the tree."""
+    counts = run(12, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
+    assert counts["rounds of rows with inputs"] > 12

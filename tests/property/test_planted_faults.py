@@ -7,24 +7,25 @@ never anything in the checks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from checks import check_books
-from histories import run_histories
+from histories import Conversing, run_histories
 from sglang_triattn.kernels import device_round
 from sglang_triattn.patches.request import compressed as requests
 from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.rounds import compressor, launches
 from sglang_triattn.patches.rounds.compressor import Compressor
-from sglang_triattn.patches.rounds.launches import Launch
+from sglang_triattn.patches.rounds.launches import Launch, MovedInputs
 from sglang_triattn.patches.scheduler import conversations
 from sglang_triattn.patches.scheduler import release as rows
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord, Stage
+from sglang_triattn.rounds.inputs import TurnInputs
 from simulation import Simulation
 
 
@@ -100,8 +101,8 @@ def see_the_first_hole_late(patch):
 def forget_earlier_rounds(patch):
     real = RowRecord.add_round
 
-    def add_round(record, evicted_tokens, first_evicted, unordered_len):
-        real(record, evicted_tokens, first_evicted, unordered_len)
+    def add_round(record, plan, first_evicted, unordered_len):
+        real(record, plan, first_evicted, unordered_len)
         record.first_evicted_pos, record.unread = None, (first_evicted,)
 
     patch.setattr(RowRecord, "add_round", add_round)
@@ -245,12 +246,37 @@ def reserve_what_was_needed_once(patch):
     patch.setattr(CompressedRequest, "_forget_bound", lambda owner: None)
 
 
+def take_inputs_for_generated(patch):
+    patch.setattr(conversations, "record_for_turn", lambda idle, *_: idle.record)
+
+
+def forget_moved_inputs(patch):
+    real = TurnInputs.after_round
+    patch.setattr(TurnInputs, "after_round", lambda self, *numbers: replace(real(self, *numbers), end=0))
+
+
+def forget_that_inputs_moved(patch):
+    real = RowRecord.add_round
+
+    def add_round(record, plan, first_evicted, unordered_len):
+        inputs = plan.inputs_after(record.inputs)
+        real(record, replace(plan, moved=()), first_evicted, unordered_len)
+        record.inputs = inputs
+
+    patch.setattr(RowRecord, "add_round", add_round)
+
+
+def leave_inputs_in_place(patch):
+    patch.setattr(MovedInputs, "write", lambda self, rows, slots: None)
+
+
 REMAP = {"page_size": 1, "selection": "shared-mean"}
 CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
 PAGES = {"page_size": 4}
 # Rounds leave this many first tokens alone, more than most prompts have.
 STRIP = {"page_size": 1, "strip_thinking": True, "sinks": 12}
 BARRED = {"page_size": 1, "radix": True, "varied": True}
+TALKS = {"page_size": 1, "selection": "per-layer-head", "histories": Conversing, "pool": 320}
 FAULTS = [
     Fault("a round frees a page too few", free_pages(-1), "slots came back, not|free, tree and private", PAGES),
     Fault("a round frees a page too many", free_pages(1), "slots came back, not|belongs to", PAGES),
@@ -272,6 +298,10 @@ FAULTS = [
     Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
     Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP),
     Fault("a resumed row forgets what it lost", resume_as_if_nothing_was_evicted, "due round|other tokens", REMAP),
+    Fault("inputs count as generated", take_inputs_for_generated, "count as inputs|lost . input|lost .. input", TALKS),
+    Fault("moved inputs are forgotten", forget_moved_inputs, "count as inputs|frozen|due round|another number", TALKS),
+    Fault("a permuted row passes for exact", forget_that_inputs_moved, "but may have", TALKS),
+    Fault("inputs are not moved", leave_inputs_in_place, "belongs to|held twice|came from|frozen|input tokens", TALKS),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
     Fault("a bound outlives what it follows from", reserve_what_was_needed_once, "are reserved instead of", BARRED),
@@ -287,6 +317,7 @@ def test_planted_fault_is_noticed(fault, monkeypatch):
     in another order or not at all; the first hole noticed late or forgotten; the tree given compacted rows, rows that
     SGLang frees or rows that it bars, or losing slots that it owns; conversations that keep barred rows, leave a lock,
     free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are forgotten;
+    inputs of resumed turns that are scored, forgotten, left in their places, or moved and then passed for exact;
     rounds on the frozen part; lengths, states and bounds that outlive what they follow from.
     """
     fault.plant(monkeypatch)

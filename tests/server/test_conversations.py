@@ -27,9 +27,9 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "1", "--triattention-selection", "shared-mean"),
-        ("--page-size", "16"),
-        ("--page-size", "1", "--tp-size", "2"),
+        ("--page-size", "1", "--triattention-selection", "shared-mean", "--triattention-turn-inputs", "compact"),
+        ("--page-size", "16", "--triattention-turn-inputs", "compact"),
+        ("--page-size", "1", "--tp-size", "2", "--triattention-turn-inputs", "compact"),
     ],
     ids=["page 1, shared-mean", "page 16", "two ranks"],
 )
@@ -45,7 +45,7 @@ def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     second = turn(client, following, 150, f"long {flags}", logprobs=True)
     report = compression(second)
     assert (report["conversation"], report["conversation_kept"]) == ("resumed", True)
-    assert report["frozen_length"] == 48
+    assert (report["frozen_length"], report["protected_length"]) == (48, 0)
     # Only the message and the last sampled token, which has no K/V yet, are computed.
     assert second["meta_info"]["cached_tokens"] == len(ids) + 149
     assert second["meta_info"]["prompt_tokens"] == len(following)

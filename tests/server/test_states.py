@@ -47,7 +47,7 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
         return (expected[-len(tokens) :].gather(1, tokens) - values).abs().max(), rounds
 
     ids = prompt(31, 48)
-    named = {"triattention": {"conversation": "long"}}
+    named = {"triattention": {"conversation": "long", "turn_inputs": "compact"}}
     answer = client.generate(ids, 250, **WITHOUT_END)["output_ids"]
     # One that ends at a token that was not foreseen: with overlap, the next step has begun by then.
     end = next(place for place in range(200, 250) if answer[place] not in answer[:place])

@@ -32,7 +32,7 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, selecti
         return (expected[-len(tokens) :].gather(1, tokens) - values).abs().max(), rounds
 
     ids = prompt(31, 48)
-    named = {"triattention": {"conversation": "long"}}
+    named = {"triattention": {"conversation": "long", "turn_inputs": "compact"}}
     first = client.generate(ids, 250, custom_params=named)
     following = ids + first["output_ids"] + prompt(32, 40)
     second = client.generate(following, 250, logprobs=True, custom_params=named)

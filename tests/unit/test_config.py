@@ -20,8 +20,18 @@ def test_defaults():
     expected = Config("s.safetensors", **lengths, **choices, conversation_ttl=600, value_share=0.8)
     assert complete(read_settings(GOOD)) == complete(expected)
     assert read_settings({"enable_triattention": True}) == Config("auto")
+    assert read_settings(GOOD).keeps_inputs
     assert read_settings({}) is None
     assert read_settings({"model_path": "m", "enable_triattention": False}) is None
+
+
+def test_inputs_of_turns_follow_the_prompt():
+    """Prevents inputs that stay where a user lets prompts be compacted, unless both are asked for."""
+    for prompt, inputs, keeps in (
+        ("frozen", None, True), ("compact", None, False), ("frozen", "compact", False), ("compact", "keep", True),
+    ):  # fmt: skip
+        given = {"triattention_prompt": prompt, "triattention_turn_inputs": inputs}
+        assert read_settings({**GOOD, **given}).keeps_inputs == keeps
 
 
 def test_recent_follows_the_budgets():
@@ -72,6 +82,8 @@ def test_flags_and_keywords_agree():
         ({"triattention_conversation_ttl": -1}, "whole number of seconds"),
         ({"triattention_sinks": 5000}, "--triattention-sinks (5000) is greater than --triattention-budget (2048)"),
         ({"triattention_prompt": "private"}, "'private'"),
+        ({"triattention_turn_inputs": "private"}, "--triattention-turn-inputs is 'private'"),
+        ({"triattention_turn_inputs": True}, "supports only keep, compact"),
         ({"triattention_pressure_budget": 0}, "--triattention-pressure-budget is 0"),
         ({"triattention_pressure_budget": 100, "triattention_recent": 128}, "between --triattention-recent (128)"),
         ({"triattention_pressure_budget": 2049}, "and --triattention-budget (2048)"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_swa_tokens, kv_private_tokens
 
 from content import contents
 from memory import ROWS
 from running import Running
-from sglang_triattn.patches.request.bounds import growth_in
-from sglang_triattn.patches.request.compressed import compression_of
+from sglang_triattn.patches.request.bounds import growth_in, max_kv_tokens_of
+from sglang_triattn.patches.request.compressed import compression_of, inputs_of
+from sglang_triattn.rounds.inputs import TurnInputs
 from sglang_triattn.rounds.level import LOT
 from simulation import Simulation
 from whole_server import take_census
@@ -108,6 +111,15 @@ def check_row(sim: Simulation, running: Running) -> None:
     assert kv.kv_committed_len == positions.shape[-1], "the request's lengths differ"
     assert sim.reserve or kv.kv_committed_len == kv.kv_allocated_len, "slots behind the row belong to nobody"
     assert kv.kv_committed_len + running.evicted == len(tokens) - 1, "held and evicted tokens are not all"
+    check_inputs(running)
+
+
+def check_inputs(running: Running) -> None:
+    """Every head of every layer holds all that resumed turns brought, as far as it has been computed."""
+    computed = running.positions.shape[-1] + running.evicted
+    for held in running.positions.flatten(0, 1).tolist():
+        lost = [position for position in running.inputs - set(held) if position < computed]
+        assert not lost, f"{running.req.rid} has lost {len(lost)} input tokens of a resumed turn"
 
 
 def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
@@ -118,6 +130,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     """
     requests = [*sim.running, *([] if chunked is None else [chunked])]
     before = {running: (running.positions, running.evicted) for running in requests}
+    inputs = {running: inputs_of(compression_of(running.req)) for running in requests}
     fresh = {running for running in requests if not compression_of(running.req).rounds}
     last_slots = {running: int(sim.row(running)[-1]) for running in requests}
     tree_slots = sim.tree.all_values_flatten() if sim.radix else torch.empty(0, dtype=torch.int64)
@@ -134,11 +147,14 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     freed, early, between_chunks, rounds, overdue = {True: 0, False: 0}, 0, 0, 0, 0
     for running in requests:
         old, evicted = before[running]
-        settings = running.settings
-        if settings is None:
+        if running.settings is None:
             assert not running.evicted, "a request that declined was compacted"
             continue
-        first = frozen_length(sim, running)
+        settings, stay = running.settings, entries_that_stay(sim, running, old, inputs[running])
+        if inputs[running]:
+            settings = replace(settings, round_to=max(settings.round_to, sim.page_size))
+        # Those of resumed turns count as the frozen ones do.
+        first = sum(stay)
         length = old.shape[-1]
         due = length - first >= kept_private(settings, first) + max(settings.interval, settings.round_to)
         if running.evicted == evicted:
@@ -159,7 +175,8 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
         if running.first_tainted is None:
             running.first_tainted = length
-        check_kept(sim, running, old, first, keep)
+        check_kept(sim, running, old, stay, keep)
+        sim.input_rounds += stay[1] > 0
         slots = (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
         freed[due or level] += slots
         between_chunks += slots * (running is chunked)
@@ -254,21 +271,45 @@ def slots_of_next_step(sim: Simulation) -> int:
     )
 
 
-def check_kept(sim: Simulation, running: Running, old: torch.Tensor, first: int, keep: int) -> None:
-    """A round left, of each head's entries, the frozen ones, the newest, and others that were there before."""
-    config, new = running.settings, running.positions
-    assert new.shape[-1] == first + keep, "a round kept another number of tokens"
+def entries_that_stay(sim: Simulation, running: Running, old: torch.Tensor, inputs: TurnInputs) -> tuple[int, int]:
+    """(entries at the front of a row that no round may touch, input tokens of resumed turns among the others).
+
+    Args:
+        old: the row's positions.
+        inputs: the row's record of them.
+    """
+    length = old.shape[-1]
+    first = inputs.target(frozen_length(sim, running), sim.page_size)
+    others = inputs.waiting_len(first, length)
+    found = len(running.inputs.intersection(old[0, 0, first:].tolist()))
+    assert found <= others <= found + running.neighbours, f"{others} entries count as inputs, but {found} are"
+    return first, others
+
+
+def check_kept(sim: Simulation, running: Running, old: torch.Tensor, stay: tuple[int, int], keep: int) -> None:
+    """A round left, of each head's entries, the frozen ones, the newest, the inputs of resumed turns, and others that
+    were there before.
+
+    Args:
+        stay: from `entries_that_stay`.
+    """
+    config, new, (first, others) = running.settings, running.positions, stay
+    assert new.shape[-1] == first + others + keep, "a round kept another number of tokens"
     assert torch.equal(new[..., :first], old[..., :first]), "a frozen token was evicted"
+    check_inputs(running)
     for layer in range(len(new)):
         for head in range(new.shape[1]):
             kept, was = new[layer, head, first:].tolist(), old[layer, head, first:].tolist()
-            assert len(set(kept)) == keep, "a token is held twice"
+            assert len(set(kept)) == keep + others, "a token is held twice"
             assert set(kept) <= set(was), "a token came from elsewhere"
-            newest = sorted(was)[-config.recent :]
+            # Window layers count along the row, whatever its tokens are.
+            generated = was if config.window else [place for place in was if place not in running.inputs]
+            newest = sorted(generated)[-config.recent :]
             assert set(newest) <= set(kept), "a recent token was evicted"
-            if config.recent > config.interval or sim.page_size == 1:
+            whole = sim.page_size == 1 or not others
+            if whole and (config.recent > config.interval or sim.page_size == 1):
                 assert kept[-config.recent :] == newest, "the newest tokens are not in order"
-            if sim.compressor.strategies == ("remap",):
+            if sim.compressor.strategies == ("remap",) and not running.inputs:
                 assert kept == sorted(kept), "a row was permuted for nothing"
     if config.selection in ("union", "shared-mean"):
         assert (new == new[:1, :1]).all(), "heads hold different tokens"

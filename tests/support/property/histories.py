@@ -37,6 +37,8 @@ STEMS = [[5] * 20, [5] * 9 + [6] * 30, [7] * 3]
 TOKENS = st.integers(1, 4)
 CHUNKS = st.integers(5, 60)
 RARELY = st.sampled_from([False] * 7 + [True])
+# A message, or what a tool returns.
+INPUTS = st.lists(TOKENS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=12, max_size=40)
 ABORTS = st.sampled_from([None] * 9 + [0, 1, 2])
 
 SETTINGS = st.fixed_dictionaries(
@@ -102,6 +104,10 @@ class Histories(RuleBasedStateMachine):
             return CompressionOptions(config, conversation)
         if asked == "declined" and conversation is None:
             return CompressionOptions(None)
+        if asked == "the other inputs":
+            return CompressionOptions(
+                replace(config, turn_inputs="compact" if config.keeps_inputs else "keep"), conversation
+            )
         if asked == "the other prompt":
             other = {"frozen": "compact", "compact": "frozen"}[config.prompt]
             return CompressionOptions(replace(config, prompt=other), conversation)
@@ -137,20 +143,21 @@ class Histories(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from("ab"),
-        tail=st.lists(TOKENS, min_size=1, max_size=4),
+        tail=INPUTS,
         chunk=CHUNKS,
         other=st.sampled_from([False, False, False, True]),
+        asked=st.sampled_from(["nothing", "nothing", "the other prompt", "the other inputs"]),
         steps=st.integers(0, 30),
         thinks=st.booleans(),
         barred=RARELY,
         abort_at=ABORTS,
     )
-    def talk(self, name, tail, chunk, other, steps, thinks, barred, abort_at):
+    def talk(self, name, tail, chunk, other, asked, steps, thinks, barred, abort_at):
         """A turn of a conversation: it continues the conversation's text, or says something else under its name."""
         said = self.sim.spoken.get(name, [])
         if other or len(said) > 110:
             said = [7] * 3
-        asked = self._asked("nothing" if name == "a" else "less", name)
+        asked = self._asked(asked if name == "a" else "less", name)
         turn = self.sim.request([*said, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
         if self._admit(turn, chunk, abort_at if self.varied else None):
             self.decode(steps)
@@ -226,6 +233,26 @@ class Histories(RuleBasedStateMachine):
         while self.sim.conversations.drop_one():
             check_books(self.sim)
         self.counts.update(self.sim.counts())
+
+
+class Conversing(Histories):
+    """Mostly turns of conversations, which bring more than the model generates."""
+
+    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
+    def go_on(self, name, tail, chunk, steps):
+        self._talk_on(name, tail, chunk, steps)
+
+    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
+    def go_on_again(self, name, tail, chunk, steps):
+        self._talk_on(name, tail, chunk, steps)
+
+    def _talk_on(self, name, tail, chunk, steps):
+        said = self.sim.spoken.get(name, [7] * 3)
+        turn = self.sim.request([*(said if len(said) < 110 else [7] * 3), *tail], asked=self._asked("nothing", name))
+        if self._admit(turn, chunk):
+            self.decode(steps)
+            if turn in self.sim.running:
+                self.sim.release(turn, finish=True)
 
 
 def run_histories(

@@ -110,6 +110,7 @@ class Memory:
             req_to_token_pool=self.rows,
             tree_cache=self.tree,
             stash_chunked_request=self.stash,
+            max_total_num_tokens=1 << 20,
         )
         self.conversations = Conversations(ttl=600)
         self.conversations.attach(scheduler)

@@ -19,6 +19,8 @@ class Running:
     Attributes:
         positions: [LAYERS, KV_HEADS, physical length]; heads differ only where each has its own kept set.
         prompt_length: that of its first turn, if it resumed another request's row.
+        inputs: logical positions of the tokens that resumed turns brought and that must stay.
+        neighbours: generated tokens, at most so many, may have to stay with them at page sizes above 1.
         thinks: whether its answer begins with reasoning.
         barred: whether SGLang itself keeps its row out of the tree.
     """
@@ -27,6 +29,8 @@ class Running:
     positions: torch.Tensor = field(default_factory=lambda: same_for_all([]))
     first_tainted: int | None = None
     prompt_length: int = 0
+    inputs: frozenset[int] = frozenset()
+    neighbours: int = 0
     thinks: bool = False
     barred: bool = False
 

@@ -42,7 +42,7 @@ class Simulation(Memory):
         self.spoken: dict[str, list[int]] = {}
         self.kept_once: set[str] = set()
         self.resumed = self.shared_starts = self.barred = self.stripped = self.aborted_prefills = 0
-        self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = 0
+        self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = self.input_rounds = 0
         self._serial = 0
 
     def counts(self) -> dict[str, int]:
@@ -54,6 +54,7 @@ class Simulation(Memory):
             "prefill rounds": self.prefill_rounds,
             "rows cut before their newest tokens": self.cut_rounds,
             "resumed turns": self.resumed,
+            "rounds of rows with inputs": self.input_rounds,
             "shared starts of compacted rows": self.shared_starts,
             "rows barred by SGLang": self.barred,
             "stripped answers": self.stripped,
@@ -111,13 +112,19 @@ class Simulation(Memory):
         req.is_retracted = False
         if acquired:
             talk = self.talks[owner.conversation]
-            running.positions, running.first_tainted, running.prompt_length, req.serial = talk
+            (running.positions, running.first_tainted, running.prompt_length, req.serial), brought = talk
+            running.inputs, running.neighbours = brought
+            if owner.settings.keeps_inputs:
+                first = running.positions.shape[-1] + owner.evicted_tokens
+                running.inputs |= frozenset(range(first, len(running.tokens)))
+                running.neighbours += 2 * (self.page_size - 1)
             self.resumed += 1
         else:
             if req.prefix_len:
                 row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
             running.positions = same_for_all(range(req.prefix_len))
             running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
+            running.inputs, running.neighbours = frozenset(), 0
         if owner.settings is not None:
             self.conversations.commit(req)
         if start is None and owner.conversation is not None:
@@ -251,7 +258,8 @@ class Simulation(Memory):
             assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
             self.kept_once.add(owner.conversation)
             # If several requests share a name, the row of the last one that left one is kept.
-            self.talks[owner.conversation] = held, running.first_tainted, running.prompt_length, req.serial
+            row = held, running.first_tainted, running.prompt_length, req.serial
+            self.talks[owner.conversation] = row, (running.inputs, running.neighbours)
         elif finish:
             assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
             self.shared_starts += running.first_tainted is not None and least > protected

@@ -95,6 +95,7 @@ class Oracle:
         pauses: Sequence[tuple[int, int]] = (),
         late: bool = False,
         early: int = 0,
+        inputs: Sequence[tuple[int, int]] = (),
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -106,12 +107,16 @@ class Oracle:
             chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
             pauses: half-open ranges [first, end) of tokens during which no round runs.
             early: tokens by which the first round comes early, together with that of another request.
+            inputs: half-open ranges [first, end) of tokens that stay, on top of the budget.
             late: whether a round after the prompt knows none of the last range, and lets its tokens stay.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
         """
         keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
+        stays = torch.zeros(len(ids), dtype=torch.bool)
+        for first, end in inputs:
+            stays[first:end] = True
         # By its kinds of layers only where some keep a state: the account itself says what a window shows.
         cache = RoundedCache(self.stored, self.model.config if self._keeps_states() else None)
         # What each layer's KV heads may see.
@@ -126,7 +131,7 @@ class Oracle:
             done += size
             if done >= prompt_length:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
-            private = int(visible[self.scored[0], 0, frozen:known].sum())
+            private = int((visible[self.scored[0], 0, frozen:known] & ~stays[frozen:known]).sum())
             # The first token after the prompt is computed before the server looks at the request again.
             trigger = keep + self.interval - (0 if rounds else early)
             due = private >= trigger and done != prompt_length and done != cached
@@ -137,7 +142,7 @@ class Oracle:
                 scored = list(self.scored)
                 seen = visible[scored, :, frozen:known]
                 private = keep + (private - keep) % self.round_to
-                visible[scored, :, frozen:known] = self._kept(cache, seen, frozen, known, private)
+                visible[scored, :, frozen:known] = self._kept(cache, seen, frozen, known, private, stays[frozen:known])
                 rounds, trigger = rounds + 1, keep + self.interval
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
@@ -197,10 +202,37 @@ class Oracle:
         return place
 
     def _kept(
-        self, cache: DynamicCache, visible: torch.Tensor, frozen: int, next_position: int, keep: int
+        self,
+        cache: DynamicCache,
+        visible: torch.Tensor,
+        frozen: int,
+        next_position: int,
+        keep: int,
+        stays: torch.Tensor,
     ) -> torch.Tensor:
         """Private positions that stay, [L, H_kv, n]: the newest, those with large values, and the best of the others
-        by their merged z-scores."""
+        by their merged z-scores; and those of `stays` [n].
+
+        A window shows the newest tokens of a row, so where there is one, those of `stays` are among the newest, too.
+        """
+        inputs, newest = visible & stays, self.recent
+        if self.window and self.recent:
+            counted = visible[0, 0].nonzero().flatten()[-self.recent :]
+            newest = int((~stays[counted]).sum())
+        kept = self._chosen(cache, visible & ~stays, frozen, next_position, keep, newest, visible)
+        return kept | inputs
+
+    def _chosen(
+        self,
+        cache: DynamicCache,
+        visible: torch.Tensor,
+        frozen: int,
+        next_position: int,
+        keep: int,
+        recent: int,
+        all_visible: torch.Tensor,
+    ) -> torch.Tensor:
+        """Those of `visible` that stay, `recent` of which are the newest."""
         layers, heads = self.mean.shape[:2]
         group = heads // self.num_kv_heads
         value_share = self.value_share
@@ -211,7 +243,7 @@ class Oracle:
         for layer in range(layers):
             for head in range(heads):
                 place = places[layer][head // group]
-                candidates = frozen + place[: len(place) - self.recent]
+                candidates = frozen + place[: len(place) - recent]
                 keys = self._keys(cache, layer, head // group, candidates)
                 score = self._score(keys, self._turn(candidates), layer, head, self._turn(next_position))
                 z.append((score - score.mean()) / score.std(unbiased=False).clamp_min(1e-6))
@@ -222,13 +254,15 @@ class Oracle:
             for j in range(self.num_kv_heads):
                 place, best = places[layer][j], importance[layer, j].tolist()
                 values = self._values(cache, layer, j, frozen + place)
-                center = values[len(values) - min(self.recent, 64) :].mean(0) if self.recent else 0.0
+                near = all_visible[layer, j].nonzero().flatten() if self.window else place
+                near = self._values(cache, layer, j, frozen + near[len(near) - min(self.recent, 64) :])
+                center = near.mean(0) if self.recent else 0.0
                 sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
-                large = by_value[: round(value_share * (keep - self.recent))]
+                large = by_value[: round(value_share * (keep - recent))]
                 others = set(range(len(best))) - set(large)
                 order = sorted(others, key=lambda index: (-best[index], index))
-                kept[layer, j, place[[*large, *order[: keep - self.recent - len(large)]]]] = True
+                kept[layer, j, place[[*large, *order[: keep - recent - len(large)]]]] = True
                 kept[layer, j, place[len(best) :]] = True
         return kept
 

@@ -111,5 +111,5 @@ def by_token_counts(oracle: VisionOracle) -> VisionOracle:
 class ScoredByTokenCounts(VisionOracle):
     """With the right positions, but scores as seen from the number of tokens before the next one."""
 
-    def _kept(self, cache, visible, frozen: int, next_position: int, keep: int) -> torch.Tensor:
-        return super()._kept(cache, visible, frozen, next_position - self._shift, keep)
+    def _kept(self, cache, visible, frozen: int, next_position: int, keep: int, stays) -> torch.Tensor:
+        return super()._kept(cache, visible, frozen, next_position - self._shift, keep, stays)

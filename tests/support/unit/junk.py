@@ -45,6 +45,7 @@ LIKELY = {
     "interval": st.integers(1, 40),
     "recent": st.integers(0, 110),
     "prompt": st.sampled_from(["frozen", "compact"]),
+    "turn_inputs": st.sampled_from(["keep", "compact"]),
     "conversation": st.text(min_size=1, max_size=20),
     "release": st.booleans(),
 }

@@ -159,7 +159,7 @@ def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
     record, unread = RowRecord(PROMPT), []
     for number, position in enumerate(first):
         unread.append(number)
-        record.add_round(1, lambda number=number, position=position: unread.remove(number) or position, 0)
+        record.add_round(round_of(1), lambda number=number, position=position: unread.remove(number) or position, 0)
         assert unread == list(range(number + 1))[-2:], "the copies of the last two rounds may not have been made yet"
     assert record.exact_prefix_len() == min(first, default=None)
 
@@ -181,7 +181,7 @@ def test_a_row_says_how_many_of_its_newest_tokens_are_known(unordered, recent):
     """Prevents old tokens from being kept as the newest in a row whose order an earlier round has lost."""
     found = served(200)
     compression_of(found).record.unordered_len = unordered
-    assert row_of(found).recent == recent
+    assert row_of(found).recent(round_of()) == recent
 
 
 def test_a_request_is_looked_at_again_when_its_row_has_grown_enough():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from junk import CUSTOM_PARAMS
 from request_cases import CONFIG
-from sglang_triattn.config import PROMPTS
+from sglang_triattn.config import PROMPTS, TURN_INPUTS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.request.options import LONGEST_NAME, read_request
 
@@ -39,6 +39,7 @@ def check(given_params: object) -> bool:
         assert 1 <= asked.interval <= CONFIG.interval
         assert 0 <= asked.recent <= asked.budget
         assert asked.prompt in PROMPTS
+        assert asked.turn_inputs in (None, *TURN_INPUTS)
     return True
 
 

@@ -51,6 +51,8 @@ def test_smaller_budgets_stay_consistent():
         ({"recent": 60, "budget": 50}, "from 0 to 50"),
         ({"prompt": "gone"}, "frozen or compact"),
         ({"prompt": {"a": None}}, "prompt is {'a': null}"),
+        ({"turn_inputs": "frozen"}, "turn_inputs is 'frozen', but it must be keep or compact"),
+        ({"turn_inputs": True}, "turn_inputs is true"),
         ({"bugdet": None}, "triattention.bugdet"),
         ({"enabled": 1}, "true or false"),
         ({"enabled": False, "budget": 0}, "budget is 0"),
