@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sglang_triattn.kernels.score.score_kernel import ScoreKernel
     from sglang_triattn.kernels.score.value_size_kernel import ValueSizeKernel
     from sglang_triattn.kernels.select.importance_kernel import ImportanceKernel
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 SHAPES = 64
 """Shapes of launches that are remembered: a server's rounds have few."""
@@ -181,6 +184,7 @@ class Scorer:
         self._keep_kernel = KeepKernel()
         self._kernels: dict[tuple[int, int], _Kernels] = {}
         self._prepared: dict[tuple[int, ...], _Prepared] = {}
+        self._divided: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def keep(
         self, slots: torch.Tensor, lengths: torch.Tensor, next_positions: torch.Tensor, num_kept: int, recent: int
@@ -236,7 +240,7 @@ class Scorer:
         phases = self._phases(next_positions)
         if holes is None:
             holes = slots.new_empty((len(slots), self.sets), dtype=torch.int32)
-        step, group = self.plan.launch(slots.shape[1], num_kept, moves)
+        step, group = self._divide(slots.shape[1], num_kept, moves)
         for rows in slices(len(slots), step if most is None else min(step, most)):
             prepared = self._prepare(rows.stop - rows.start, slots.shape[1], group, num_kept, moves)
             self._select(prepared, slots[rows], lengths[rows], phases[rows], num_kept, recent, holes[rows])
@@ -275,7 +279,7 @@ class Scorer:
             yield Piece(slice(0, len(slots)), slice(0, len(self._k_buffers)), made)
             return
         slots, phases = slots.to(torch.int32), self._phases(next_positions)
-        count, group = self.plan.launch(slots.shape[1])
+        count, group = self._divide(slots.shape[1], 0, 0)
         for rows in slices(len(slots), count):
             for step in self._prepare(rows.stop - rows.start, slots.shape[1], group, 0, 0).steps:
                 self._score(step, slots[rows], lengths[rows], phases[rows], recent)
@@ -355,15 +359,13 @@ class Scorer:
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _prepare(self, requests: int, num_tokens: int, group: int, num_kept: int, moves: int) -> _Prepared:
-        """What is launched for `requests` rows, `group` layers at once."""
-        key = (requests, num_tokens, group, num_kept, moves)
-        found = self._prepared.get(key)
-        if found is None:
-            if len(self._prepared) == SHAPES:
-                del self._prepared[next(iter(self._prepared))]
-            found = self._prepared[key] = self._make(*key)
-        return found
+    def _divide(self, *shape: int) -> tuple[int, int]:
+        """`WorkspacePlan.launch` for rows of this shape."""
+        return remembered(self._divided, shape, lambda: self.plan.launch(*shape))
+
+    def _prepare(self, *shape: int) -> _Prepared:
+        """What is launched for a shape: its rows, their tokens, layers at once, kept tokens, moves."""
+        return remembered(self._prepared, shape, lambda: self._make(*shape))
 
     def _make(self, requests: int, num_tokens: int, group: int, num_kept: int, moves: int) -> _Prepared:
         layers, kv_heads = len(self._k_buffers), self._tables.num_kv_heads
@@ -420,6 +422,16 @@ class Scorer:
         if "sizes" in views:
             views["sizes"] = views["sizes"].flatten(1, 2)
         return views
+
+
+def remembered(found: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """The value of a key, made if it is not among the SHAPES keys that came last."""
+    if key not in found:
+        made = make()
+        if len(found) == SHAPES:
+            del found[next(iter(found))]
+        found[key] = made
+    return found[key]
 
 
 def slices(count: int, most: int) -> Iterator[slice]:

@@ -163,7 +163,8 @@ class Compressor:
         if attempt is None:
             return
         rounds = attempt.rounds
-        reserved = sum(reserved_of(row) for row, _ in rounds)
+        full = batch.batch_is_full
+        reserved = sum(reserved_of(row) for row, _ in rounds) if full else 0
         batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
         with around, self.times.host():
             try:
@@ -174,7 +175,7 @@ class Compressor:
                 self.breaker.succeeded()
         # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
         # slots it frees stay reserved for the same request's growth.
-        if sum(reserved_of(row) for row, _ in rounds) < reserved:
+        if full and sum(reserved_of(row) for row, _ in rounds) < reserved:
             batch.batch_is_full = False
 
     def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:

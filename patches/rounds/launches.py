@@ -5,6 +5,7 @@ SGLang part: `ReqToTokenPool.req_to_token`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Launch:
         shape, (row, frozen, lengths, _) = self.shape, self.row_info.unsqueeze(-1)
         first = 0 if shape.strategy == "remap" else shape.cut
         if first < shape.num_kept:
-            place = torch.arange(first, shape.num_kept, device=rows.device)
+            place = columns(shape.num_kept, rows.device)[first:]
             source = place.expand(len(slots), -1) if shape.strategy == "remap" else place + lengths - shape.num_kept
             rows[row, frozen + place] = slots.gather(1, source)
         if self.reserves is not None:
@@ -129,7 +130,7 @@ class Launch:
     def put_back(self, rows: torch.Tensor) -> None:
         """Undoes `close_up`, before anything of the rows is freed."""
         row, frozen, lengths, _ = self.row_info.unsqueeze(-1)
-        column = torch.arange(self.slots.shape[1], device=rows.device)
+        column = columns(self.slots.shape[1], rows.device)
         rows[row, frozen + column.minimum(lengths - 1)] = self.slots
         for moved in self.inputs:
             moved.write(rows, moved.before)
@@ -171,6 +172,12 @@ def shape_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, pag
     return RoundShape(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
 
 
+@functools.lru_cache(maxsize=16)
+def columns(count: int, device: torch.device) -> torch.Tensor:
+    """0 to `count` - 1, int64; made once for each length, on the stream on which rows are read and written."""
+    return torch.arange(count, device=device)
+
+
 def width_for(length: int) -> int:
     """The power of two for rows of `length` private tokens."""
     return 1 << (length - 1).bit_length()
@@ -203,11 +210,12 @@ def snapshot(
         ],
         rows.device,
     )
-    launches = []
-    blocks = row_info.split([len(group) for group in groups.values()], dim=1)
-    for (shape, group), columns in zip(groups.items(), blocks, strict=True):
-        index, frozen, length, _ = columns.unsqueeze(-1)
-        column = torch.arange(max(plan.private_length for _, plan in group), device=rows.device)
+    launches, first = [], 0
+    for shape, group in groups.items():
+        own = row_info[:, first : first + len(group)]
+        first += len(group)
+        index, frozen, length, _ = own.unsqueeze(-1)
+        column = columns(max(plan.private_length for _, plan in group), rows.device)
         slots = rows[index, frozen + column.minimum(length - 1)]
         inputs = []
         for place, (row, plan) in enumerate(group):
@@ -217,7 +225,7 @@ def snapshot(
                 slots[place, plan.private_length :] = inputs[-1].after[-1]
         emptied_at_end = shape.strategy != "remap" and shape.cut == shape.num_kept
         reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
-        launches.append(Launch(shape, group, slots, columns, reserves, inputs))
+        launches.append(Launch(shape, group, slots, own, reserves, inputs))
     return launches
 
 

@@ -10,7 +10,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from content import contents
 from memory import ROWS
 from running import Running
-from sglang_triattn.patches.request.bounds import growth_in, max_kv_tokens_of
+from sglang_triattn.patches.request.bounds import growth_in
 from sglang_triattn.patches.request.compressed import compression_of, inputs_of
 from sglang_triattn.rounds.inputs import TurnInputs
 from sglang_triattn.rounds.level import LOT
