@@ -71,7 +71,7 @@ class CompressedRow:
         }
 
     def wait_until_due(self) -> None:
-        """Makes `long_enough` skip the request, which has no due round, until its row has grown enough."""
+        """Notes when the request, which has no due round, may have its next one."""
         frozen = self.frozen
         self.compression.wait_until(frozen + self.settings.trigger(frozen), self.kv.cache_protected_len)
 
