@@ -13,6 +13,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_triattn.patches.request.compressed import compressions_of
+from sglang_triattn.request.lifecycle import CompressedRequest
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
@@ -23,8 +26,8 @@ LONGEST = 64
 class DueLooks:
     """Chooses whom to look at in each step of a running batch; called once a step.
 
-    A request that was not in the batch of the step before is looked at: it has joined, perhaps with another row. That
-    the tree takes more of a row only puts its round off.
+    A request that was not in the batch of the step before is looked at, and so is one with another row. That the tree
+    takes more of a row only puts its round off.
 
     Args:
         tokens_per_step: most tokens by which a request grows in a step.
@@ -39,7 +42,7 @@ class DueLooks:
 
     def forget(self) -> None:
         """Looks at every request in the next step."""
-        self.changed, self._step = True, 0
+        self.changed, self._step, self._rows = True, 0, -1
         self._requests: list[Req] = []
         self._places: dict[Req, int] = {}
         self._looks: defaultdict[int, list[Req]] = defaultdict(list)
@@ -52,9 +55,14 @@ class DueLooks:
         """
         self._step += 1
         looks = self._looks.pop(self._step, [])
+        rows = CompressedRequest.rows
+        if rows != self._rows:
+            pairs = zip(requests, compressions_of(requests), strict=True)
+            looks += [request for request, compression in pairs if compression.due_protected < 0]
         # Compares identities, without a call for each.
-        self.changed = self._requests != requests
-        if self.changed:
+        joined = self._requests != requests
+        self.changed, self._rows = joined or rows != self._rows, rows
+        if joined:
             places = dict(zip(requests, range(len(requests)), strict=True))
             looks += places.keys() - self._places.keys()
             self._requests, self._places = list(requests), places

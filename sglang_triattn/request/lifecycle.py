@@ -82,6 +82,8 @@ class CompressedRequest:
 
     changes = 0
     """How often the row of any request has changed by a round or a transition, in this process."""
+    rows = 0
+    """How often any request has got a row."""
 
     def __init__(self, options: CompressionOptions, *, withheld: bool, reserve: int = 0) -> None:
         """arrive: the request owns nothing, and the tree keeps what it has."""
@@ -271,6 +273,7 @@ class CompressedRequest:
     def resume(self) -> None:
         """SUSPENDED -> ADMITTED: it owns a row into which the host copies the entries of the one before."""
         self._leave(Stage.SUSPENDED)
+        CompressedRequest.rows += 1
         self.due_protected = -1
         self.stage = Stage.ADMITTED
 
@@ -295,6 +298,7 @@ class CompressedRequest:
         self._row_changes()
         self.record, self._inherited, self._evicted_before = record, inherited, record.evicted_tokens
         self.rounds = self.freed_slots = 0
+        CompressedRequest.rows += 1
         # Its settings may differ from those of the turn before.
         self.due_protected = -1
 

@@ -4,7 +4,10 @@ import random
 
 import pytest
 
+from request_cases import CONFIG, REPORT
+from sglang_triattn.patches.request.compressed import attach_options, compression_of
 from sglang_triattn.patches.rounds.due import LONGEST, DueLooks
+from sglang_triattn.request.options import CompressionOptions
 
 
 class Request:
@@ -12,6 +15,9 @@ class Request:
 
     def __init__(self, left: int) -> None:
         self.left, self.ahead = left, False
+        self.beam_group, self.skip_radix_cache_insert = None, False
+        attach_options(self, CompressionOptions(CONFIG)).admit(10, None)
+        compression_of(self).wait_until(left, 0)
 
     def grow(self, draw: random.Random, tokens: int) -> None:
         counted = draw.choice([1, 1, 1, 0 if self.ahead else 2])
@@ -64,6 +70,20 @@ def test_few_requests_are_looked_at():
         assert not looks.changed
     # One in LONGEST steps for each.
     assert 0 < seen < 100 * (100 // LONGEST + 1)
+
+
+def test_another_row_is_looked_at():
+    """Prevents a late round of a request that was retracted and admitted again between two steps."""
+    looks, running = DueLooks(), [Request(1000), Request(1000)]
+    look(looks, running)
+    compression_of(running[1]).retract(REPORT)
+    assert look(looks, running) == []
+    compression_of(running[1]).admit(10, None)
+    assert look(looks, running) == running[1:]
+    assert looks.changed
+    compression_of(running[1]).wait_until(1000, 0)
+    assert look(looks, running) == []
+    assert not looks.changed
 
 
 def test_everything_is_looked_at_once_after_a_failure():
