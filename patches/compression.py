@@ -193,7 +193,9 @@ class Compression:
     ) -> None:
         if self.compressor is None:
             return
-        self._conversations.make_rows(scheduler.waiting_queue)
+        if self._conversations.make_rows(scheduler.waiting_queue):
+            # SGLang may have closed it for want of rows.
+            running_batch.batch_is_full = False
         mixed = last_batch is not None and last_batch.forward_mode.is_mixed()
         if not (running_batch.reqs or mixed or scheduler.chunked_req):
             return

@@ -100,6 +100,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     ),
     "patches/rounds": CORE,
     "patches/rounds/compressor.py": ("test_draft_models", "test_jitter", "test_mixed_chunks", "storm"),
+    "patches/rounds/due.py": ("test_draft_models", "test_mixed_chunks", "storm"),
     "patches/rounds/launches.py": ("test_beam_search", "test_mixed_chunks", "test_turn_inputs"),
     "patches/rounds/leveller.py": ("test_level_rounds", "storm"),
     "patches/rounds/memory_pressure.py": ("storm",),

@@ -22,7 +22,7 @@ LAUNCHES: Counter[str] = Counter()
 
 
 class Skipped:
-    """Thread CPU time that launches took which no GPU would have: to stand in for results that the host uses."""
+    """Thread CPU time of what stands in for a GPU or for SGLang, which steps are not charged."""
 
     nanoseconds = 0
 

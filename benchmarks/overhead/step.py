@@ -92,6 +92,8 @@ class Hooked:
     def finds_rounds(self) -> bool:
         """Whether a request that outgrows its budget has a round planned."""
         kv = self._scheduler.running_batch.reqs[0].kv
+        # A request that grows by more than a token is one that has just joined.
+        self._compressor._looks.forget()
         kv.kv_committed_len = kv.kv_allocated_len = FROZEN + self._config.budget + self._config.interval
         return len(self._compressor._plan(self._scheduler.running_batch.reqs)) == 1
 

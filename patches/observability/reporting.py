@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 KEY = "triattention"
 _STOPPED = "triattention_stopped"
 
+_finished_reason = attrgetter("finished_reason")
 _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
 
@@ -111,16 +113,18 @@ def reporting_streamer(
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
-            # Not `Req.finished()`: this runs for every request in every step, and a call costs as much as the rest.
-            reports = [
-                (compression_of(req).report or _NOTHING).to_dict() if req.finished_reason is not None else None
-                for req in reqs
-            ]
+            # This runs for every request in every step, in most of which none of them has finished.
+            reports = list(map(_report, reqs)) if any(map(_finished_reason, reqs)) else [None] * len(reqs)
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
             reason = stopped()
             return info if reason is None else {**info, _STOPPED: [reason] * len(reqs)}
 
     return ReportingStreamer
+
+
+def _report(request: Req) -> dict[str, Any] | None:
+    """The report of a finished request; None for another."""
+    return None if request.finished_reason is None else (compression_of(request).report or _NOTHING).to_dict()
 
 
 def _add_to_meta_info(

@@ -17,7 +17,8 @@ enters the tree.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ import torch
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.pinned import to_device
-from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.compressed import compressions_of, evicted_of
 from sglang_triattn.patches.request.fields import end_of_chunk
+from sglang_triattn.request.lifecycle import CompressedRequest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -105,10 +107,31 @@ def _read_all_ids(original: Callable, chunked_req: Req | None, vocab_size: int) 
     return original(whole, vocab_size)
 
 
+@dataclass(eq=False)
+class _Evicted:
+    """What `evicted_on_host` last found: a step with drafted tokens asks several times.
+
+    Attributes:
+        changes: `CompressedRequest.changes` then.
+        requests: those of the batch.
+        evicted: what it returned.
+    """
+
+    changes: int = -1
+    requests: Sequence[Req] = ()
+    evicted: list[int] | None = None
+
+
+_last = _Evicted()
+
+
 def evicted_on_host(batch: ScheduleBatch) -> list[int] | None:
     """Tokens evicted from each row of the batch; None if no row has lost any."""
-    evicted = [evicted_of(request) for request in batch.reqs]
-    return evicted if any(evicted) else None
+    if _last.changes != CompressedRequest.changes or _last.requests != batch.reqs:
+        _last.changes, _last.requests = CompressedRequest.changes, list(batch.reqs)
+        evicted = [compression.evicted_tokens for compression in compressions_of(batch.reqs)]
+        _last.evicted = evicted if any(evicted) else None
+    return _last.evicted
 
 
 def evicted_in(batch: ScheduleBatch) -> torch.Tensor | None:

@@ -96,18 +96,19 @@ def protected_of(compression: CompressedRequest, frozen: int, length: int, page_
     return max(first - frozen, 0) + inputs.waiting_len(first, length)
 
 
-def long_enough(requests: Sequence[Req]) -> list[int]:
-    """Indices of the requests that may have outgrown their budget, as far as two integer comparisons can tell.
+def may_be_due(request: Req, compression: CompressedRequest) -> bool:
+    """Whether a request may have outgrown its budget, as far as two comparisons of integers show it."""
+    kv = request.kv
+    return kv.kv_committed_len >= compression.due_len or kv.cache_protected_len != compression.due_protected
 
-    Called for every request in every step, though only a few have a round: a method call for each doubles the cost.
-    """
-    found = []
-    for index, request in enumerate(requests):
-        kv, compression = request.kv, getattr(request, _COMPRESSION, None) or compression_of(request)
-        may_be_due = kv.kv_committed_len >= compression.due_len or kv.cache_protected_len != compression.due_protected
-        if may_be_due and compression.settings is not None:
-            found.append(index)
-    return found
+
+def long_enough(requests: Sequence[Req]) -> list[int]:
+    """Indices of the compressed requests that may have outgrown their budget."""
+    return [
+        index
+        for index, (request, compression) in enumerate(zip(requests, compressions_of(requests), strict=True))
+        if may_be_due(request, compression) and compression.settings is not None
+    ]
 
 
 def write_tree_rule(request: Req) -> None:

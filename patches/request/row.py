@@ -78,7 +78,7 @@ class CompressedRow:
         }
 
     def wait_until_due(self) -> None:
-        """Makes `long_enough` skip the request, which has no due round, until its row has grown enough."""
+        """Notes when the request, which has no due round, may have its next one."""
         due = due_length(self.settings, frozen=self.frozen, page_size=self.page_size, inputs=self.inputs)
         self.compression.wait_until(due, self.kv.cache_protected_len)
 

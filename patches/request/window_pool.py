@@ -179,19 +179,19 @@ class WindowPool:
         Args:
             drop_one: frees memory that is not in use; False if there is none.
         """
-        if needed <= self._free():
+        if needed <= self.free_slots():
             return
         for request in requests:
             with all_or_nothing(self._allocator.swa_available_size):
                 slide_window(request, self._scheduler.tree_cache)
-        while needed > self._free() and drop_one():
+        while needed > self.free_slots() and drop_one():
             pass
 
     def covers_window(self, kv: ReqKvInfo, length: int) -> bool:
         """Whether all private tokens that a query after the first `length` entries sees have peers."""
         return cursor_of(kv, self.page_size) <= max(length - self.reach, kv.cache_protected_len)
 
-    def _free(self) -> int:
+    def free_slots(self) -> int:
         """Slots that are free, or that the tree gives up on demand."""
         return self._allocator.swa_available_size() + self._scheduler.tree_cache.swa_evictable_size()
 

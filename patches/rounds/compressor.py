@@ -36,14 +36,16 @@ from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model.pinned import read_later
 from sglang_triattn.patches.ranks.pipeline import is_staged, keeps_alike, runs_beside
+from sglang_triattn.patches.request.batch_lengths import shortened
 from sglang_triattn.patches.request.bounds import reserved_of
-from sglang_triattn.patches.request.compressed import long_enough
+from sglang_triattn.patches.request.compressed import compression_of, may_be_due
 from sglang_triattn.patches.request.draft_reserve import tokens_per_step
 from sglang_triattn.patches.request.fields import decoded_in, end_of_chunk
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.row import CompressedRow, compactable_row
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool, row_allocator
-from sglang_triattn.patches.rounds.launches import Launch, RoundShape, shape_for, shortened, snapshot
+from sglang_triattn.patches.rounds.due import DueLooks
+from sglang_triattn.patches.rounds.launches import Launch, RoundShape, shape_for, snapshot
 from sglang_triattn.patches.rounds.leveller import Leveller
 from sglang_triattn.patches.rounds.memory_pressure import early_rounds
 from sglang_triattn.patches.rounds.queued_drafts import queues_drafts
@@ -100,6 +102,7 @@ class Compressor:
         self._conversations = conversations
         self._alike_on_ranks = keeps_alike(scheduler, config.selection)
         self._queues_drafts = queues_drafts(scheduler)
+        self._looks = DueLooks(tokens_per_step(scheduler))
         self._leveller = Leveller(config, tokens_per_step(scheduler))
         # A stage's chunk may still be reading its row; for a decode server see above.
         self._rewrites_late = is_staged(scheduler) or decodes_alone(scheduler)
@@ -158,13 +161,16 @@ class Compressor:
         try:
             attempt = self._plan_step(requests, joining, chunked)
         except Exception as error:
+            self._looks.forget()
             self._recovery.from_plan(error, requests, chunked)
             return
         if attempt is None:
             return
         rounds = attempt.rounds
-        full = batch.batch_is_full
-        reserved = sum(reserved_of(row) for row, _ in rounds) if full else 0
+        # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
+        # slots it frees stay reserved for the same request's growth.
+        closed = batch.batch_is_full
+        reserved = sum(reserved_of(row) for row, _ in rounds) if closed else 0
         batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
         with around, self.times.host():
             try:
@@ -173,9 +179,7 @@ class Compressor:
                 self._recovery.from_rounds(error, attempt)
             else:
                 self.breaker.succeeded()
-        # SGLang reopens admission only when a request leaves. Usually a round gives a waiting request nothing: the
-        # slots it frees stay reserved for the same request's growth.
-        if full and sum(reserved_of(row) for row, _ in rounds) < reserved:
+        if closed and sum(reserved_of(row) for row, _ in rounds) < reserved:
             batch.batch_is_full = False
 
     def _plan_step(self, requests: Sequence[Req], joining: ScheduleBatch | None, chunked: Req | None) -> Attempt | None:
@@ -248,20 +252,27 @@ class Compressor:
     def _plan(self, requests: Sequence[Req]) -> list[tuple[CompressedRow, Plan]]:
         """Row and plan of each due round."""
         due = []
-        for index in long_enough(requests):
-            row = compactable_row(requests[index], self._page_size)
-            if row is None:
+        for index in self._looks.of_step(requests):
+            request = requests[index]
+            compression, left = compression_of(request), 0
+            if compression.settings is None:
                 continue
-            plan = plan_round(row.settings, **row.lengths())
-            if plan is None:
-                row.wait_until_due()
-            else:
-                due.append((row, plan))
+            if not may_be_due(request, compression):
+                left = compression.due_len - request.kv.kv_committed_len
+            elif (row := compactable_row(request, self._page_size)) is not None:
+                plan = plan_round(row.settings, **row.lengths())
+                if plan is None:
+                    row.wait_until_due()
+                    left = compression.due_len - request.kv.kv_committed_len
+                else:
+                    due.append((row, plan))
+            self._looks.again(request, left)
         return due
 
     def _plan_early(self, requests: Sequence[Req], num_due: int) -> list[tuple[CompressedRow, Plan]]:
         """Row and plan of each first round that comes early, so that few rounds meet in one step."""
-        rows = (compactable_row(requests[index], self._page_size) for index in self._leveller.early(requests, num_due))
+        early = self._leveller.early(requests, num_due, joined=self._looks.changed)
+        rows = (compactable_row(requests[index], self._page_size) for index in early)
         plans = [(row, plan_eviction(row.settings, **row.lengths())) for row in rows if row is not None]
         return [(row, plan) for row, plan in plans if plan is not None]
 

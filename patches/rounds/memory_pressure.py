@@ -40,8 +40,10 @@ def early_rounds(
         windows: the window layers' own KV pool, if they have one.
     """
     page_size = scheduler.token_to_kv_pool_allocator.page_size
-    if windows is None and requests and most_of_next_step(scheduler, requests[0], page_size) <= free_slots(scheduler):
-        return []
+    if requests:
+        most = most_of_next_step(scheduler, requests[0], page_size)
+        if most <= free_slots(scheduler) and (windows is None or most <= windows.free_slots()):
+            return []
     needed = slots_of_next_step(requests, joining, page_size)
     if windows is not None:
         windows.make_room(requests, needed, drop_one)

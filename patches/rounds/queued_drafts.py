@@ -14,6 +14,7 @@ The slots of the reserve stay where they are, so at page sizes above 1 a round e
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.batch_lengths import lengths_without
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # Attribute of a Req: how often it had been retracted, and tokens evicted since a step last read its row's length.
 _UNREAD = "triattention_unread"
+# The requests that have any, so that most steps look at none.
+_unread: WeakSet[Req] = WeakSet()
 
 
 def hooks() -> list[Hook]:
@@ -62,15 +65,21 @@ def unread_of(request: Req) -> int:
 
 def write_unread(request: Req, evicted: int) -> None:
     setattr(request, _UNREAD, (request.retraction_count, evicted))
+    if evicted:
+        _unread.add(request)
+    else:
+        _unread.discard(request)
 
 
 def _take_off(_: None, future_map: FutureMap, batch: ScheduleBatch, *__: object, **___: object) -> None:
     """Shortens the lengths that a step has just read by what rounds have evicted in the meantime."""
     drafts = batch.spec_info
-    if drafts is None or getattr(drafts, "future_indices", None) is None:
+    if not _unread or drafts is None or getattr(drafts, "future_indices", None) is None:
         return
     evicted = [unread_of(request) for request in batch.reqs]
     if not any(evicted):
+        for request in [request for request in _unread if not unread_of(request)]:
+            _unread.discard(request)
         return
     for request in batch.reqs:
         write_unread(request, 0)

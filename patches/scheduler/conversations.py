@@ -24,13 +24,19 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.errors import type_and_line
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.chunked_prefill import show_all_ids
-from sglang_triattn.patches.request.compressed import compression_of, tokens_tell_all, write_tree_rule
+from sglang_triattn.patches.request.compressed import (
+    compression_of,
+    compressions_of,
+    tokens_tell_all,
+    write_tree_rule,
+)
 from sglang_triattn.patches.request.fields import rows_of
 from sglang_triattn.patches.request.integrity import all_or_nothing
 from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
@@ -63,6 +69,10 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 """How many dropped conversations are remembered, so that their next turn is reported as lost."""
+
+
+ROWS_PER_STEP = 128
+"""Rows that are kept free while requests wait, more than one prefill step usually admits; a beam takes one each."""
 
 
 class Conversations:
@@ -258,19 +268,30 @@ class Conversations:
         """Frees the memory of the least recently used conversation; False if there is none that can be dropped."""
         return bool(self._idle) and self._drop(next(iter(self._idle)))
 
-    def make_rows(self, waiting: list) -> None:
-        """Drops conversations until every waiting request that cannot resume one finds a row.
+    def make_rows(self, waiting: Sequence[Req]) -> bool:
+        """Drops conversations until the requests that the next step may admit find rows; whether it dropped any.
 
-        It spares conversations that a waiting request names.
+        It spares conversations that a waiting request names. Of requests that cannot resume one, as many count as a
+        step admits; rows for more of them would stand empty, while conversations that were dropped for them start anew.
         """
-        if not self._idle:
-            return
-        wanted = {compression_of(request).conversation for request in waiting}
         rows = self._scheduler.req_to_token_pool
-        needed = sum(rows_of(request) for request in waiting if compression_of(request).conversation not in self._idle)
-        unwanted = [name for name in self._idle if name not in wanted]
-        while rows.available_size() < needed and unwanted:
-            self._drop(unwanted.pop(0))
+        available = rows.available_size()
+        if not self._idle or not waiting or available >= ROWS_PER_STEP:
+            return False
+        needed = 0
+        for request in waiting:
+            if compression_of(request).conversation not in self._idle:
+                needed += rows_of(request)
+                if needed >= ROWS_PER_STEP:
+                    break
+        if available >= needed:
+            return False
+        wanted = {compression.conversation for compression in compressions_of(waiting)}
+        unwanted = iter([name for name in self._idle if name not in wanted])
+        dropped = False
+        while rows.available_size() < needed and (name := next(unwanted, None)) is not None:
+            dropped |= self._drop(name)
+        return dropped
 
     def idle(self) -> dict[str, Conversation]:
         """All idle rows by name."""

@@ -80,6 +80,11 @@ class CompressedRequest:
         LifecycleError: from every transition called in the wrong stage.
     """
 
+    changes = 0
+    """How often the row of any request has changed by a round or a transition, in this process."""
+    rows = 0
+    """How often any request has got a row."""
+
     def __init__(self, options: CompressionOptions, *, withheld: bool, reserve: int = 0) -> None:
         """arrive: the request owns nothing, and the tree keeps what it has."""
         self.options = options
@@ -146,7 +151,7 @@ class CompressedRequest:
     def compact_prompt(self) -> None:
         """Before admission: has its prompt compacted after all, because the pool cannot hold all of it."""
         self._leave(Stage.ARRIVED)
-        self._forget_bound()
+        self._row_changes()
         settings = cast(RoundRules, self.settings)
         # What a resumed turn adds is not what does not fit.
         inputs = "keep" if settings.keeps_inputs else "compact"
@@ -167,7 +172,7 @@ class CompressedRequest:
     def rollback(self) -> None:
         """ACQUIRED -> ARRIVED: it was not admitted, and the conversation has its row back unchanged."""
         self._leave(Stage.ACQUIRED)
-        self._forget_bound()
+        self._row_changes()
         self.record, self._inherited, self._evicted_before = None, False, 0
         self.stage = Stage.ARRIVED
 
@@ -208,7 +213,7 @@ class CompressedRequest:
         self._leave(Stage.ADMITTED)
         if self.settings is None:
             raise LifecycleError("a request that is not compressed cannot have a round")
-        self._forget_bound()
+        self._row_changes()
         self.held_record.add_round(plan, first_evicted, unordered_len)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
@@ -220,7 +225,7 @@ class CompressedRequest:
             evicted_tokens: those that the round has evicted.
         """
         self._leave(Stage.ADMITTED)
-        self._forget_bound()
+        self._row_changes()
         record, self.withheld = self.held_record, True
         record.evicted_tokens += evicted_tokens
         record.first_evicted_pos, record.unread = 0, ()
@@ -271,6 +276,7 @@ class CompressedRequest:
     def resume(self) -> None:
         """SUSPENDED -> ADMITTED: it owns a row into which the host copies the entries of the one before."""
         self._leave(Stage.SUSPENDED)
+        CompressedRequest.rows += 1
         self.due_protected = -1
         self.stage = Stage.ADMITTED
 
@@ -286,19 +292,22 @@ class CompressedRequest:
         """Notes the most entries of its row, while the tree owns `protected` and the answer may have `limit` tokens."""
         self.bound, self.bound_protected, self.bound_limit = bound, protected, limit
 
-    def _forget_bound(self) -> None:
+    def _row_changes(self) -> None:
+        """Forgets what followed from its row."""
+        CompressedRequest.changes += 1
         self.bound_protected = -1
 
     def _begin(self, record: RowRecord, *, inherited: bool) -> None:
-        self._forget_bound()
+        self._row_changes()
         self.record, self._inherited, self._evicted_before = record, inherited, record.evicted_tokens
         self.rounds = self.freed_slots = 0
+        CompressedRequest.rows += 1
         # Its settings may differ from those of the turn before.
         self.due_protected = -1
 
     def _end(self, report: Report, stage: Stage) -> RowRecord:
         self._leave(Stage.ADMITTED)
-        self._forget_bound()
+        self._row_changes()
         record, self.record, self._inherited, self._evicted_before = self.held_record, None, False, 0
         self.report, self.stage = report, stage
         self.due_protected = -1

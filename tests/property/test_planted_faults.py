@@ -243,7 +243,7 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
 
 
 def reserve_what_was_needed_once(patch):
-    patch.setattr(CompressedRequest, "_forget_bound", lambda owner: None)
+    patch.setattr(CompressedRequest, "_row_changes", lambda owner: None)
 
 
 def take_inputs_for_generated(patch):
@@ -304,7 +304,12 @@ FAULTS = [
     Fault("inputs are not moved", leave_inputs_in_place, "belongs to|held twice|came from|frozen|input tokens", TALKS),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
-    Fault("a bound outlives what it follows from", reserve_what_was_needed_once, "are reserved instead of", BARRED),
+    Fault(
+        "a bound outlives what it follows from",
+        reserve_what_was_needed_once,
+        "are reserved instead of|admission must open",
+        BARRED,
+    ),
     Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),
 ]
 

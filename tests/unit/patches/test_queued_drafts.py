@@ -1,15 +1,24 @@
 """Lengths that a queued step published before a round."""
 
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
 
+from sglang_triattn.patches.rounds import queued_drafts
 from sglang_triattn.patches.rounds.queued_drafts import _take_off, unread_of, write_unread
 
 
-def requests(*evicted: int) -> list[SimpleNamespace]:
-    found = [SimpleNamespace(retraction_count=0) for _ in evicted]
+class Request(SimpleNamespace):
+    """What is read of SGLang's Req, which compares by identity."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def requests(*evicted: int) -> list[Request]:
+    found = [Request(retraction_count=0) for _ in evicted]
     for request, tokens in zip(found, evicted, strict=True):
         write_unread(request, tokens)
     return found
@@ -66,3 +75,20 @@ def test_a_step_that_reads_no_lengths_leaves_them():
     for batch in (batch_of(reqs, 100, drafts=False), SimpleNamespace(reqs=reqs, spec_info=None)):
         _take_off(None, None, batch, False)
     assert unread_of(reqs[0]) == 32
+
+
+def test_rows_that_are_gone_are_forgotten(monkeypatch):
+    """Prevents every later step from a look at all requests, because of one that was retracted before it was read."""
+    monkeypatch.setattr(queued_drafts, "_unread", WeakSet())
+    gone, other = requests(32, 16)
+    gone.retraction_count += 1
+    _take_off(None, None, batch_of([other], 100), False)
+    assert set(queued_drafts._unread) == {gone}
+    _take_off(None, None, batch_of([other], 84), False)
+    assert not queued_drafts._unread
+    # Of another batch, a request stays until that is read.
+    write_unread(gone, 8)
+    batch = batch_of([other], 84)
+    _take_off(None, None, batch, False)
+    assert batch.seq_lens.tolist() == [84]
+    assert set(queued_drafts._unread) == {gone}
