@@ -1,7 +1,8 @@
 """Launches of one Triton kernel with fixed compile-time arguments.
 
-Triton looks a compiled kernel up by the types of all arguments, in each launch anew: up to 13 microseconds of the host,
-against 2 for the launch itself. Kernels here are specialised on no argument's value, so one compiled kernel serves all.
+Triton looks a compiled kernel up by the types of all arguments, in each launch anew: 4 to 13 microseconds (measured on
+a CPU, Triton 3.8.0), more than the rest of a launch. Kernels here are specialised on no argument's value, so one
+compiled kernel serves all.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_kernels_that_cannot_run_end_the_launch(forkserver, tiny, tmp_path):
     env = {"PYTHONPATH": python_path(tmp_path)}
     ended = warm.run_module(forkserver, ["sglang.launch_server", *words], env, tmp_path / "log")
     assert ended.code == 2
-    assert "value_size_kernel.py, measure failed" in ended.error
+    assert "score_kernel.py, score failed" in ended.error
     assert "start without --enable-triattention" in ended.error
     assert "Traceback (most recent call last)" not in ended.output
 
