@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -80,9 +80,10 @@ class MovedInputs:
             others.append((end, start))
             end = stop
         others.append((end, plan.old_length))
-        before = rows[row.kv.req_pool_idx, first : plan.old_length].clone()
+        number = cast(int, row.kv.req_pool_idx)
+        before = rows[number, first : plan.old_length].clone()
         after = torch.cat([before[start - first : stop - first] for start, stop in (*plan.moved, *others)])
-        return cls(row.kv.req_pool_idx, first, before, after)
+        return cls(number, first, before, after)
 
     def write(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Writes `before` or `after` to the row."""
