@@ -223,11 +223,13 @@ def prepare(name: str = DEFAULT_MODEL) -> tuple[Path, Path]:
     """Returns the folder and the statistics file of one of MODELS; prepares what is missing."""
     model, text = model_directory(MODELS[name]), calibration_text()
     stats = stats_path(model, text)
-    with exclusive_lock(model.parent / ".lock"):
-        if not model.exists():
-            _prepare_model(MODELS[name], model)
-        if not stats.exists():
-            _prepare_stats(model, text, stats)
+    # Both appear whole, by a rename: who needs no work does not wait for another model's.
+    if not (model.exists() and stats.exists()):
+        with exclusive_lock(model.parent / ".lock"):
+            if not model.exists():
+                _prepare_model(MODELS[name], model)
+            if not stats.exists():
+                _prepare_stats(model, text, stats)
     return model, stats
 
 

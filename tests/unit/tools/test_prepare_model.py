@@ -98,6 +98,17 @@ def test_models_are_pinned_and_separate(tmp_path, monkeypatch):
     assert len({prepare_model.model_directory(model) for model in MODELS.values()}) == len(MODELS)
 
 
+def test_a_prepared_model_waits_for_no_other(tmp_path, monkeypatch):
+    """Prevents a test that needs the small model from waiting while a large one is downloaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = prepare_model.model_directory(MODELS["smollm2-135m"])
+    stats = prepare_model.stats_path(model, prepare_model.calibration_text())
+    model.mkdir(parents=True)
+    stats.touch()
+    monkeypatch.setattr(prepare_model, "exclusive_lock", lambda path: pytest.fail("waits"))
+    assert prepare_model.prepare("smollm2-135m") == (model, stats)
+
+
 @pytest.mark.parametrize("tool", [prepare_model, demo, serve_model])
 def test_every_tool_takes_the_name_of_a_model(tool, monkeypatch, capsys):
     """Prevents a misspelt name from being served as the default model."""
