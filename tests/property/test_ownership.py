@@ -143,4 +143,4 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
 def test_random_histories_of_conversations(page_size, settings):
     """Prevents a round from evicting what a resumed turn brought, from any head, and rows out of order in the tree."""
     counts = run(12, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
-    assert counts["rounds of rows with inputs"] > 12
+    assert counts["rounds of rows with inputs"] > 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from histories import run_histories
+from histories import Conversing, run_histories
 from sets import matrix
 
 LENGTHS = {"budget": 24, "interval": 8, "recent": 14, "pressure_budget": 20, "window": 10}
@@ -20,7 +20,14 @@ def test_random_histories_with_two_pools(page_size, selection, prompt):
         8, page_size=page_size, selection=selection, prompt=prompt, pool=max(192, 24 * page_size), **LENGTHS
     )
     assert counts["rounds"] > 8
-    assert counts["resumed turns"] > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_histories_of_conversations_with_two_pools(page_size):
+    """Prevents inputs of resumed turns from moving out of a window, being lost, or taking their peers along."""
+    shorter = {**LENGTHS, "budget": 16, "recent": 11, "pressure_budget": 12}
+    counts = run_histories(10, page_size=page_size, histories=Conversing, pool=320, **shorter)
+    assert counts["rounds of rows with inputs"] > 3
 
 
 @pytest.mark.parametrize("options", [{"radix": False}, {"force_miss": True}], ids=str)

@@ -113,9 +113,10 @@ def test_agent(agent_server, tmp_path):
     called, answered, again, last = reports
     assert called["rounds"] == 0
     assert answered["rounds"] == (119 - 64) // 16
-    # The second result of the tool is private, and so is compacted.
+    # The second task and the second result of the tool stay, on top of the budget.
     assert last["frozen_length"] == again["frozen_length"] == answered["frozen_length"]
-    assert last["physical_length"] <= last["frozen_length"] + 64 + 16
+    assert last["protected_length"] > again["protected_length"] > answered["protected_length"] == 0
+    assert last["physical_length"] <= last["frozen_length"] + last["protected_length"] + 64 + 16
     assert_pool_is_whole(agent_server)
 
 
