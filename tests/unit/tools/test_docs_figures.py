@@ -1,10 +1,12 @@
 """Figures in README.md, compared with benchmarks/results."""
 
 import json
+from itertools import product
 
 from checkout import ROOT
 from documents import DOCS, README, section, table, tables
 
+LARGER = "quality-held-out-qwen-1.5b"
 LIMITS = " ".join(section(README, "Limits").split())
 
 
@@ -17,26 +19,24 @@ def right(name: str) -> dict[tuple[str, str, float], str]:
     return {(row["task"], row["policy"], row["share"]): f"{row['right']:.2f}" for row in results(name)["rows"]}
 
 
-def test_three_numbers():
+def test_cost_and_gains():
     """Prevents figures that are in no results file, and a date or machine that is not theirs."""
-    capacity, agents, quality = (results(name) for name in ("capacity", "agents", "quality-held-out"))
-    numbers, running, prefilled = tables(section(README, "Three numbers"))[0][1:]
+    capacity, agents = (results(name) for name in ("capacity", "agents"))
+    cost, gains = tables(section(README, "Cost and gains"))
+    (running, prefilled) = gains[1:]
     assert running[1:] == [f"{capacity[kind]['mean_running']:.3g}" for kind in ("plain", "compressed")]
     assert prefilled[1:] == [f"{agents[kind]['prefilled_tokens_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
-    recalled = right("quality-held-out")
-    assert numbers[1:] == [recalled["facts", policy, 0.25] for policy in ("dense", "default")]
-    for found, date in ((capacity, "2026-11-21"), (agents, "2026-11-21"), (quality, "2026-11-22")):
-        assert found["date"].startswith(date)
+    for found in (capacity, agents):
+        assert found["date"].startswith("2026-11-21")
         assert [found["machine"][name] for name in ("cpu", "cores", "gpu")] == ["AMD EPYC", 2, "none"]
+    for line, task in zip(cost[1:], ("facts", "programs", "shop"), strict=True):
+        for cell, model in zip(line[1:], both_qwens(), strict=True):
+            kept = [model.get((task, *key)) for key in (("dense", 0.25), ("default", 0.5), ("default", 0.25))]
+            assert cell == (" ".join(map(share_of, kept)) if all(kept) else "not measured")
 
 
 def test_limits():
     """Prevents stated limits that differ from the measured ones."""
-    recalled = right("quality-held-out")
-    keys = (("default", 0.25), ("dense", 0.25), ("default", 0.125))
-    found, dense, least = (recalled["agent", *key] for key in keys)
-    sentence = f"finds {found} of the identifiers in an agent's tool results (dense: {dense}), with an eighth {least}."
-    assert sentence in LIMITS
     agents = results("agents")
     first = [f"{agents[kind]['ttft_ms_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
     assert "{} ms instead of {} ms to the first token of turn 8".format(*first) in LIMITS
@@ -54,3 +54,85 @@ def test_profiles():
         for measured, tasks, cell in zip((qwen, qwen, qwen, small), (*asked, asked[0]), row[2:6], strict=True):
             found = [measured.get((task, policy, share), "") for task in tasks]
             assert cell == (" ".join(found) if all(found) else "not measured"), (row[0], tasks)
+
+
+ASKED = {
+    "facts": "numbers that a sentence gave",
+    "early": "numbers within the first 300 tokens",
+    "words": "words that a sentence gave",
+    "state": "last values of counters in a log",
+    "variables": "values of variables in code",
+    "agent": "identifiers in an agent's tool results",
+    "programs": "lines of programs that it traces",
+    "shop": "word problems, all eight results right",
+}
+POLICIES = {
+    "dense": "dense",
+    "default": "default",
+    "newest": "newest tokens only",
+    "per-layer-head": "scores alone",
+}
+
+
+MEASURED = ((LARGER, "solve-qwen-1.5b"), ("quality-held-out", "quality-held-out-half"))
+"""Files of recall and of solving, of the larger model and of the smaller one."""
+
+
+def both_qwens() -> list[dict[tuple[str, str, float], dict]]:
+    return [
+        {(row["task"], row["policy"], row["share"]): row for name in names for row in results(name)["rows"]}
+        for names in MEASURED
+    ]
+
+
+def test_what_a_share_costs():
+    """Prevents a loss that the results do not show, and an interval of something else."""
+    models = both_qwens()
+    lines = table(DOCS / "quality.md", "What a share costs", "asked for")
+    for (task, name), line in zip(ASKED.items(), lines, strict=True):
+        expected, counts = [name], []
+        for found in models:
+            rows = {key: found.get((task, *key)) for key in product(("dense", "default"), (0.5, 0.25))}
+            dense = rows["dense", 0.25]
+            counts += [str(counted(dense)[1])] if dense else []
+            expected.append(share_of(dense) if dense else "not measured")
+            for share in (0.5, 0.25):
+                row = rows["default", share]
+                expected.append(f"{share_of(row)} {counted(rows['dense', share])[2]}" if row else "not measured")
+        expected.insert(1, " and ".join(dict.fromkeys(counts)))
+        assert line == expected
+
+
+def share_of(row: dict) -> str:
+    right, count, _ = counted(row)
+    return f"{right / count:.2f}"
+
+
+def counted(row: dict) -> tuple[float, int, str]:
+    """Right ones, of how many, and the interval of their share less the default's."""
+    if "questions" in row:
+        return row["right"] * row["questions"], row["questions"], f"[{row['low']:.2f}, {row['high']:.2f}]"
+    if row["task"] == "programs":
+        return row["lines"], row["of"], f"[{row['lines_low']:.2f}, {row['lines_high']:.2f}]"
+    return row["right"], row["problems"], f"[{row['low']:.2f}, {row['high']:.2f}]"
+
+
+def test_policies_that_solve():
+    """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
+
+    def mark(low: float, high: float) -> str:
+        return "²" if low > 0 else "¹" if high < 0 else ""
+
+    lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
+    for share, kept in ((0.5, "a half"), (0.25, "a quarter")):
+        for policy, name in POLICIES.items():
+            traced, worked = (both_qwens()[0][task, policy, share] for task in ("programs", "shop"))
+            expected = [
+                kept,
+                name,
+                f"{traced['right']}/{traced['problems']}{mark(traced['low'], traced['high'])}",
+                f"{traced['lines']}/{traced['of']}{mark(traced['lines_low'], traced['lines_high'])}",
+                f"{worked['right']}/{worked['problems']}{mark(worked['low'], worked['high'])}",
+            ]
+            assert next(lines) == expected
+    assert next(lines, None) is None
