@@ -15,7 +15,6 @@ import torch
 
 from sglang_triattn.kernels.compact.reference import cut_column, moves_of, needs_order
 from sglang_triattn.patches.model.pinned import to_device
-from sglang_triattn.patches.request.batch_lengths import BatchLengths, lengths_without
 from sglang_triattn.patches.request.draft_reserve import Reserves, read_reserves
 from sglang_triattn.patches.request.fields import rotary_shift_of
 from sglang_triattn.patches.request.row import CompressedRow
@@ -23,7 +22,7 @@ from sglang_triattn.rounds.plan import Plan, ceil_align
 from sglang_triattn.rounds.rules import RoundRules
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    pass
 
 
 class RoundShape(NamedTuple):
@@ -228,9 +227,3 @@ def snapshot(
         reserves = read_reserves(rows, group, whole_pages=emptied_at_end, page_size=page_size)
         launches.append(Launch(shape, group, slots, own, reserves, inputs))
     return launches
-
-
-def shortened(batch: ScheduleBatch, rounds: Sequence[tuple[CompressedRow, Plan]]) -> BatchLengths:
-    """A batch's lengths after `rounds` of some of its requests; others may be among them."""
-    lost = {id(row.request): plan.evicted_tokens for row, plan in rounds}
-    return lengths_without(batch, [lost.get(id(request), 0) for request in batch.reqs])
