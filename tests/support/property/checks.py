@@ -232,7 +232,11 @@ def room_for_others(sim: Simulation) -> int:
 
 def most_entries(sim: Simulation, running: Running) -> int:
     """Most entries of a row: up to its next round, or to the end of its answer, and its reserve."""
-    first, settings = frozen_length(sim, running), running.settings
+    settings, inputs = running.settings, inputs_of(compression_of(running.req))
+    if inputs:
+        settings = replace(settings, round_to=max(settings.round_to, sim.page_size))
+    first = inputs.target(frozen_length(sim, running), sim.page_size)
+    first += inputs.all_waiting_len(first)
     end = len(running.req.origin_input_ids) + running.req.sampling_params.max_new_tokens - 1 - running.evicted
     trigger = first + kept_private(settings, first) + max(settings.interval, settings.round_to)
     return min(trigger, end) + sim.reserve
