@@ -62,6 +62,8 @@ def test_a_queued_step():
 def due_rounds(scene):
     """The scene's scheduler, one step ahead of the round that is due for its requests, and its census."""
     while scene.sim.config.interval > scene.kv.kv_allocated_len - 20 - scene.sim.config.budget:
+        # A server looks for due rounds before each step.
+        scene.sim.compress()
         assert scene.sim.decode(scene.first)
         assert scene.sim.decode(scene.second)
     scheduler = server_of(scene.sim)
@@ -114,6 +116,7 @@ def test_a_round_may_free_what_a_queued_step_writes():
     """Prevents a false alarm: a page emptied by a round is freed after the step queued on the same stream."""
     scene = Scene(4)
     while scene.sim.config.interval - 1 > scene.kv.kv_allocated_len - 20 - scene.sim.config.budget:
+        scene.sim.compress()
         assert scene.sim.decode(scene.first)
     step = queued_step(scene, scene.first)
     scheduler = server_of(scene.sim)

@@ -135,7 +135,7 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
         (4, {"selection": "per-layer-head", "budget_scope": "total"}),
         (16, {"selection": "per-layer-head"}),
         wide(16, {"selection": "shared-mean"}),
-        (1, {"selection": "per-layer-head", "reserve": 10, "queued": 5, "budget": 28, "interval": 16, "recent": 10}),
+        (1, {"selection": "per-layer-head", "reserve": 10, "queued": 5}),
         (4, {"selection": "per-head", "prompt": "compact", "turn_inputs": "keep"}),
     ],
     ids=shown,

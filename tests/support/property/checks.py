@@ -306,8 +306,9 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, stay: tuple
             kept, was = new[layer, head, first:].tolist(), old[layer, head, first:].tolist()
             assert len(set(kept)) == keep + others, "a token is held twice"
             assert set(kept) <= set(was), "a token came from elsewhere"
-            # Window layers count along the row, whatever its tokens are.
-            generated = was if config.window else [place for place in was if place not in running.inputs]
+            # Window layers count along the row; so does a page that holds inputs and is not full, which stays in place.
+            along_row = config.window or (others and sim.page_size > 1)
+            generated = was if along_row else [place for place in was if place not in running.inputs]
             newest = sorted(generated)[-config.recent :]
             assert set(newest) <= set(kept), "a recent token was evicted"
             whole = sim.page_size == 1 or not others

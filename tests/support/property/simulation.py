@@ -7,6 +7,7 @@ belongs to, and whether it was computed before its request's first eviction (exa
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,6 +28,12 @@ from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align
 
 THINK_END = 4
+
+
+def common_length(one: list[int], other: list[int]) -> int:
+    """How many first tokens are equal."""
+    equal = (a == b for a, b in zip(one, other, strict=False))
+    return sum(1 for _ in itertools.takewhile(bool, equal))
 
 
 class Simulation(Memory):
@@ -252,7 +259,7 @@ class Simulation(Memory):
         with self.flags():
             self.ends.release(release_kv_cache, req, self.tree, checkpoint=finish)
         found = self.matched(running.tokens)
-        most = max(before, most if finish else 0)
+        most = max(before, most if finish else 0, self._owned_of_others(running))
         assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
         if owner.kept:
             assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
@@ -279,6 +286,13 @@ class Simulation(Memory):
         exact -= exact % self.page_size
         # Without the window at its end, SGLang finds no prefix.
         return 0 if self.window else exact, exact
+
+    def _owned_of_others(self, running: Running) -> int:
+        """Entries of a row that the tree owns in rows of others, and does not find while their window is missing."""
+        if not self.window:
+            return 0
+        owned = [other.tokens[: other.req.kv.cache_protected_len] for other in self.running]
+        return max((common_length(running.tokens, tokens) for tokens in owned), default=0)
 
     def matched(self, tokens: list[int]) -> int:
         """How many of the first `tokens` the tree has K/V for."""
