@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sglang_triattn.patches.request.bounds import longest_answer
 from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.rounds.level import choose_early, earliest, lot_for, steps_until_overdue
 from sglang_triattn.rounds.rules import RoundRules
@@ -69,4 +70,4 @@ class Leveller:
 
 def _most_to_come(request: Req) -> int:
     """Tokens that a request may still generate: one that ends before its round is due has none early either."""
-    return request.sampling_params.max_new_tokens - len(request.output_ids)
+    return longest_answer(request) - len(request.output_ids)
