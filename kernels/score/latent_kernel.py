@@ -25,10 +25,8 @@ from sglang_triattn.kernels.pools import FLOAT8, KeyPools
 from sglang_triattn.kernels.score.latent_tuning import check_latents, latent_columns, launch_settings
 from sglang_triattn.kernels.score.parts import (
     dot_columns,
-    joined_block,
     load_dims,
     load_keys,
-    pool_pointer,
     turn_back,
 )
 from sglang_triattn.kernels.score.reference import CHUNK, phase_rows
@@ -184,7 +182,15 @@ def latent_kernel(
     W = width * ALIGN
     part = (S + 3 * F) * W
     p_columns = tl.multiple_of(columns, 16) + i_l.to(tl.int64) * (3 * part) + first
-    p_pool = pool_pointer(addresses, i_l, KIND)
+    if KIND == "bf16":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "fp16":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float16))
+    elif KIND == "fp32":
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.float32))
+    else:
+        p_pool = tl.load(addresses + i_l).to(tl.pointer_type(tl.uint8))
+    p_pool = tl.multiple_of(p_pool, 16)
     scale = tl.load(scales + i_l)
 
     # [GP], rows of the results.
@@ -234,8 +240,15 @@ def latent_kernel(
         p_score = scores + i_row[None, :] * num_tokens + o_n[:, None]
         tl.store(p_score, b_score, mask=m_n[:, None] & m_g[None, :])
 
+        # Mean and squared deviations so far, joined with the block's (Chan et al.).
         b_new = tl.minimum(candidates - start, BLOCK).to(tl.float32)
-        b_count, b_mean, b_square = joined_block(b_count, b_mean, b_square, b_score, m_n, b_new)
+        b_mid = tl.sum(tl.where(m_n[:, None], b_score, 0.0), axis=0) / b_new
+        b_off = tl.where(m_n[:, None], b_score - b_mid[None, :], 0.0)
+        b_gap = b_mid - b_mean
+        b_total = b_count + b_new
+        b_mean += b_gap * (b_new / b_total)
+        b_square += tl.sum(b_off * b_off, axis=0) + b_gap * b_gap * (b_count * b_new / b_total)
+        b_count = b_total
     p_moment = moments + (i_row * tl.num_programs(1) + i_c) * 2
     tl.store(p_moment, b_mean, mask=m_g)
     tl.store(p_moment + 1, b_square, mask=m_g)
