@@ -251,6 +251,7 @@ class Simulation(Memory):
         held = running.positions[..., : len(running.tokens) - 1 - running.evicted]
         if overrun:
             self._compute_last(running)
+        of_others = self._owned_of_others(running)
         if finish:
             req.finished_reason = FINISH_ABORT() if abort else FINISH_LENGTH(length=len(req.output_ids))
             self.finished.append(running.tokens[:-1])
@@ -259,7 +260,7 @@ class Simulation(Memory):
         with self.flags():
             self.ends.release(release_kv_cache, req, self.tree, checkpoint=finish)
         found = self.matched(running.tokens)
-        most = max(before, most if finish else 0, self._owned_of_others(running))
+        most = max(before, most if finish else 0, of_others)
         assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
         if owner.kept:
             assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
@@ -288,11 +289,14 @@ class Simulation(Memory):
         return 0 if self.window else exact, exact
 
     def _owned_of_others(self, running: Running) -> int:
-        """Entries of a row that the tree owns in rows of others, and does not find while their window is missing."""
+        """Entries of a row that the tree may own from others, and does not find while their window is missing.
+
+        What others gave to the tree has been checked when they did.
+        """
         if not self.window:
             return 0
         owned = [other.tokens[: other.req.kv.cache_protected_len] for other in self.running]
-        return max((common_length(running.tokens, tokens) for tokens in owned), default=0)
+        return max((common_length(running.tokens, tokens) for tokens in (*owned, *self.finished)), default=0)
 
     def matched(self, tokens: list[int]) -> int:
         """How many of the first `tokens` the tree has K/V for."""

@@ -34,6 +34,7 @@ def server_of(sim: Simulation) -> SimpleNamespace:
 def batch_of(sim: Simulation) -> SimpleNamespace:
     held = torch.tensor([running.req.kv.kv_committed_len for running in sim.running])
     return SimpleNamespace(
+        batch_is_full=False,
         reqs=[running.req for running in sim.running],
         req_pool_indices=torch.tensor([running.req.kv.req_pool_idx for running in sim.running]),
         seq_lens=held,
