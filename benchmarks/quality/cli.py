@@ -60,9 +60,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
-    runner = ServerRunner(
-        options.server.rstrip("/"), options.interval, options.parallel, lambda line: _say(f"  {line}")
-    )
+    runner = ServerRunner(options.server.rstrip("/"), options.interval, options.parallel, lambda line: say(f"  {line}"))
     streams = _streams(options, load_tokenizer(options.model))
     setting = {
         "model": Path(options.model).name,
@@ -80,7 +78,7 @@ def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     streams = _streams(options, load_tokenizer(options.model))
     stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
-        model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: _say(f"  {line}")
+        model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}")
     )
     setting = {
         "model": Path(options.model).name,
@@ -100,7 +98,7 @@ def _measure(
     for number, stream in enumerate(streams, 1):
         start = time.monotonic()
         found.append(measure(stream))
-        _say(f"stream {number} of {len(streams)}, {stream.id}: {time.monotonic() - start:.0f} s")
+        say(f"stream {number} of {len(streams)}, {stream.id}: {time.monotonic() - start:.0f} s")
         rows = rows_of(found)
         done = {**setting, "streams": setting["streams"][:number]}
         write({"setting": done, "rows": rows}, options.json, options.quick)
@@ -140,11 +138,13 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
     return found
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Progress, which is none of the results."""
     print(line, file=sys.stderr, flush=True)
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def shares_of(text: str) -> tuple[float, ...]:
+    """A list of shares, as an option gives it."""
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -162,7 +162,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stats", metavar="FILE", help="its statistics; by default those that a server keeps of it")
     parser.add_argument("--streams", metavar="FILE", help="of benchmarks.quality.streams; by default made from --seed")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
-    parser.add_argument("--shares", type=_shares, help="budgets as parts of the private tokens (0.5,0.25,0.125)")
+    parser.add_argument("--shares", type=shares_of, help="budgets as parts of the private tokens (0.5,0.25,0.125)")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="three short streams, two shares")

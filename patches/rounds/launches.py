@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -20,9 +20,6 @@ from sglang_triattn.patches.request.fields import rotary_shift_of
 from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 from sglang_triattn.rounds.rules import RoundRules
-
-if TYPE_CHECKING:
-    pass
 
 
 class RoundShape(NamedTuple):

@@ -17,7 +17,6 @@ problems, `table.py` the rows of the JSON. Policies are those of `benchmarks.qua
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import write
 from benchmarks.quality.choices import ALL, ChoiceError
-from benchmarks.quality.cli import stats_for
+from benchmarks.quality.cli import say, shares_of, stats_for
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.server import AskError
 from benchmarks.quality.solve.cells import Cell, cells_of
@@ -70,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
     for number, problem in enumerate(made, 1):
         start = time.monotonic()
         found.append((problem, solver.solve(problem, cells)))
-        _say(f"problem {number} of {len(made)}, {problem.id}: {time.monotonic() - start:.0f} s")
+        say(f"problem {number} of {len(made)}, {problem.id}: {time.monotonic() - start:.0f} s")
         graded = [{cell: (grade(one, own.text), own.evicted) for cell, own in rows.items()} for one, rows in found]
         rows = rows_of([one.task for one, _ in found], graded)
         # After each, so that nothing measured is lost.
@@ -82,7 +81,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _server(options: argparse.Namespace, chat: Chat, cells: Sequence[Cell]) -> tuple[Any, dict]:
     solver = ServerSolver(
-        options.server.rstrip("/"), chat, options.interval, _limit(options), lambda line: _say(f"  {line}")
+        options.server.rstrip("/"), chat, options.interval, _limit(options), lambda line: say(f"  {line}")
     )
     served = {name: value for name, value in solver.settings.items() if name != "stats"}
     return solver, {"measured": "by a server", "interval": options.interval, "server": served}
@@ -93,7 +92,7 @@ def _here(options: argparse.Namespace, chat: Chat, cells: Sequence[Cell]) -> tup
     stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     solver = Solver(
         model, chat, stats, options.interval, _limit(options), options.rows, options.seed,
-        lambda line: _say(f"  {line}"),
+        lambda line: say(f"  {line}"),
     )  # fmt: skip
     dtype = str(model.dtype).removeprefix("torch.")
     return solver, {"measured": "in the cache for transformers", "interval": options.interval, "dtype": dtype}
@@ -112,20 +111,6 @@ def _keep_text(path: str | None, problem: Problem, answers: dict[Cell, Answer], 
         for cell, answer in answers.items():
             size = cell.budget if cell.share is None else cell.share
             file.write(f"=== {cell.choice.name} {size}, {answer.tokens} tokens\n{answer.text}\n")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        shares = ()
-    if not shares or not all(0 < share <= 1 for share in shares):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers above 0 and up to 1, such as 0.5,0.25")
-    return shares
 
 
 def _budgets(text: str) -> tuple[int, ...]:
@@ -156,7 +141,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--problems", metavar="FILE", help="JSONL of problems; by default made from --seed")
     parser.add_argument("--tasks", nargs="+", type=_task, action=_Tasks, metavar="TASK=COUNT", help="of those it makes")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
-    parser.add_argument("--shares", type=_shares, help="budgets as parts of the dense text (0.5,0.375,0.25,0.125)")
+    parser.add_argument("--shares", type=shares_of, help="budgets as parts of the dense text (0.5,0.375,0.25,0.125)")
     parser.add_argument("--budgets", type=_budgets, help="budgets in tokens; without --shares, instead of shares")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
     parser.add_argument("--json", metavar="FILE")

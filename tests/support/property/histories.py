@@ -247,8 +247,9 @@ class Conversing(Histories):
         self._talk_on(name, tail, chunk, steps)
 
     def _talk_on(self, name, tail, chunk, steps):
-        said = self.sim.spoken.get(name, [7] * 3)
-        turn = self.sim.request([*(said if len(said) < 110 else [7] * 3), *tail], asked=self._asked("nothing", name))
+        spoken = self.sim.spoken.get(name, [7] * 3)
+        text = spoken if len(spoken) < 110 else [7] * 3
+        turn = self.sim.request([*text, *tail], asked=self._asked("nothing", name))
         if self._admit(turn, chunk):
             self.decode(steps)
             if turn in self.sim.running:
