@@ -56,7 +56,7 @@ class Hooked:
         scheduler.tp_group = scheduler.dp_tp_group = group
         self._config = complete(Config())
         for request in scheduler.running_batch.reqs:
-            attach_options(request, CompressionOptions(self._config))
+            attach_options(request, CompressionOptions(self._config)).admit(FROZEN, None)
         compression = Compression(self._config)
         compression._scheduler = scheduler
         compression._conversations.attach(scheduler)

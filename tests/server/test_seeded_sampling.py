@@ -57,11 +57,15 @@ def test_first_token_of_a_resumed_turn(client, tiny):
     assert compression(second)["conversation"] == "resumed"
     oracle = oracle_of(tiny)
     expected, _ = oracle.logprobs(
-        following + second["output_ids"][:-1], 48, 48, pauses=[(len(ids) + 149, len(following) + 1)]
+        following + second["output_ids"][:-1],
+        len(ids),
+        len(ids),
+        pauses=[(len(ids) + 149, len(following) + 1)],
+        inputs=[(len(ids) + 149, len(following))],
     )
     evicted = compression(first)["evicted_tokens"]
     assert evicted > 50
-    assert_drawn_at(expected[len(following) - 48 :], len(following) - 1, evicted, second["output_ids"])
+    assert_drawn_at(expected[len(following) - len(ids) :], len(following) - 1, evicted, second["output_ids"])
 
 
 def test_first_token_of_a_compacted_prompt(client, tiny):
