@@ -38,10 +38,9 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.common import report
 from benchmarks.overhead.census import FROZEN, publish_settings
 from benchmarks.overhead.null_driver import LAUNCHES, Skipped, interpreting, null_driver
-from benchmarks.overhead.running_server import INTERVAL, RunningServer
+from benchmarks.overhead.running_server import INTERVAL, MAX_NEW_TOKENS, RunningServer
 
 RUNNING, QUICK_RUNNING = (16, 64, 256, 1024), (16, 256)
-MAX_NEW_TOKENS = 4000
 
 
 class CountedOperations(TorchDispatchMode):
@@ -171,8 +170,6 @@ def admission(server: RunningServer, cycles: int) -> dict:
     from sglang_triattn.request.options import CompressionOptions
 
     scheduler = server.scheduler
-    for request in server.requests:
-        request.sampling_params.max_new_tokens = MAX_NEW_TOKENS
     waiting = Req("waiting", "", array("q", [1]), SamplingParams(max_new_tokens=MAX_NEW_TOKENS))
     attach_options(waiting, CompressionOptions(server.config))
     waiting.init_next_round_input(scheduler.tree_cache)

@@ -20,6 +20,7 @@ from benchmarks.overhead.null_driver import Skipped
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 36, 4, 1, 128
 BUDGET, INTERVAL = 16, 128
+MAX_NEW_TOKENS = 4000
 STEP = "Scheduler.get_next_batch_to_run", "ForwardBatch.init_new", "ModelRunner.sample"
 """What SGLang calls in each decode step of a model without window layers, and compression hooks."""
 DRAFTED = "Scheduler.get_next_batch_to_run", "FutureMap.resolve_seq_lens_cpu", *["ForwardBatch.init_new"] * 3
@@ -69,6 +70,7 @@ class RunningServer:
         self.config = complete(Config(budget=BUDGET, interval=INTERVAL, rounds_per_step=rounds_per_step))
         for request in self.requests:
             attach_options(request, CompressionOptions(self.config)).admit(FROZEN, None)
+            request.sampling_params.max_new_tokens = MAX_NEW_TOKENS
         scorer, mover, self.kv = kernels_for(self.config, layers, 2 * requests * row if content else 1, kernels)
         compression = self.compression = Compression(self.config)
         compression._scheduler = scheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -46,9 +47,11 @@ def test_a_quick_run_of_quality(folder, model, tmp_path):
 def test_a_quick_run_of_predictions(folder, model, tmp_path, name):
     """Prevents a benchmark that does not run as users run it."""
     save_stats(random_stats(model), tmp_path / "stats.safetensors")
-    out = tmp_path / "out.json"
+    out, chats = tmp_path / "out.json", tmp_path / "model"
+    shutil.copytree(folder, chats)
+    (chats / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     command = [sys.executable, "-m", f"benchmarks.quality.{name}", "--quick"]
-    command += ["--model", str(folder), "--json", str(out)]
+    command += ["--model", str(chats), "--json", str(out)]
     command += ["--stats", str(tmp_path / "stats.safetensors")] if name == "predict_attention" else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -213,13 +213,17 @@ class Oracle:
         """Private positions that stay, [L, H_kv, n]: the newest, those with large values, and the best of the others
         by their merged z-scores; and those of `stays` [n].
 
-        A window shows the newest tokens of a row, so where there is one, those of `stays` are among the newest, too.
+        A window shows the newest tokens of a row, so where there is one, those of `stays` are among the newest, too;
+        then the newest begin with a page.
         """
-        inputs, newest = visible & stays, self.recent
+        inputs, newest, entries = visible & stays, self.recent, self.recent
         if self.window and self.recent:
-            counted = visible[0, 0].nonzero().flatten()[-self.recent :]
-            newest = int((~stays[counted]).sum())
-        kept = self._chosen(cache, visible & ~stays, frozen, next_position, keep, newest, visible)
+            there = visible[0, 0].nonzero().flatten()
+            first = frozen + len(there) - self.recent
+            whole = self.recent + first % self.round_to
+            entries = whole if stays[there[-whole:]].any() else self.recent
+            newest = int((~stays[there[-entries:]]).sum())
+        kept = self._chosen(cache, visible & ~stays, frozen, next_position, keep, newest, visible, entries)
         return kept | inputs
 
     def _chosen(
@@ -231,8 +235,9 @@ class Oracle:
         keep: int,
         recent: int,
         all_visible: torch.Tensor,
+        entries: int,
     ) -> torch.Tensor:
-        """Those of `visible` that stay, `recent` of which are the newest."""
+        """Those of `visible` that stay, `recent` of which are the newest; `entries` of all are."""
         layers, heads = self.mean.shape[:2]
         group = heads // self.num_kv_heads
         value_share = self.value_share
@@ -255,7 +260,7 @@ class Oracle:
                 place, best = places[layer][j], importance[layer, j].tolist()
                 values = self._values(cache, layer, j, frozen + place)
                 near = all_visible[layer, j].nonzero().flatten() if self.window else place
-                near = self._values(cache, layer, j, frozen + near[len(near) - min(self.recent, 64) :])
+                near = self._values(cache, layer, j, frozen + near[len(near) - min(entries, 64) :])
                 center = near.mean(0) if self.recent else 0.0
                 sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
