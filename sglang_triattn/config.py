@@ -20,6 +20,7 @@ AGGREGATIONS = ("mean", "max")
 BUDGET_SCOPES = ("private", "total")
 PROMPTS = ("frozen", "compact")
 TURN_INPUTS = ("keep", "compact")
+CONVERSATIONS = ("off", "named", "auto")
 RECENT_SHARE, VALUE_SHARE = 0.2, 0.8
 """Defaults of `recent` and `value_share`; see `Config`."""
 AFTER_UPDATES = ("keep", "measure")
@@ -29,6 +30,7 @@ _CHOICES = {
     "budget_scope": BUDGET_SCOPES,
     "prompt": PROMPTS,
     "turn_inputs": TURN_INPUTS,
+    "conversations": CONVERSATIONS,
     "stats_after_update": AFTER_UPDATES,
 }
 AUTO = "auto"
@@ -66,6 +68,7 @@ class Config:
     sinks: int = 4
     prompt: str = "frozen"
     pressure_budget: int | None = None
+    conversations: str = "named"
     conversation_ttl: int = 600
     stats_after_update: str = "keep"
     value_share: float | None = None
@@ -220,6 +223,13 @@ OPTIONS = (
         "TOKENS",
         "tokens of a request that a round keeps when the pool is full, before SGLang retracts anyone",
         default_note="the budget",
+    ),
+    Option(
+        "conversations",
+        str,
+        "off|named|auto",
+        "whose compressed row waits for a next turn: nobody's (off), that of a request which names a conversation "
+        "(named), or also that of every other finished request, found again by its tokens (auto)",
     ),
     Option(
         "conversation_ttl",

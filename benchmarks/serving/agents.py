@@ -2,9 +2,11 @@
 
 Several agents at once share a long first prompt (instructions and tools). In every turn each agent adds a short message
 and generates an answer that outgrows its budget. `exact` prefills again the part of the last answer that the tree could
-not take; `continued` names a conversation and resumes after its compressed row. For every turn: prefilled tokens and
-milliseconds until the first token, medians over the agents. `answers_equal_cold` counts the answers that equal those of
-a server with nothing cached; a continued answer sees less of the past than that.
+not take; `continued` names a conversation and resumes after its compressed row; `found` names nothing, on a server that
+finds the row by the prompt's tokens (--triattention-conversations auto). For every turn: prefilled tokens and
+milliseconds until the first token, medians over the agents; `held_slots` of the pool are held at the end.
+`answers_equal_cold` counts the answers that equal those of a server with nothing cached; one that goes on after a
+compressed row sees less of the past than that.
 
     python -m benchmarks.serving.agents --json agents.json
 """
@@ -91,6 +93,12 @@ def equal_cold(url: str, agents: list[list[dict]], tokens: int) -> int:
         return sum(pool.map(is_equal, range(len(answers))))
 
 
+def slots_in_use(url: str) -> int:
+    """KV slots of the pool that the tree and idle rows hold."""
+    state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["triattention"]
+    return state["pool_slots"] - state["pool_free_slots"]
+
+
 def summary(agents: list[list[dict]]) -> dict:
     by_turn = list(zip(*agents, strict=True))
     return {
@@ -117,19 +125,19 @@ def main() -> None:
     with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
         args = ["--max-total-tokens", str(POOL), "--enable-triattention", "--triattention-stats", stats]
         args += ["--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
-        with serving(model, args, Path(logs) / "server.log") as server:
-            for name in ("exact", "continued"):
-                agents = run_agents(server.url, turns, shared, tokens, name == "continued")
-                results[name] = {"agents": agents, **summary(agents)}
-            for result in results.values():
-                agents = result.pop("agents")
-                result["cold_answers"] = equal_cold(server.url, agents, tokens)
-                result["answers_equal_cold"] = result["cold_answers"] == AGENTS * turns
-    rows = [
-        [turn + 1, *(results[name][key][turn] for key in ("prefilled_tokens_per_turn", "ttft_ms_per_turn")
-                     for name in results)] for turn in range(turns)
-    ]  # fmt: skip
-    print_table(["turn", "exact: prefilled", "continued", "exact: ms to first token", "continued"], rows)
+        for conversations, names in (("named", ("exact", "continued")), ("auto", ("found",))):
+            every = [*args, "--triattention-conversations", conversations]
+            with serving(model, every, Path(logs) / f"{conversations}.log") as server:
+                for name in names:
+                    agents = run_agents(server.url, turns, shared, tokens, name == "continued")
+                    results[name] = {"agents": agents, **summary(agents), "held_slots": slots_in_use(server.url)}
+                for name in names:
+                    agents = results[name].pop("agents")
+                    results[name]["cold_answers"] = equal_cold(server.url, agents, tokens)
+                    results[name]["answers_equal_cold"] = results[name]["cold_answers"] == AGENTS * turns
+    keys = {"prefilled_tokens_per_turn": "prefilled", "ttft_ms_per_turn": "ms to first token"}
+    rows = [[turn + 1, *(results[name][key][turn] for key in keys for name in results)] for turn in range(turns)]
+    print_table(["turn", *(f"{name}: {shown}" for shown in keys.values() for name in results)], rows)
     for name, result in results.items():
         print(f"{name}: {result['cold_answers']} of {AGENTS * turns} answers equal a cold server's")
     setting = {

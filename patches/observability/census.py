@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import TreeLock
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import NodeId
 
-    from sglang_triattn.patches.scheduler.idle_rows import Conversation
+    from sglang_triattn.patches.scheduler.idle_rows import Conversation, Name
     from sglang_triattn.patches.sglang_types import BeamGroup, Scheduler
 
 
@@ -163,7 +163,7 @@ class Census:
             for request in self._requests(running_batch, last_batch)
         }
 
-    def _holders(self, requests: Sequence[Req], idle: Mapping[str, Conversation], lengths: Lengths) -> Holders:
+    def _holders(self, requests: Sequence[Req], idle: Mapping[Name, Conversation], lengths: Lengths) -> Holders:
         places = [(request.last_node, request.lock) for request in requests]
         places += [(parked.last_node, parked.lock) for parked in idle.values()]
         paths = [

@@ -17,7 +17,7 @@ from sglang_triattn.patches.request.fields import beams_of, end_of_chunk
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
 
-    from sglang_triattn.patches.scheduler.idle_rows import Conversation
+    from sglang_triattn.patches.scheduler.idle_rows import Conversation, Name
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Lengths:
     """Lengths of all holders of a row: requests, then idle conversations, each identified by its number.
 
     Attributes:
-        owners: a request, or the name of a conversation.
+        owners: a request, or the name or number of a conversation.
         in_prefill: [n] bool: whether a prefill has further chunks, or its last one is queued.
         reserve: whether rows may have slots after their computed entries, for drafted tokens. SGLang then leaves
             `orig_seq_lens` at the prompt's length.
@@ -35,7 +35,7 @@ class Lengths:
         due: [n] int64: how many entries there must be, evicted ones included unless the row is in prefill.
     """
 
-    owners: Sequence[Req | str]
+    owners: Sequence[Req | Name]
     reserve: bool
     unknown: int
     in_prefill: np.ndarray
@@ -49,7 +49,7 @@ class Lengths:
     def name(self, number: int) -> str:
         """Name of a holder in messages."""
         owner = self.owners[number]
-        return f"conversation {owner!r}" if isinstance(owner, str) else f"request {owner.rid}"
+        return f"conversation {owner!r}" if isinstance(owner, (str, int)) else f"request {owner.rid}"
 
     def fault(self) -> str | None:
         """Says what is wrong with the first row whose lengths do not fit; None if there is none."""
@@ -114,7 +114,7 @@ class Lengths:
 
 def read_lengths(
     requests: Sequence[Req],
-    idle: Mapping[str, Conversation],
+    idle: Mapping[Name, Conversation],
     in_prefill: set[int],
     queued: set[int],
     *,

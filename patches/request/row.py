@@ -82,9 +82,9 @@ class CompressedRow:
         due = due_length(self.settings, frozen=self.frozen, page_size=self.page_size, inputs=self.inputs)
         self.compression.wait_until(due, self.kv.cache_protected_len)
 
-    def record(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
+    def record(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int, tail: int) -> None:
         """Records a round that is complete, after which the tree never takes the whole row."""
-        self.compression.round(plan, first_evicted, unordered_len)
+        self.compression.round(plan, first_evicted, unordered_len, tail)
         write_tree_rule(self.request)
 
 
@@ -136,8 +136,8 @@ def count_as_cached(request: Req, tokens: int) -> None:
     request.cached_tokens += tokens
 
 
-def free_tail(kv: ReqKvInfo, length: int, tree_cache: BasePrefixCache) -> None:
-    """Frees the pages of a row that lie entirely after its first `length` entries."""
-    first_empty = ceil_align(length, tree_cache.page_size)
-    if first_empty < kv.kv_allocated_len:
-        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])
+def free_entries(kv: ReqKvInfo, start: int, end: int, tree_cache: BasePrefixCache) -> None:
+    """Frees the pages of a row that lie entirely after its first `start` entries, up to entry `end`."""
+    first_empty = ceil_align(start, tree_cache.page_size)
+    if first_empty < end:
+        tree_cache.free_kv_row(kv, [(first_empty, end)])

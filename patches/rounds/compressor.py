@@ -295,7 +295,7 @@ class Compressor:
     def _record(self, row: CompressedRow, plan: Plan, shape: RoundShape, first_evicted: FirstEvicted) -> None:
         """Records the round with its request, and adds it to the sums."""
         unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_before(plan))
-        row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len)
+        row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
         moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
         self.totals.add(plan, shape.most_moves(plan) * moved)
 

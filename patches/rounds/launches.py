@@ -48,8 +48,17 @@ class RoundShape(NamedTuple):
         """Entries at the front of a row that are out of order after a round; `before` is their number before it."""
         if self.strategy != "fill":
             return min(before, plan.new_length)
-        in_order = self.recent if self.cut + self.recent <= self.num_kept else 0
-        return plan.new_length - in_order
+        return plan.new_length - (self.recent if self._keeps_order else 0)
+
+    @property
+    def _keeps_order(self) -> bool:
+        """Whether the newest tokens stay in order."""
+        return self.strategy != "fill" or self.cut + self.recent <= self.num_kept
+
+    def tail(self, plan: Plan) -> int:
+        """Newest entries of a row whose tokens follow one another after a round: input tokens move away from them."""
+        after_inputs = plan.old_length - max((stop for _, stop in plan.moved), default=0)
+        return min(self.recent, after_inputs) if self._keeps_order else 0
 
 
 @dataclass(frozen=True, eq=False)

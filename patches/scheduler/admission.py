@@ -117,9 +117,9 @@ class Admission:
         if self._breaker.reason is not None:
             options = replace(options, settings=None)
         compression = attach_options(req, options, self._reserve)
-        if compression.conversation is not None and compression.settings is not None:
-            self._conversations.on_arrival(req)
-            if not self._fits(req):
+        if compression.keeps_row and compression.settings is not None:
+            continued = self._conversations.on_arrival(req)
+            if continued and not self._fits(req):
                 # If the conversation's row is gone by then, the history cannot be prefilled as a whole.
                 compression.compact_prompt()
                 write_tree_rule(req)

@@ -5,7 +5,11 @@ through which SGLang's own books count rows that no request holds.
 
 A request that names a conversation leaves its row here when it ends: slots, the tree lock on the frozen prefix, and the
 computed token ids, evicted ones included. The next request of that name whose ids extend them resumes after the row, as
-a prefill does between two chunks (`chunked_prefill`). Any other starts afresh.
+a prefill does between two chunks (`chunked_prefill`). If they differ only among the newest tokens, which lie in order,
+the row is cut before the first that differs. Any other request starts anew; the row stays until it has been answered.
+
+With --triattention-conversations auto, so does every request without a name whose row is compressed. The row is found
+by its ids (`row_index`), unless the tree holds as many of them.
 
 Who owns a row:
 
@@ -25,7 +29,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.errors import type_and_line
@@ -38,11 +42,11 @@ from sglang_triattn.patches.request.compressed import (
     write_tree_rule,
 )
 from sglang_triattn.patches.request.fields import rows_of
-from sglang_triattn.patches.request.integrity import all_or_nothing
+from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
 from sglang_triattn.patches.request.row import (
     count_as_cached,
-    free_tail,
+    free_entries,
     leave_row,
     take_row,
     write_row_length,
@@ -51,13 +55,16 @@ from sglang_triattn.patches.request.window_pool import WindowPool, has_window_po
 from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
 from sglang_triattn.patches.scheduler.idle_rows import (
     Conversation,
-    continues,
+    Name,
     free_slots,
+    least_resumed,
     record_for_turn,
+    resumable_length,
     reuse_key,
     unfit,
 )
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
+from sglang_triattn.request.row_index import RowIndex, block_hashes
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
@@ -75,6 +82,21 @@ ROWS_PER_STEP = 128
 """Rows that are kept free while requests wait, more than one prefill step usually admits; a beam takes one each."""
 
 
+@dataclass(frozen=True)
+class _Acquired:
+    """The row that the request under admission has acquired; the row may end after what the request goes on after.
+
+    Attributes:
+        name: where it came from.
+        idle: the row.
+        length: its entries.
+    """
+
+    name: Name
+    idle: Conversation
+    length: int
+
+
 class Conversations:
     """All idle conversations of a scheduler, least recently used first.
 
@@ -86,10 +108,12 @@ class Conversations:
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
         self._scheduler: Scheduler
-        self._idle: OrderedDict[str, Conversation] = OrderedDict()
+        self._idle: OrderedDict[Name, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
-        # The row that the request under admission has acquired.
-        self._acquired: Conversation | None = None
+        self._acquired: _Acquired | None = None
+        # Rows without a client's name.
+        self._index = RowIndex()
+        self._number = 0
         self.resumed = 0
         self.windows: WindowPool | None = None
 
@@ -120,44 +144,90 @@ class Conversations:
         self._scheduler = scheduler
         self.windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
 
-    def on_arrival(self, request: Req) -> None:
-        """Drops expired conversations, and notes the time; called for each request that names a conversation."""
+    def on_arrival(self, request: Req) -> bool:
+        """Whether an arriving request continues a conversation, as far as is known.
+
+        For one that names a conversation, drops those that have expired, and notes the time.
+        """
+        if compression_of(request).conversation is None:
+            return self.find(request) is not None
         group = self._scheduler.dp_tp_group
         now = time.monotonic()
         if group.world_size > 1:
             now = cast(float, group.broadcast_object(now, src=0))
-        for name in [name for name, idle in self._idle.items() if idle.used + self._ttl < now]:
-            self._drop(name)
+        for name, idle in list(self._idle.items()):
+            if idle.used is not None and idle.used + self._ttl < now:
+                self._drop(name)
         compression_of(request).arrived_at = now
+        return True
+
+    def find(self, request: Req) -> Name | None:
+        """The name of the row that a waiting request may resume; None if there is none.
+
+        A row that is found by tokens is the one that saves most, among equal ones the one that was left last.
+        """
+        compression = compression_of(request)
+        if (name := compression.conversation) is not None:
+            idle = self._idle.get(name)
+            return name if idle is not None and resumable_length(idle, request, self.windows) else None
+        if not compression.options.auto or not self._index or request.session is not None:
+            return None
+        if compression.block_hashes is None:
+            compression.block_hashes = block_hashes(request.origin_input_ids, reuse_key(request))
+        best, longest = None, 0
+        for name in self._index.candidates(compression.block_hashes):
+            length = resumable_length(self._idle[name], request, self.windows)
+            if length > longest:
+                best, longest = name, length
+        return best
 
     def acquire(self, request: Req) -> bool:
         """Gives a waiting request its conversation's row for one attempt at admission; False if there is none."""
         compression = compression_of(request)
-        name = compression.conversation
-        if name is None or compression.stage is not Stage.ARRIVED or compression.start is not None:
+        if not compression.keeps_row or compression.stage is not Stage.ARRIVED or compression.start is not None:
             return False
+        name: Name | None = None
         try:
-            idle = self._idle.get(name)
-            if idle is None or not continues(idle, request):
-                return False
-            record = record_for_turn(idle, request, self._scheduler.tree_cache.page_size)
-            refusal = unfit(idle, record, request, self._scheduler)
-            if refusal is not None:
-                self._refuse(request, refusal)
-                return False
-            self._acquired = self._idle.pop(name)
-            compression.acquire(record)
-            drop_looked_up(self._scheduler, request.kv)
-            take_row(request, idle.kv, idle.last_node)
+            name = self.find(request)
+            return name is not None and self._acquire(request, name)
         except Exception as error:
-            self._survive(error, f"conversation {name[:64]!r} could not be resumed, and starts afresh")
+            self._survive(error, f"the conversation {shown(name)} could not be resumed, and starts anew")
             if self._acquired is not None:
                 self.rollback(request)
                 # The scheduler had looked the prompt up before.
                 show_all_ids(request)
                 request.init_next_round_input(self._scheduler.tree_cache)
             return False
+
+    def _acquire(self, request: Req, name: Name) -> bool:
+        idle, compression = self._idle[name], compression_of(request)
+        length = resumable_length(idle, request, self.windows)
+        if compression.conversation is None and request.prefix_len + request.host_hit_length >= length:
+            # The tree has as much, and exact.
+            return False
+        record = record_for_turn(idle, request, length, self._scheduler.tree_cache.page_size)
+        refusal = unfit(idle, record, request, self._scheduler)
+        if refusal is not None:
+            self._refuse(request, refusal)
+            return False
+        self._acquired = _Acquired(name, self._take(name), idle.kv.kv_allocated_len)
+        compression.acquire(record)
+        drop_looked_up(self._scheduler, request.kv)
+        take_row(request, idle.kv, idle.last_node)
+        write_row_length(request, length - record.evicted_tokens)
+        request.prefix_len = request.kv.kv_allocated_len
         return True
+
+    def _take(self, name: Name) -> Conversation:
+        idle = self._idle.pop(name)
+        if isinstance(name, int):
+            self._index.discard(name)
+        return idle
+
+    def _keep(self, name: Name, idle: Conversation) -> None:
+        self._idle[name] = idle
+        if isinstance(name, int):
+            self._index.add(name, idle.ids, idle.least, idle.owner)
 
     def _refuse(self, request: Req, sentence: str) -> None:
         """Ends a waiting request with an error, as SGLang ends one at its arrival; the conversation keeps its row."""
@@ -169,8 +239,11 @@ class Conversations:
     def rollback(self, request: Req) -> None:
         """Gives the row back to its conversation, because the attempt failed."""
         compression = compression_of(request)
-        # Both are set: an attempt has begun.
-        self._idle[cast(str, compression.conversation)], self._acquired = cast(Conversation, self._acquired), None
+        # Set: an attempt has begun.
+        acquired, self._acquired = cast(_Acquired, self._acquired), None
+        kv = acquired.idle.kv
+        kv.kv_committed_len = kv.kv_allocated_len = acquired.length
+        self._keep(acquired.name, acquired.idle)
         if compression.stage is Stage.ACQUIRED:
             compression.rollback()
         leave_row(request)
@@ -178,31 +251,33 @@ class Conversations:
     def commit(self, request: Req) -> None:
         """Makes an acquired row the admitted request's own, and notes how its conversation started."""
         compression = compression_of(request)
-        idle, self._acquired = self._acquired, None
-        start = RESUMED if idle is not None else self._start_of(compression, request.to_finish is not None)
+        acquired, self._acquired = self._acquired, None
+        start = RESUMED if acquired is not None else self._start_of(compression, request.to_finish is not None)
         compression.admit(len(request.origin_input_ids), start)
         write_tree_rule(request)
-        if idle is not None:
-            self.resumed += 1
+        if acquired is not None:
+            idle, self.resumed = acquired.idle, self.resumed + 1
+            with unbroken("the end of a conversation's row was freed"):
+                free_entries(request.kv, request.kv.kv_allocated_len, acquired.length, self._scheduler.tree_cache)
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)
 
     def _start_of(self, compression: CompressedRequest, refused: bool) -> str | None:
-        """How a conversation starts with a request that did not resume its row; drops the row, if there is one.
+        """How a conversation starts with a request that did not resume its row.
 
         Args:
-            refused: whether the request ends with an error before it computes anything: the row stays as it is.
+            refused: whether the request ends with an error before it computes anything.
         """
         name = compression.conversation
-        if name is None or compression.start is not None:
+        if not compression.keeps_row or compression.start is not None:
             return compression.start
         if refused:
             return None
-        if name in self._idle:
-            self._drop(name)
-            return DIVERGED
-        return self.start_without_row(name)
+        if name is None:
+            return NEW
+        compression.replaces = self._idle.get(name)
+        return self.start_without_row(name) if compression.replaces is None else DIVERGED
 
     def start_without_row(self, name: str) -> str:
         """How a conversation starts that has no row."""
@@ -211,8 +286,8 @@ class Conversations:
     def park(self, request: Req, report: Report) -> bool:
         """Takes over the row of a request that has ended; False if the row must be released.
 
-        Of requests that ran at the same time under one name, the first to end leaves its row. Admission takes or drops
-        the row of the turn before, so one that is here belongs to such a request, which has been answered already.
+        A request that starts anew under the name of a row replaces that row once it has been answered. Of requests that
+        ran at the same time under one name, the first to end leaves its row.
 
         Args:
             report: on the request; `physical_length` entries of its row stay.
@@ -225,11 +300,17 @@ class Conversations:
 
     def _park(self, request: Req, report: Report) -> bool:
         compression, tree, physical = compression_of(request), self._scheduler.tree_cache, report.physical_length
-        name = compression.conversation
-        if name is None or compression.options.release or _was_aborted(request) or not tokens_tell_all(request):
+        aborted = _was_aborted(request)
+        if not compression.keeps_row or not request.finished():
             return False
-        if not compression.evicted_tokens and not tree.disable:
+        if not aborted:
+            self._drop_replaced(compression)
+        if compression.options.release or not tokens_tell_all(request) or compression.conversation in self._idle:
+            return False
+        if not compression.evicted_tokens and (aborted or compression.options.auto or not tree.disable):
             # All of it is exact, so the tree takes it, for everybody.
+            return False
+        if compression.options.auto and request.session is not None:
             return False
         if self.windows is not None and not self.windows.covers_window(request.kv, physical):
             return False
@@ -240,24 +321,38 @@ class Conversations:
                 return False
             report = replace(report, physical_length=physical, logical_length=logical)
         ids = ids[: report.logical_length]
-        if name in self._idle:
-            return False
+        least = least_resumed(request, ids, tree.page_size)
         with all_or_nothing(lambda: free_slots(self._scheduler)):
-            free_tail(request.kv, physical, tree)
+            free_entries(request.kv, physical, request.kv.kv_allocated_len, tree)
         write_row_length(request, physical)
         record = compression.park(report)
-        self._idle[name] = Conversation(
+        idle = Conversation(
             kv=request.detach_kv(),
             lock=request.lock,
             last_node=request.last_node,
             ids=ids,
+            least=least,
             owner=reuse_key(request),
             record=record,
             used=compression.arrived_at,
         )
         request.lock = None
-        self._lost.pop(name, None)
+        self._keep(self._name_for(compression), idle)
         return True
+
+    def _name_for(self, compression: CompressedRequest) -> Name:
+        if compression.conversation is None:
+            self._number += 1
+            return self._number
+        self._lost.pop(compression.conversation, None)
+        return compression.conversation
+
+    def _drop_replaced(self, compression: CompressedRequest) -> None:
+        """Drops the row of the name under which this request started anew."""
+        name, replaced = compression.conversation, compression.replaces
+        if name is not None and replaced is not None and self._idle.get(name) is replaced:
+            self._drop(name)
+        compression.replaces = None
 
     def drop_all(self) -> None:
         """Drops every conversation."""
@@ -279,29 +374,36 @@ class Conversations:
         if not self._idle or not waiting or available >= ROWS_PER_STEP:
             return False
         needed = 0
+        wanted: set[Name | None] = {compression.conversation for compression in compressions_of(waiting)}
         for request in waiting:
-            if compression_of(request).conversation not in self._idle:
+            name = self._waited_for(request)
+            wanted.add(name)
+            if name not in self._idle:
                 needed += rows_of(request)
                 if needed >= ROWS_PER_STEP:
                     break
         if available >= needed:
             return False
-        wanted = {compression.conversation for compression in compressions_of(waiting)}
         unwanted = iter([name for name in self._idle if name not in wanted])
         dropped = False
         while rows.available_size() < needed and (name := next(unwanted, None)) is not None:
             dropped |= self._drop(name)
         return dropped
 
-    def idle(self) -> dict[str, Conversation]:
+    def _waited_for(self, request: Req) -> Name | None:
+        """The name of the row that a request waits for, whether or not it may resume it."""
+        compression = compression_of(request)
+        return compression.conversation if compression.conversation is not None else self.find(request)
+
+    def idle(self) -> dict[Name, Conversation]:
         """All idle rows by name."""
         return dict(self._idle)
 
     def records(self) -> dict[str, ReqKvInfo]:
         """SGLang's records of the idle rows, for its own books."""
-        return {f"triattention {name}": idle.kv for name, idle in self._idle.items()}
+        return {f"triattention {shown(name)}": idle.kv for name, idle in self._idle.items()}
 
-    def _drop(self, name: str) -> bool:
+    def _drop(self, name: Name) -> bool:
         """Gives a conversation's row back; True if it has none then. If its slots cannot be freed, it keeps the row.
 
         Raises:
@@ -315,7 +417,7 @@ class Conversations:
         except Exception as error:
             self._survive(error, "a conversation's row could not be freed")
             return False
-        del self._idle[name]
+        self._take(name)
         idle.free_row(self._scheduler)
         self._remember_lost(name)
         return True
@@ -324,7 +426,9 @@ class Conversations:
         check_survivable(self._scheduler, error)
         logger.warning("TriAttention: %s (%s)", what, type_and_line(error))
 
-    def _remember_lost(self, name: str) -> None:
+    def _remember_lost(self, name: Name) -> None:
+        if isinstance(name, int):
+            return
         self._lost[name] = None
         if len(self._lost) > REMEMBERED:
             self._lost.popitem(last=False)
@@ -339,12 +443,18 @@ class Conversations:
         for name in self._idle:
             self._remember_lost(name)
         self._idle.clear()
+        self._index.clear()
 
     def _add_records(self, records: dict, _: object) -> dict:
         return {**records, **self.records()}
 
 
+def shown(name: Name | None) -> str:
+    """A conversation in a message, and in SGLang's records: its name in quotes, or its number."""
+    return f"number {name}" if isinstance(name, int) else repr(name)
+
+
 def _was_aborted(request: Req) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    return not request.finished() or isinstance(request.finished_reason, FINISH_ABORT)
+    return isinstance(request.finished_reason, FINISH_ABORT)

@@ -10,12 +10,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.request.bounds import logical_end
-from sglang_triattn.patches.request.compressed import compression_of, settings_in_use, settings_of, tokens_tell_all
+from sglang_triattn.patches.request.compressed import (
+    compression_of,
+    frozen_of,
+    settings_in_use,
+    settings_of,
+    tokens_tell_all,
+)
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.linear_states import free_state
-from sglang_triattn.patches.request.window_pool import row_allocator
+from sglang_triattn.patches.request.window_pool import WindowPool, row_allocator
 from sglang_triattn.request.options import KEY
+from sglang_triattn.request.row_index import common_length
 from sglang_triattn.request.row_record import RowRecord
 from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
@@ -27,6 +34,10 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import Scheduler
 
 
+Name = str | int
+"""A client's name of a conversation, or the number of a row that is found by its tokens."""
+
+
 @dataclass(eq=False)
 class Conversation:
     """One idle row.
@@ -35,18 +46,20 @@ class Conversation:
         kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
         lock: the tree lock on its frozen prefix, which ends at `last_node`.
         ids: token ids of its logical positions.
+        least: the fewest of them after which it can be resumed: the entries after them are cut off.
         owner: `reuse_key` of the request that left it.
         record: what rounds did to it.
-        used: when its last turn arrived, in seconds.
+        used: when its last turn arrived, in seconds; None for a row without a name, which does not expire.
     """
 
     kv: ReqKvInfo
     lock: TreeLock | None
     last_node: NodeId
     ids: array
+    least: int
     owner: tuple
     record: RowRecord
-    used: float
+    used: float | None
 
     def free_slots(self, scheduler: Scheduler) -> None:
         """Frees its private slots; if this raises anything but IntegrityError, nothing has changed."""
@@ -74,26 +87,51 @@ def free_slots(scheduler: Scheduler) -> int:
     return row_allocator(allocator).available_size() + windows()
 
 
-def continues(idle: Conversation, request: Req) -> bool:
-    """Whether a request's prompt goes on after the text of an idle row, and may reuse it."""
+def least_resumed(request: Req, ids: array, page_size: int) -> int:
+    """The fewest of a row's token ids after which it can be resumed, once its request leaves it.
+
+    From there on its entries lie in the order of the text, and a window layer sees no others. A state cannot be
+    shortened at all.
+    """
+    settings, compression = settings_in_use(request), compression_of(request)
+    if request.kv.holds_mamba:
+        return len(ids)
+    record = compression.held_record
+    scattered = max(record.scattered_len, record.unordered_len, record.inputs.end)
+    first = max(frozen_of(request, settings, page_size, compression), scattered + settings.window if scattered else 0)
+    return min(first + record.evicted_tokens, len(ids))
+
+
+def resumable_length(idle: Conversation, request: Req, windows: WindowPool | None) -> int:
+    """After how many of an idle row's token ids a request's prompt may go on; 0 if it may not reuse the row.
+
+    Args:
+        windows: the window layers' own KV pool, if they have one.
+    """
+    if (
+        wants_prompt_logprobs(request)
+        or not tokens_tell_all(request)
+        or idle.owner != reuse_key(request)
+        or settings_of(request) is None
+    ):
+        return 0
     ids = request.origin_input_ids + request.output_ids
-    return (
-        not wants_prompt_logprobs(request)
-        and tokens_tell_all(request)
-        and len(ids) > len(idle.ids)
-        and ids[: len(idle.ids)] == idle.ids
-        and idle.owner == reuse_key(request)
-        and settings_of(request) is not None
-    )
+    # SGLang computes at least the last token of a prompt.
+    length = min(common_length(ids, idle.ids), len(ids) - 1)
+    if length < idle.least:
+        return 0
+    entries = length - idle.record.evicted_tokens
+    return length if windows is None or windows.covers_window(idle.kv, entries) else 0
 
 
-def record_for_turn(idle: Conversation, request: Req, page_size: int) -> RowRecord:
-    """The record of a row that a request resumes: what the request adds to it is input, which may have to stay."""
-    settings, length = settings_in_use(request), idle.kv.kv_allocated_len
-    if not settings.keeps_inputs:
-        return idle.record
-    new = len(request.origin_input_ids) + len(request.output_ids) - len(idle.ids)
-    return replace(idle.record, inputs=idle.record.inputs.appended(length, length + new, page_size))
+def record_for_turn(idle: Conversation, request: Req, length: int, page_size: int) -> RowRecord:
+    """The record of a row that a request resumes after `length` token ids: what it adds is input, which may stay."""
+    first = length - idle.record.evicted_tokens
+    inputs = idle.record.inputs.cut(first, page_size)
+    if settings_in_use(request).keeps_inputs:
+        new = len(request.origin_input_ids) + len(request.output_ids) - length
+        inputs = inputs.appended(first, first + new, page_size)
+    return replace(idle.record, inputs=inputs)
 
 
 def unfit(idle: Conversation, record: RowRecord, request: Req, scheduler: Scheduler) -> str | None:

@@ -92,7 +92,7 @@ class Rows:
             give_back(original, req, tree_cache, checkpoint=checkpoint)
             return
         kept = self._conversations.park(req, report)
-        if compression.conversation is not None:
+        if compression.keeps_row:
             report = replace(report, conversation=compression.start, conversation_kept=kept)
         if kept:
             compression.report = report
@@ -155,7 +155,7 @@ def report_on(req: Req, page_size: int) -> Report:
     computed = len(req.origin_input_ids) + max(len(req.output_ids_through_stop) - 1, 0)
     logical = min(req.kv.kv_committed_len + compression.evicted_tokens, computed)
     physical = logical - compression.evicted_tokens
-    named = compression.conversation is not None
+    keeps = compression.keeps_row
     return Report(
         rounds=compression.rounds,
         evicted_tokens=compression.own_evicted_tokens,
@@ -163,6 +163,6 @@ def report_on(req: Req, page_size: int) -> Report:
         frozen_length=min(frozen, physical),
         physical_length=physical,
         logical_length=logical,
-        conversation_evicted_tokens=compression.evicted_tokens if named else None,
-        protected_length=protected_of(compression, frozen, physical, page_size) if named else None,
+        conversation_evicted_tokens=compression.evicted_tokens if keeps else None,
+        protected_length=protected_of(compression, frozen, physical, page_size) if keeps else None,
     )

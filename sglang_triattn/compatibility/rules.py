@@ -345,6 +345,21 @@ _LEVEL = _only(
     "triattention_rounds_per_step",
 )
 
+_USE_NAMES = "use --triattention-conversations named"
+_AUTO_CONVERSATIONS = _only(
+    (
+        Rule("pp_size", _many, "rows that stages find by tokens are not tested", _USE_NAMES),
+        Rule(
+            "disaggregation_mode",
+            lambda value: value == "decode",
+            "another server sends it whole prompts, and not what follows a row",
+            _USE_NAMES,
+        ),
+    ),
+    lambda server: server.config.conversations == "auto",
+    "triattention_conversations",
+)
+
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """A draft that does not branch, by SGLang's settings."""
 
@@ -433,7 +448,7 @@ FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
     *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_LINEAR_STATES),
-    *(*_MEASURING, *_LEVEL, *_DRAFTS),
+    *(*_MEASURING, *_LEVEL, *_AUTO_CONVERSATIONS, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""
 

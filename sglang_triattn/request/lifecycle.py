@@ -69,7 +69,9 @@ class CompressedRequest:
         rounds, freed_slots: counts since its last admission.
         start: how its conversation started; None before its first admission, or without a conversation.
         kept: whether its row waits for the conversation's next turn.
-        arrived_at: arrival time, in seconds of the scheduler's clock.
+        arrived_at: arrival time, in seconds of the scheduler's clock; None without a name.
+        replaces: the idle row of its name that it could not resume, until it has been answered.
+        block_hashes: those of its prompt, see `row_index`; None until they are asked for.
         report: what compression did to it; set when it gives its row back.
         due_len, due_protected: no round is due before the row has `due_len` entries, while the tree owns
             `due_protected` of them.
@@ -95,7 +97,9 @@ class CompressedRequest:
         self.rounds = self.freed_slots = 0
         self.start: str | None = None
         self.kept = False
-        self.arrived_at = 0.0
+        self.arrived_at: float | None = None
+        self.replaces: object | None = None
+        self.block_hashes: list[int] | None = None
         self.report: Report | None = None
         self._inherited = False
         self._evicted_before = 0
@@ -117,6 +121,11 @@ class CompressedRequest:
     def conversation(self) -> str | None:
         """The name under which its row is kept, if any."""
         return self.options.conversation
+
+    @property
+    def keeps_row(self) -> bool:
+        """Whether its row may wait for a next turn, under a name or to be found by its tokens."""
+        return self.options.conversation is not None or self.options.auto
 
     @property
     def evicted_tokens(self) -> int:
@@ -198,7 +207,7 @@ class CompressedRequest:
             self._begin(RowRecord(prompt_len), inherited=False)
         self.stage = Stage.ADMITTED
 
-    def round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
+    def round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int, tail: int = 0) -> None:
         """ADMITTED -> ADMITTED: a compaction round.
 
             0            frozen       new physical       old physical
@@ -209,12 +218,13 @@ class CompressedRequest:
         Args:
             first_evicted: reads the first position of the row that no longer holds its original token.
             unordered_len: entries at the front of the row that are now out of order.
+            tail: newest entries whose tokens follow one another, as far as that is known.
         """
         self._leave(Stage.ADMITTED)
         if self.settings is None:
             raise LifecycleError("a request that is not compressed cannot have a round")
         self._row_changes()
-        self.held_record.add_round(plan, first_evicted, unordered_len)
+        self.held_record.add_round(plan, first_evicted, unordered_len, tail)
         self.rounds += 1
         self.freed_slots += plan.freed_slots
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_triattn.config import PROMPTS, TURN_INPUTS
+from sglang_triattn.config import PROMPTS, TURN_INPUTS, flag
 from sglang_triattn.errors import TriAttentionError, quoted
 from sglang_triattn.rounds.rules import RoundRules
 
@@ -39,11 +39,13 @@ class CompressionOptions:
         settings: None if the request declined compression.
         conversation: the name under which its row is kept, and looked up at its start.
         release: whether the conversation ends with this request.
+        auto: whether it may resume a row that it finds by its tokens, and leave one, without a name.
     """
 
     settings: RoundRules | None
     conversation: str | None = None
     release: bool = False
+    auto: bool = False
 
 
 def read_request(config: RoundRules, custom_params: object) -> CompressionOptions:
@@ -57,13 +59,14 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     Raises:
         RequestError: a field is unknown, of the wrong type, out of range, or contradicts another.
     """
+    unasked = CompressionOptions(config, auto=config.conversations == "auto")
     if not custom_params:
-        return CompressionOptions(config)
+        return unasked
     if not isinstance(custom_params, Mapping):
         raise RequestError(f"custom_params is {quoted(custom_params)}, but it must be an object.")
     asked = custom_params.get(KEY)
     if asked is None:
-        return CompressionOptions(config)
+        return unasked
     if not isinstance(asked, Mapping):
         raise RequestError(
             f"custom_params.{KEY} is {quoted(asked)}, but it must be an object with {', '.join(FIELDS)}."
@@ -86,7 +89,14 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     prompt = _choice(asked, "prompt", PROMPTS, config.prompt)
     turn_inputs = _choice(asked, "turn_inputs", TURN_INPUTS, config.turn_inputs)
     conversation = _name(asked)
-    if release and conversation is None:
+    if conversation is not None and config.conversations == "off":
+        raise RequestError(
+            f"custom_params.{KEY}.conversation is {quoted(conversation)}, but this server keeps no conversations: "
+            f"leave it out, or start the server with {flag('conversations')} named.",
+            CONFLICT,
+        )
+    auto = conversation is None and config.conversations == "auto"
+    if release and conversation is None and not auto:
         raise RequestError(f"custom_params.{KEY}.release names no conversation: add the field conversation.", CONFLICT)
     if not enabled:
         if conversation is not None:
@@ -101,7 +111,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
         pressure = max(min(pressure, budget), recent, 1)
     lengths = {"budget": budget, "interval": interval, "recent": recent, "pressure_budget": pressure}
     settings = replace(config, **lengths, prompt=prompt, turn_inputs=turn_inputs)
-    return CompressionOptions(settings, conversation, release)
+    return CompressionOptions(settings, conversation, release, auto)
 
 
 def with_media(options: CompressionOptions, kinds: Collection[str]) -> CompressionOptions:
@@ -134,7 +144,7 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
             "prompt, and a resumed row is not one: leave one of the two out.",
             CONFLICT,
         )
-    return replace(options, settings=replace(options.settings, prompt="frozen"))
+    return replace(options, settings=replace(options.settings, prompt="frozen"), auto=False)
 
 
 def _choice(asked: Mapping[str, Any], name: str, choices: Sequence[str], default: str | None) -> str | None:

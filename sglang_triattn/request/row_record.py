@@ -19,6 +19,8 @@ class RowRecord:
     Attributes:
         evicted_tokens: tokens evicted from the row.
         unordered_len: entries at the front of the row that rounds have left out of order.
+        scattered_len: entries at the front of the row, between whose tokens others are missing; each entry after them
+            lies at its logical position less the evicted tokens.
         prompt_len: length of the prompt after which the private part began, that of the first turn.
         first_evicted_pos: first position evicted by any round except those of `unread`, or to which input tokens have
             moved; None before any.
@@ -29,6 +31,7 @@ class RowRecord:
     prompt_len: int
     evicted_tokens: int = 0
     unordered_len: int = 0
+    scattered_len: int = 0
     first_evicted_pos: int | None = None
     unread: tuple[FirstEvicted, ...] = ()
     inputs: TurnInputs = NO_INPUTS
@@ -37,8 +40,12 @@ class RowRecord:
         """Entries at the front of the row that are out of order once a round has moved its input tokens."""
         return max(self.unordered_len, plan.target) + plan.moved_len if plan.moved else self.unordered_len
 
-    def add_round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int) -> None:
-        """Records a round, and reads the position of the round before the last, whose copy finished long ago."""
+    def add_round(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int, tail: int = 0) -> None:
+        """Records a round, and reads the position of the round before the last, whose copy finished long ago.
+
+        Args:
+            tail: newest entries whose tokens follow one another, as far as that is known.
+        """
         if len(self.unread) == 2:
             oldest = self.unread[0]()
             self._note_first(oldest)
@@ -48,6 +55,7 @@ class RowRecord:
         self.inputs = plan.inputs_after(self.inputs)
         self.evicted_tokens += plan.evicted_tokens
         self.unordered_len = unordered_len
+        self.scattered_len = plan.new_length - tail
         self.unread = (*self.unread[-1:], first_evicted)
 
     def _note_first(self, position: int) -> None:

@@ -47,6 +47,11 @@ class TurnInputs:
             earlier = self.waiting
         return TurnInputs(self.end, (*earlier, (first, last)))
 
+    def cut(self, end: int, page_size: int) -> TurnInputs:
+        """Those of a row that is cut after `end` entries; the page in which it ends stays whole."""
+        last = _whole_pages(end, page_size)
+        return TurnInputs(self.end, tuple((start, min(stop, last)) for start, stop in self.waiting if start < end))
+
     def target(self, frozen: int, page_size: int) -> int:
         """Where the next stretches move to, and the first entry that may be scored: whole pages if there are any.
 

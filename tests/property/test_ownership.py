@@ -34,6 +34,8 @@ def test_random_histories_under_random_settings():
         "rows barred by SGLang",
         "rows cut before their newest tokens",
         "rounds of rows with inputs",
+        "rows found by their tokens",
+        "rows resumed before their end",
     ):
         assert counts[happened] > 0, happened
 

@@ -90,11 +90,12 @@ def test_the_modes_are_compressed():
 def test_agents(run_quick):
     """Prevents turns counted as resumed that prefill earlier text again, and exact turns that are not exact."""
     content = run_quick("agents")
-    exact, continued, setting = content["exact"], content["continued"], content["setting"]
+    exact, setting = content["exact"], content["setting"]
     assert exact["answers_equal_cold"]
-    assert continued["starts"] == [["new"], *[["resumed"]] * (setting["turns"] - 1)]
-    # The message, and the last sampled token, whose K/V has not been computed.
-    assert all(tokens == setting["message"] + 1 for tokens in continued["prefilled_tokens_per_turn"][1:])
+    for name in ("continued", "found"):
+        assert content[name]["starts"] == [["new"], *[["resumed"]] * (setting["turns"] - 1)]
+        # The message, and the last sampled token, whose K/V has not been computed.
+        assert all(tokens == setting["message"] + 1 for tokens in content[name]["prefilled_tokens_per_turn"][1:])
     assert all(tokens > setting["tokens"] / 2 for tokens in exact["prefilled_tokens_per_turn"][1:])
 
 

@@ -90,6 +90,7 @@ def test_flags_and_keywords_agree():
         ({"triattention_stats": ""}, "--triattention-stats"),
         ({"triattention_rounds_per_step": -1}, "must be auto or a whole number, at least 0"),
         ({"triattention_rounds_per_step": "some"}, "--triattention-rounds-per-step is 'some'"),
+        ({"triattention_conversations": "on"}, "--triattention-conversations is 'on'"),
         ({"triattention_rounds_per_step": True}, "--triattention-rounds-per-step is true"),
         ({"triattention_value_share": -0.1}, "--triattention-value-share is -0.1"),
         ({"triattention_value_share": 1.01}, "number from 0 to 1"),

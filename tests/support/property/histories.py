@@ -39,6 +39,8 @@ CHUNKS = st.integers(5, 60)
 RARELY = st.sampled_from([False] * 7 + [True])
 # A message, or what a tool returns.
 INPUTS = st.lists(TOKENS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=12, max_size=40)
+# Tokens at the end of a text that its next turn does not repeat: another tokenisation, an edit, a retry.
+LESS = st.sampled_from([0, 0, 0, 1, 2, 5])
 ABORTS = st.sampled_from([None] * 9 + [0, 1, 2])
 
 SETTINGS = st.fixed_dictionaries(
@@ -54,6 +56,7 @@ SETTINGS = st.fixed_dictionaries(
         "prompt": st.sampled_from(["frozen", "compact"]),
         "sinks": st.sampled_from([0, 2, 4, 12]),
         "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
+        "conversations": st.sampled_from(["named", "auto"]),
     }
 )
 # If more tokens are recent than are appended between rounds, their order matters: rows are cut before them, or K/V
@@ -100,21 +103,19 @@ class Histories(RuleBasedStateMachine):
 
     def _asked(self, asked: str, conversation: str | None = None) -> CompressionOptions:
         config = self.sim.config
+        options = CompressionOptions(config, conversation, auto=conversation is None and config.conversations == "auto")
         if not self.varied or asked == "nothing":
-            return CompressionOptions(config, conversation)
+            return options
         if asked == "declined" and conversation is None:
             return CompressionOptions(None)
         if asked == "the other inputs":
-            return CompressionOptions(
-                replace(config, turn_inputs="compact" if config.keeps_inputs else "keep"), conversation
-            )
+            other = "compact" if config.keeps_inputs else "keep"
+            return replace(options, settings=replace(config, turn_inputs=other))
         if asked == "the other prompt":
             other = {"frozen": "compact", "compact": "frozen"}[config.prompt]
-            return CompressionOptions(replace(config, prompt=other), conversation)
+            return replace(options, settings=replace(config, prompt=other))
         pressure = None if config.pressure_budget is None else 5
-        return CompressionOptions(
-            replace(config, budget=9, interval=4, recent=2, pressure_budget=pressure), conversation
-        )
+        return replace(options, settings=replace(config, budget=9, interval=4, recent=2, pressure_budget=pressure))
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -133,31 +134,34 @@ class Histories(RuleBasedStateMachine):
         self._admit(request, chunk, abort_at if self.varied else None)
 
     @precondition(lambda self: self.sim.finished or self.sim.running or self.sim.waiting)
-    @rule(which=st.integers(0, 99), tail=st.lists(TOKENS, min_size=1, max_size=4), thinks=st.booleans())
-    def next_turn(self, which, tail, thinks):
-        """A multi-turn client: a request's text, finished or so far, comes back as a prompt."""
+    @rule(which=st.integers(0, 99), less=LESS, tail=INPUTS, steps=st.integers(0, 30), thinks=st.booleans())
+    def next_turn(self, which, less, tail, steps, thinks):
+        """A multi-turn client: a request's text, finished or so far, comes back as a prompt, whole or less its end."""
         unfinished = [running.tokens for running in (*self.sim.running, *self.sim.waiting)]
         said = [*self.sim.finished, *unfinished]
         history = said[which % len(said)]
-        self._admit(self.sim.request([*history[:90], *tail], thinks=thinks), 1000)
+        self._admit(self.sim.request([*history[: max(min(90, len(history) - less), 0)], *tail], thinks=thinks), 1000)
+        self.decode(steps)
 
     @rule(
         name=st.sampled_from("ab"),
         tail=INPUTS,
         chunk=CHUNKS,
         other=st.sampled_from([False, False, False, True]),
+        less=LESS,
         asked=st.sampled_from(["nothing", "nothing", "the other prompt", "the other inputs"]),
         steps=st.integers(0, 30),
         thinks=st.booleans(),
         barred=RARELY,
         abort_at=ABORTS,
     )
-    def talk(self, name, tail, chunk, other, asked, steps, thinks, barred, abort_at):
+    def talk(self, name, tail, chunk, other, less, asked, steps, thinks, barred, abort_at):
         """A turn of a conversation: it continues the conversation's text, or says something else under its name."""
         said = self.sim.spoken.get(name, [])
         if other or len(said) > 110:
             said = [7] * 3
         asked = self._asked(asked if name == "a" else "less", name)
+        said = said[: len(said) - less]
         turn = self.sim.request([*said, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
         if self._admit(turn, chunk, abort_at if self.varied else None):
             self.decode(steps)

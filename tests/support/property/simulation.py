@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ReqKvInfo
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -36,6 +37,20 @@ def common_length(one: list[int], other: list[int]) -> int:
     return sum(1 for _ in itertools.takewhile(bool, equal))
 
 
+@dataclass(frozen=True)
+class Talk:
+    """The account of a row that waits for a next turn; fields as those of Running, of the row that `kv` records."""
+
+    kv: ReqKvInfo
+    tokens: list[int]
+    positions: torch.Tensor
+    first_tainted: int | None
+    prompt_length: int
+    serial: int
+    inputs: frozenset[int]
+    neighbours: int
+
+
 class Simulation(Memory):
     """Admission, decode, rounds, retraction and release as in SGLang's scheduler, one step at a time."""
 
@@ -45,10 +60,11 @@ class Simulation(Memory):
         self.running: list[Running] = []
         self.waiting: list[Running] = []
         self.finished: list[list[int]] = []
-        self.talks: dict[str, tuple] = {}
+        self.talks: dict[int, Talk] = {}
         self.spoken: dict[str, list[int]] = {}
         self.kept_once: set[str] = set()
-        self.resumed = self.shared_starts = self.barred = self.stripped = self.aborted_prefills = 0
+        self.resumed = self.found = self.cut = self.shared_starts = 0
+        self.barred = self.stripped = self.aborted_prefills = 0
         self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = self.input_rounds = 0
         self._serial = 0
 
@@ -61,6 +77,8 @@ class Simulation(Memory):
             "prefill rounds": self.prefill_rounds,
             "rows cut before their newest tokens": self.cut_rounds,
             "resumed turns": self.resumed,
+            "rows found by their tokens": self.found,
+            "rows resumed before their end": self.cut,
             "rounds of rows with inputs": self.input_rounds,
             "shared starts of compacted rows": self.shared_starts,
             "rows barred by SGLang": self.barred,
@@ -85,7 +103,9 @@ class Simulation(Memory):
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
         req.skip_radix_cache_insert = fields.get("barred", False)
-        requests_patch.attach_options(req, asked or CompressionOptions(self.config, conversation), self.reserve)
+        auto = conversation is None and self.config.conversations == "auto"
+        options = asked or CompressionOptions(self.config, conversation, auto=auto)
+        requests_patch.attach_options(req, options, self.reserve)
         return Running(req, **fields)
 
     def admit(
@@ -118,14 +138,7 @@ class Simulation(Memory):
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         req.is_retracted = False
         if acquired:
-            talk = self.talks[owner.conversation]
-            (running.positions, running.first_tainted, running.prompt_length, req.serial), brought = talk
-            running.inputs, running.neighbours = brought
-            if owner.settings.keeps_inputs:
-                first = running.positions.shape[-1] + owner.evicted_tokens
-                running.inputs |= frozenset(range(first, len(running.tokens)))
-                running.neighbours += 2 * (self.page_size - 1)
-            self.resumed += 1
+            self._go_on(running, self.talks.pop(id(req.kv)))
         else:
             if req.prefix_len:
                 row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
@@ -134,8 +147,8 @@ class Simulation(Memory):
             running.inputs, running.neighbours = frozenset(), 0
         if owner.settings is not None:
             self.conversations.commit(req)
-        if start is None and owner.conversation is not None:
-            self._check_start(owner, acquired, f"triattention {owner.conversation}" in idle)
+        if start is None and owner.keeps_row:
+            self._check_start(owner, acquired, f"triattention {owner.conversation!r}" in idle)
         done = 0
         while not self._prefill(running, row, chunk):
             for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
@@ -149,6 +162,43 @@ class Simulation(Memory):
         self._say(running)
         self.running.append(running)
         return True
+
+    def _go_on(self, running: Running, talk: Talk) -> None:
+        """Makes the account of a row, cut where the request goes on, that of the request."""
+        req, entries = running.req, running.req.prefix_len
+        end = entries + requests_patch.compression_of(req).evicted_tokens
+        assert common_length(talk.tokens, running.tokens) >= end, "a request goes on after other text"
+        held = talk.positions[..., :entries]
+        assert held.shape[-1] == entries, "a request goes on after more than the row has"
+        assert bool((held < end).all()), "a row was cut among tokens that do not follow one another"
+        running.positions, running.prompt_length, req.serial = held, talk.prompt_length, talk.serial
+        running.first_tainted = talk.first_tainted
+        if talk.first_tainted is not None:
+            running.first_tainted = min(talk.first_tainted, end)
+        running.inputs = frozenset(position for position in talk.inputs if position < end)
+        running.neighbours = talk.neighbours
+        if running.settings.keeps_inputs:
+            running.inputs |= frozenset(range(end, len(running.tokens)))
+            running.neighbours += 2 * (self.page_size - 1)
+        self.resumed += 1
+        self.found += requests_patch.compression_of(req).conversation is None
+        self.cut += entries < talk.positions.shape[-1]
+
+    def _keep(self, running: Running, kv: ReqKvInfo, held: torch.Tensor) -> None:
+        """Keeps the account of a row that waits for a next turn; `held` are the positions of its entries."""
+        assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
+        if (name := requests_patch.compression_of(running.req).conversation) is not None:
+            self.kept_once.add(name)
+        self.talks[id(kv)] = Talk(
+            kv,
+            running.tokens,
+            held,
+            running.first_tainted,
+            running.prompt_length,
+            running.req.serial,
+            running.inputs,
+            running.neighbours,
+        )
 
     def _check_start(self, owner: CompressedRequest, acquired: bool, was_idle: bool) -> None:
         """Checks what the client is told about its conversation against the account of what was kept."""
@@ -164,9 +214,11 @@ class Simulation(Memory):
             self.kept_once.discard(owner.conversation)
 
     def _abort_prefill(self, running: Running) -> None:
-        running.req.finished_reason = FINISH_ABORT()
+        running.req.finished_reason, kv = FINISH_ABORT(), running.req.kv
         with self.flags():
             self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=False)
+        if requests_patch.compression_of(running.req).kept:
+            self._keep(running, kv, running.positions)
         self.aborted_prefills += 1
 
     def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
@@ -256,18 +308,14 @@ class Simulation(Memory):
             req.finished_reason = FINISH_ABORT() if abort else FINISH_LENGTH(length=len(req.output_ids))
             self.finished.append(running.tokens[:-1])
         before, (least, most) = self.matched(running.tokens), self._for_the_tree(running)
-        protected = req.kv.cache_protected_len
+        kv, protected = req.kv, req.kv.cache_protected_len
         with self.flags():
             self.ends.release(release_kv_cache, req, self.tree, checkpoint=finish)
         found = self.matched(running.tokens)
         most = max(before, most if finish else 0, of_others)
         assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
         if owner.kept:
-            assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
-            self.kept_once.add(owner.conversation)
-            # If several requests share a name, the row of the last one that left one is kept.
-            row = held, running.first_tainted, running.prompt_length, req.serial
-            self.talks[owner.conversation] = row, (running.inputs, running.neighbours)
+            self._keep(running, kv, held)
         elif finish:
             assert found >= least, f"{req.rid}: the tree has {found} exact entries, but {least} were there"
             self.shared_starts += running.first_tainted is not None and least > protected

@@ -1,5 +1,6 @@
 """Rows of idle conversations make way for waiting requests: as many as a step can admit."""
 
+from array import array
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.patches.request.compressed import attach_options
 from sglang_triattn.patches.scheduler.conversations import ROWS_PER_STEP, Conversations
 from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.request.row_record import RowRecord
 from sglang_triattn.rounds.rules import complete
 
 
@@ -68,6 +70,29 @@ def test_conversations_that_are_waited_for_stay():
     assert list(conversations.idle()) == ["talk 0", "talk 1"]
     # Nothing more can be dropped.
     assert not conversations.make_rows(queue)
+
+
+def test_rows_that_are_found_by_tokens_stay():
+    """Prevents a prompt that nothing names from losing the row that it is about to go on after."""
+    conversations = parked(0, 0)
+    for number in range(3):
+        idle = Idle()
+        idle.ids, idle.least, idle.owner = array("q", [number] * 100), 90, (None, None, None)
+        idle.record = RowRecord(10, evicted_tokens=40)
+        conversations._keep(number, idle)
+    rules = complete(Config(conversations="auto"))
+    queue = []
+    for number in (1, 5):
+        request = SimpleNamespace(beam_group=None, skip_radix_cache_insert=False, session=None, input_embeds=None)
+        request.lora_id = request.extra_key = request.cache_salt = None
+        request.origin_input_ids, request.output_ids = array("q", [number] * 95), array("q")
+        request.return_logprob = False
+        attach_options(request, CompressionOptions(rules, auto=True))
+        queue.append(request)
+    assert conversations.find(queue[0]) == 1
+    assert conversations.find(queue[1]) is None
+    assert conversations.make_rows(queue)
+    assert list(conversations.idle()) == [1, 2]
 
 
 def test_each_beam_takes_a_row():

@@ -31,6 +31,22 @@ def test_each_field_is_taken():
     assert named == CompressionOptions(CONFIG, conversation="c", release=True)
 
 
+def test_whose_rows_wait():
+    """Prevents a name that a server without conversations ignores, rows of requests that declined or have images, and
+    a last turn that no client can mark where rows need no name."""
+    off, auto = (dataclasses.replace(CONFIG, conversations=kind) for kind in ("off", "auto"))
+    with pytest.raises(TriAttentionError, match="this server keeps no conversations: leave it out, or start"):
+        read_request(off, {"triattention": {"conversation": "c"}})
+    assert read_request(off, None) == CompressionOptions(off)
+    for asked in (None, {}, {"triattention": None}, {"triattention": {}}):
+        assert read_request(auto, asked) == CompressionOptions(auto, auto=True)
+    last = read_request(auto, {"triattention": {"release": True}})
+    assert last == CompressionOptions(auto, release=True, auto=True)
+    assert read_request(auto, {"triattention": {"conversation": "c"}}) == CompressionOptions(auto, "c")
+    assert read_request(auto, {"triattention": {"enabled": False}}) == CompressionOptions(None)
+    assert not with_media(read_request(auto, None), ["image"]).auto
+
+
 def test_smaller_budgets_stay_consistent():
     """Prevents the server's recent tokens or floor from causing a small budget to be refused, or filling all of it."""
     assert [ask(budget=budget).recent for budget in (128, 20, 1)] == [16, 3, 1]

@@ -103,3 +103,13 @@ def replayed(row: list[int], plan, rules, draw: random.Random) -> list[int]:
     older, newest = others[: len(others) - recent], others[len(others) - recent :]
     kept = draw.sample(older, plan.kept_private - recent)
     return [*row[: plan.target], *moved, *kept, *newest]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "end", "left"),
+    [(1, 25, ((10, 13), (20, 25))), (1, 22, ((10, 13), (20, 22))), (1, 20, ((10, 13),)), (16, 22, ((0, 16), (16, 32)))],
+)
+def test_a_row_that_is_cut_loses_the_inputs_after_the_cut(page_size, end, left):
+    """Prevents tokens that a later turn generates from counting as input of one whose end was cut off."""
+    stretches = ((10, 13), (20, 25)) if page_size == 1 else ((0, 16), (16, 48))
+    assert TurnInputs(5, stretches).cut(end, page_size) == TurnInputs(5, left)
