@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from checks import check_books
+from checks import check_books, check_rounds, check_row
 from histories import Conversing, run_histories
 from sglang_triattn.census import IntegrityError
 from sglang_triattn.kernels import device_round
@@ -21,11 +21,12 @@ from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.rounds import compressor, launches
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.rounds.launches import Launch, MovedInputs
-from sglang_triattn.patches.scheduler import conversations
+from sglang_triattn.patches.scheduler import conversations, idle_rows
 from sglang_triattn.patches.scheduler import release as rows
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.request.lifecycle import CompressedRequest, RowRecord, Stage
+from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.inputs import TurnInputs
 from simulation import Simulation
 
@@ -36,17 +37,17 @@ class Fault:
 
     Attributes:
         noticed: what the first check to notice it says.
-        options: for random histories that show it; None for `an_answer_that_became_a_prompt`, which is too rare.
+        options: for random histories that show it, or a history of what is too rare there.
     """
 
     name: str
     plant: Callable[[pytest.MonkeyPatch], None]
     noticed: str
-    options: dict | None
+    options: dict | Callable[[], None]
 
     def history(self) -> None:
-        if self.options is None:
-            an_answer_that_became_a_prompt()
+        if callable(self.options):
+            self.options()
         else:
             run_histories(60, start=1, **self.options)
 
@@ -102,8 +103,8 @@ def see_the_first_hole_late(patch):
 def forget_earlier_rounds(patch):
     real = RowRecord.add_round
 
-    def add_round(record, plan, first_evicted, unordered_len):
-        real(record, plan, first_evicted, unordered_len)
+    def add_round(record, plan, first_evicted, *lengths):
+        real(record, plan, first_evicted, *lengths)
         record.first_evicted_pos, record.unread = None, (first_evicted,)
 
     patch.setattr(RowRecord, "add_round", add_round)
@@ -243,6 +244,32 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
     an_answer_that_became_a_prompt(finish=finish)
 
 
+def turns_with_edited_ends() -> None:
+    """Turns that go on before the end of a row: among what the last turn brought, before that, and among gaps."""
+    for page_size, less in [(1, 9), (1, 24), (1, 2), (4, 9), (4, 24)]:
+        sim = Simulation(page_size, pool=320, conversations="auto", selection="per-layer-head")
+        text = [7] * 10
+        for number, steps in enumerate((30, 5, 20, 20)):
+            text = [*text[: len(text) - less * (number > 1)], *([number + 1] * 15 if number else [])]
+            # What the third brings is compacted, and does not take the place of the inputs that were cut off.
+            settings = replace(sim.config, turn_inputs="compact" if number == 2 else "keep")
+            turn = sim.request(text, asked=CompressionOptions(settings, auto=True))
+            assert sim.admit(turn, 1000)
+            for _ in range(steps):
+                check_rounds(sim)
+                assert sim.decode(turn)
+                check_books(sim)
+                check_row(sim, turn)
+            text = turn.tokens
+            sim.release(turn, finish=True)
+            check_books(sim)
+
+
+def test_turns_with_edited_ends():
+    """Prevents a row from being cut among gaps, with its end kept, or with inputs that are no longer there."""
+    turns_with_edited_ends()
+
+
 def reserve_what_was_needed_once(patch):
     patch.setattr(CompressedRequest, "_row_changes", lambda owner: None)
 
@@ -259,9 +286,9 @@ def forget_moved_inputs(patch):
 def forget_that_inputs_moved(patch):
     real = RowRecord.add_round
 
-    def add_round(record, plan, first_evicted, unordered_len):
+    def add_round(record, plan, first_evicted, *lengths):
         inputs = plan.inputs_after(record.inputs)
-        real(record, replace(plan, moved=()), first_evicted, unordered_len)
+        real(record, replace(plan, moved=()), first_evicted, *lengths)
         record.inputs = inputs
 
     patch.setattr(RowRecord, "add_round", add_round)
@@ -269,6 +296,27 @@ def forget_that_inputs_moved(patch):
 
 def leave_inputs_in_place(patch):
     patch.setattr(MovedInputs, "write", lambda self, rows, slots: None)
+
+
+def cut_among_gaps(patch):
+    patch.setattr(conversations, "least_resumed", lambda request, *_: requests.evicted_of(request) + 1)
+
+
+def keep_the_end_of_a_cut_row(patch):
+    real = conversations.free_entries
+
+    def free_entries(kv, start, end, tree_cache):
+        real(kv, start, kv.kv_allocated_len, tree_cache)
+
+    patch.setattr(conversations, "free_entries", free_entries)
+
+
+def keep_inputs_after_a_cut(patch):
+    patch.setattr(TurnInputs, "cut", lambda self, end, page_size: self)
+
+
+def go_on_after_any_text(patch):
+    patch.setattr(idle_rows, "common_length", lambda one, other: min(len(one), len(other)))
 
 
 REMAP = {"page_size": 1, "selection": "shared-mean"}
@@ -290,7 +338,12 @@ FAULTS = [
     Fault("only the last round's hole counts", forget_earlier_rounds, "but may have", {**REMAP, "prompt": "compact"}),
     Fault("the tree takes compacted rows", let_the_tree_take_all, "but may have", REMAP),
     Fault("more is published than SGLang owns", publish_what_sglang_frees, "but may have|free, tree and", STRIP),
-    Fault("the tree's copy of an answer is freed", free_what_the_tree_has, "free, tree and|belongs to", None),
+    Fault(
+        "the tree's copy of an answer is freed",
+        free_what_the_tree_has,
+        "free, tree and|belongs to",
+        an_answer_that_became_a_prompt,
+    ),
     Fault("barred rows are published", publish_what_sglang_bars, "but may have", BARRED),
     Fault("barred rows are kept", keep_what_sglang_bars, "do not determine", {"varied": True}),
     Fault("a dropped conversation leaves its lock", leave_the_tree_locked, "of the tree are locked", REMAP),
@@ -301,13 +354,19 @@ FAULTS = [
     Fault(
         "a resumed row forgets what it lost",
         resume_as_if_nothing_was_evicted,
-        "due round|other tokens|count as inputs",
+        "due round|other tokens|count as inputs|do not follow",
         REMAP,
     ),
     Fault("inputs count as generated", take_inputs_for_generated, "count as inputs|lost . input|lost .. input", TALKS),
     Fault("moved inputs are forgotten", forget_moved_inputs, "count as inputs|frozen|due round|another number", TALKS),
     Fault("a permuted row passes for exact", forget_that_inputs_moved, "but may have", TALKS),
     Fault("inputs are not moved", leave_inputs_in_place, "belongs to|held twice|came from|frozen|input tokens", TALKS),
+    Fault("a row is cut among gaps", cut_among_gaps, "do not follow|other text", turns_with_edited_ends),
+    Fault("the end of a cut row is kept", keep_the_end_of_a_cut_row, "free, tree and", turns_with_edited_ends),
+    Fault(
+        "inputs after a cut stay inputs", keep_inputs_after_a_cut, "count as inputs|due round", turns_with_edited_ends
+    ),
+    Fault("a row is found by other text", go_on_after_any_text, "after other text", turns_with_edited_ends),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed|freed only in part", REMAP),
     Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
     Fault(

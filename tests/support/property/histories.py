@@ -40,7 +40,7 @@ RARELY = st.sampled_from([False] * 7 + [True])
 # A message, or what a tool returns.
 INPUTS = st.lists(TOKENS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=12, max_size=40)
 # Tokens at the end of a text that its next turn does not repeat: another tokenisation, an edit, a retry.
-LESS = st.sampled_from([0, 0, 0, 1, 2, 5])
+LESS = st.sampled_from([0, 0, 0, 1, 2, 5, 9, 14])
 ABORTS = st.sampled_from([None] * 9 + [0, 1, 2])
 
 SETTINGS = st.fixed_dictionaries(
@@ -161,7 +161,7 @@ class Histories(RuleBasedStateMachine):
         if other or len(said) > 110:
             said = [7] * 3
         asked = self._asked(asked if name == "a" else "less", name)
-        said = said[: len(said) - less]
+        said = said[: max(len(said) - less, 0)]
         turn = self.sim.request([*said, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
         if self._admit(turn, chunk, abort_at if self.varied else None):
             self.decode(steps)
@@ -242,17 +242,17 @@ class Histories(RuleBasedStateMachine):
 class Conversing(Histories):
     """Mostly turns of conversations, which bring more than the model generates."""
 
-    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
-    def go_on(self, name, tail, chunk, steps):
-        self._talk_on(name, tail, chunk, steps)
+    @rule(name=st.sampled_from("ab"), less=LESS, tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
+    def go_on(self, name, less, tail, chunk, steps):
+        self._talk_on(name, less, tail, chunk, steps)
 
-    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
-    def go_on_again(self, name, tail, chunk, steps):
-        self._talk_on(name, tail, chunk, steps)
+    @rule(name=st.sampled_from("ab"), less=LESS, tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
+    def go_on_again(self, name, less, tail, chunk, steps):
+        self._talk_on(name, less, tail, chunk, steps)
 
-    def _talk_on(self, name, tail, chunk, steps):
+    def _talk_on(self, name, less, tail, chunk, steps):
         spoken = self.sim.spoken.get(name, [7] * 3)
-        text = spoken if len(spoken) < 110 else [7] * 3
+        text = spoken[: max(len(spoken) - less, 0)] if len(spoken) < 110 else [7] * 3
         turn = self.sim.request([*text, *tail], asked=self._asked("nothing", name))
         if self._admit(turn, chunk):
             self.decode(steps)
