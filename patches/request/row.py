@@ -136,8 +136,8 @@ def count_as_cached(request: Req, tokens: int) -> None:
     request.cached_tokens += tokens
 
 
-def free_entries(kv: ReqKvInfo, start: int, end: int, tree_cache: BasePrefixCache) -> None:
-    """Frees the pages of a row that lie entirely after its first `start` entries, up to entry `end`."""
-    first_empty = ceil_align(start, tree_cache.page_size)
-    if first_empty < end:
-        tree_cache.free_kv_row(kv, [(first_empty, end)])
+def free_tail(kv: ReqKvInfo, length: int, tree_cache: BasePrefixCache) -> None:
+    """Frees the pages of a row that lie entirely after its first `length` entries."""
+    first_empty = ceil_align(length, tree_cache.page_size)
+    if first_empty < kv.kv_allocated_len:
+        tree_cache.free_kv_row(kv, [(first_empty, kv.kv_allocated_len)])

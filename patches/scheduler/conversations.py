@@ -29,7 +29,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.errors import type_and_line
@@ -42,11 +42,11 @@ from sglang_triattn.patches.request.compressed import (
     write_tree_rule,
 )
 from sglang_triattn.patches.request.fields import rows_of
-from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
+from sglang_triattn.patches.request.integrity import all_or_nothing
 from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
 from sglang_triattn.patches.request.row import (
     count_as_cached,
-    free_entries,
+    free_tail,
     leave_row,
     take_row,
     write_row_length,
@@ -82,21 +82,6 @@ ROWS_PER_STEP = 128
 """Rows that are kept free while requests wait, more than one prefill step usually admits; a beam takes one each."""
 
 
-@dataclass(frozen=True)
-class _Acquired:
-    """The row that the request under admission has acquired; the row may end after what the request goes on after.
-
-    Attributes:
-        name: where it came from.
-        idle: the row.
-        length: its entries.
-    """
-
-    name: Name
-    idle: Conversation
-    length: int
-
-
 class Conversations:
     """All idle conversations of a scheduler, least recently used first.
 
@@ -110,7 +95,8 @@ class Conversations:
         self._scheduler: Scheduler
         self._idle: OrderedDict[Name, Conversation] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()
-        self._acquired: _Acquired | None = None
+        # The row that the request under admission has acquired, and its name.
+        self._acquired: tuple[Name, Conversation] | None = None
         # Rows without a client's name.
         self._index = RowIndex()
         self._number = 0
@@ -210,12 +196,12 @@ class Conversations:
         if refusal is not None:
             self._refuse(request, refusal)
             return False
-        self._acquired = _Acquired(name, self._take(name), idle.kv.kv_allocated_len)
+        if length < len(idle.ids):
+            idle.cut(length, self._scheduler)
+        self._acquired = name, self._take(name)
         compression.acquire(record)
         drop_looked_up(self._scheduler, request.kv)
         take_row(request, idle.kv, idle.last_node)
-        write_row_length(request, length - record.evicted_tokens)
-        request.prefix_len = request.kv.kv_allocated_len
         return True
 
     def _take(self, name: Name) -> Conversation:
@@ -240,10 +226,8 @@ class Conversations:
         """Gives the row back to its conversation, because the attempt failed."""
         compression = compression_of(request)
         # Set: an attempt has begun.
-        acquired, self._acquired = cast(_Acquired, self._acquired), None
-        kv = acquired.idle.kv
-        kv.kv_committed_len = kv.kv_allocated_len = acquired.length
-        self._keep(acquired.name, acquired.idle)
+        (name, idle), self._acquired = cast("tuple[Name, Conversation]", self._acquired), None
+        self._keep(name, idle)
         if compression.stage is Stage.ACQUIRED:
             compression.rollback()
         leave_row(request)
@@ -256,9 +240,7 @@ class Conversations:
         compression.admit(len(request.origin_input_ids), start)
         write_tree_rule(request)
         if acquired is not None:
-            idle, self.resumed = acquired.idle, self.resumed + 1
-            with unbroken("the end of a conversation's row was freed"):
-                free_entries(request.kv, request.kv.kv_allocated_len, acquired.length, self._scheduler.tree_cache)
+            idle, self.resumed = acquired[1], self.resumed + 1
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
             count_as_cached(request, idle.record.evicted_tokens)
@@ -323,7 +305,7 @@ class Conversations:
         ids = ids[: report.logical_length]
         least = least_resumed(request, ids, tree.page_size)
         with all_or_nothing(lambda: free_slots(self._scheduler)):
-            free_entries(request.kv, physical, request.kv.kv_allocated_len, tree)
+            free_tail(request.kv, physical, tree)
         write_row_length(request, physical)
         record = compression.park(report)
         idle = Conversation(

@@ -20,6 +20,7 @@ from sglang_triattn.patches.request.compressed import (
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
 from sglang_triattn.patches.request.linear_states import free_state
+from sglang_triattn.patches.request.row import free_tail
 from sglang_triattn.patches.request.window_pool import WindowPool, row_allocator
 from sglang_triattn.request.options import KEY
 from sglang_triattn.request.row_index import common_length
@@ -60,6 +61,16 @@ class Conversation:
     owner: tuple
     record: RowRecord
     used: float | None
+
+    def cut(self, length: int, scheduler: Scheduler) -> None:
+        """Cuts it after `length` token ids, at least `least`; if this raises anything but IntegrityError, nothing has
+        changed."""
+        entries = length - self.record.evicted_tokens
+        with all_or_nothing(lambda: free_slots(scheduler)):
+            free_tail(self.kv, entries, scheduler.tree_cache)
+        self.kv.kv_committed_len = self.kv.kv_allocated_len = entries
+        self.ids = self.ids[:length]
+        self.record.inputs = self.record.inputs.cut(entries, scheduler.tree_cache.page_size)
 
     def free_slots(self, scheduler: Scheduler) -> None:
         """Frees its private slots; if this raises anything but IntegrityError, nothing has changed."""

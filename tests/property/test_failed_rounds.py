@@ -122,7 +122,7 @@ def test_random_failures_with_two_pools(page_size):
 
 def test_random_failures_of_drafting_requests():
     """Prevents reserves from staying where a failed round has put them, and from moving without their row."""
-    counts = run(6, page_size=4, reserve=10)
+    counts = run(10, page_size=4, reserve=10)
     assert sum(counts[step] for step in ROUND_STEPS) > 5, counts
 
 

@@ -11,7 +11,7 @@ from sglang_triattn.patches.rounds import compressor, launches, memory_pressure
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.rounds.launches import Launch
 from sglang_triattn.patches.rounds.recovery import Attempt
-from sglang_triattn.patches.scheduler import conversations
+from sglang_triattn.patches.scheduler import conversations, idle_rows
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.request.lifecycle import CompressedRequest
 from simulation import Simulation
@@ -42,10 +42,11 @@ ROUND_STEPS = {
 """Each step of a round: the owner and name of its function."""
 
 TALK_STEPS = {
-    "may it continue": (conversations, "continues"),
+    "may it continue": (conversations, "resumable_length"),
     "acquire": (CompressedRequest, "acquire"),
     "take the row": (conversations, "take_row"),
     "leave the tail": (conversations, "free_tail"),
+    "cut the row": (idle_rows, "free_tail"),
     "park": (Conversations, "_park"),
 }
 """The same for what conversations do with rows."""

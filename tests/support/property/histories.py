@@ -40,7 +40,7 @@ RARELY = st.sampled_from([False] * 7 + [True])
 # A message, or what a tool returns.
 INPUTS = st.lists(TOKENS, min_size=1, max_size=4) | st.lists(TOKENS, min_size=12, max_size=40)
 # Tokens at the end of a text that its next turn does not repeat: another tokenisation, an edit, a retry.
-LESS = st.sampled_from([0, 0, 0, 1, 2, 5, 9, 14])
+LESS = st.sampled_from([0] * 10 + [1, 2, 5, 9, 14])
 ABORTS = st.sampled_from([None] * 9 + [0, 1, 2])
 
 SETTINGS = st.fixed_dictionaries(
@@ -134,13 +134,13 @@ class Histories(RuleBasedStateMachine):
         self._admit(request, chunk, abort_at if self.varied else None)
 
     @precondition(lambda self: self.sim.finished or self.sim.running or self.sim.waiting)
-    @rule(which=st.integers(0, 99), less=LESS, tail=INPUTS, steps=st.integers(0, 30), thinks=st.booleans())
+    @rule(which=st.integers(0, 99), less=LESS, tail=INPUTS, steps=st.integers(5, 35), thinks=st.booleans())
     def next_turn(self, which, less, tail, steps, thinks):
         """A multi-turn client: a request's text, finished or so far, comes back as a prompt, whole or less its end."""
         unfinished = [running.tokens for running in (*self.sim.running, *self.sim.waiting)]
         said = [*self.sim.finished, *unfinished]
-        history = said[which % len(said)]
-        self._admit(self.sim.request([*history[: max(min(90, len(history) - less), 0)], *tail], thinks=thinks), 1000)
+        history = self.sim.finished[-1] if which % 2 and self.sim.finished else said[which % len(said)]
+        self._admit(self.sim.request([*history[: max(min(110, len(history) - less), 0)], *tail], thinks=thinks), 1000)
         self.decode(steps)
 
     @rule(
@@ -242,17 +242,17 @@ class Histories(RuleBasedStateMachine):
 class Conversing(Histories):
     """Mostly turns of conversations, which bring more than the model generates."""
 
-    @rule(name=st.sampled_from("ab"), less=LESS, tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
-    def go_on(self, name, less, tail, chunk, steps):
-        self._talk_on(name, less, tail, chunk, steps)
+    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(10, 35))
+    def go_on(self, name, tail, chunk, steps):
+        self._talk_on(name, tail, chunk, steps)
 
-    @rule(name=st.sampled_from("ab"), less=LESS, tail=INPUTS, chunk=CHUNKS, steps=st.integers(3, 30))
-    def go_on_again(self, name, less, tail, chunk, steps):
-        self._talk_on(name, less, tail, chunk, steps)
+    @rule(name=st.sampled_from("ab"), tail=INPUTS, chunk=CHUNKS, steps=st.integers(10, 35))
+    def go_on_again(self, name, tail, chunk, steps):
+        self._talk_on(name, tail, chunk, steps)
 
-    def _talk_on(self, name, less, tail, chunk, steps):
+    def _talk_on(self, name, tail, chunk, steps):
         spoken = self.sim.spoken.get(name, [7] * 3)
-        text = spoken[: max(len(spoken) - less, 0)] if len(spoken) < 110 else [7] * 3
+        text = spoken if len(spoken) < 110 else [7] * 3
         turn = self.sim.request([*text, *tail], asked=self._asked("nothing", name))
         if self._admit(turn, chunk):
             self.decode(steps)
