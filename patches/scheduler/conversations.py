@@ -287,9 +287,12 @@ class Conversations:
             return False
         if not aborted:
             self._drop_replaced(compression)
+        elif compression.start != RESUMED:
+            # Its client has no turn before that could be lost.
+            return False
         if compression.options.release or not tokens_tell_all(request) or compression.conversation in self._idle:
             return False
-        if not compression.evicted_tokens and (aborted or compression.options.auto or not tree.disable):
+        if not compression.evicted_tokens and (compression.options.auto or not tree.disable):
             # All of it is exact, so the tree takes it, for everybody.
             return False
         if compression.options.auto and request.session is not None:
