@@ -228,8 +228,8 @@ OPTIONS = (
         "conversations",
         str,
         "off|named|auto",
-        "whose compressed row waits for a next turn: nobody's (off), that of a request which names a conversation "
-        "(named), or also that of every other finished request, found again by its tokens (auto)",
+        "which compressed rows wait for a next turn: none (off), those of requests that name a conversation (named), "
+        "or also those of all other finished requests, found again by their tokens (auto)",
     ),
     Option(
         "conversation_ttl",

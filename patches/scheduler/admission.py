@@ -118,8 +118,8 @@ class Admission:
             options = replace(options, settings=None)
         compression = attach_options(req, options, self._reserve)
         if compression.keeps_row and compression.settings is not None:
-            continued = self._conversations.on_arrival(req)
-            if continued and not self._fits(req):
+            self._conversations.on_arrival(req)
+            if not self._fits(req) and self._conversations.is_continued(req):
                 # If the conversation's row is gone by then, the history cannot be prefilled as a whole.
                 compression.compact_prompt()
                 write_tree_rule(req)

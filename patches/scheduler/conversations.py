@@ -130,13 +130,10 @@ class Conversations:
         self._scheduler = scheduler
         self.windows = WindowPool(scheduler) if has_window_pool(scheduler) else None
 
-    def on_arrival(self, request: Req) -> bool:
-        """Whether an arriving request continues a conversation, as far as is known.
-
-        For one that names a conversation, drops those that have expired, and notes the time.
-        """
+    def on_arrival(self, request: Req) -> None:
+        """For an arriving request that names a conversation: drops those that have expired, and notes the time."""
         if compression_of(request).conversation is None:
-            return self.find(request) is not None
+            return
         group = self._scheduler.dp_tp_group
         now = time.monotonic()
         if group.world_size > 1:
@@ -145,26 +142,30 @@ class Conversations:
             if idle.used is not None and idle.used + self._ttl < now:
                 self._drop(name)
         compression_of(request).arrived_at = now
-        return True
 
-    def find(self, request: Req) -> Name | None:
-        """The name of the row that a waiting request may resume; None if there is none.
+    def is_continued(self, request: Req) -> bool:
+        """Whether an arriving request continues a conversation, as far as is known."""
+        return compression_of(request).conversation is not None or self.find(request) is not None
+
+    def find(self, request: Req) -> tuple[Name, int] | None:
+        """The row that a waiting request may resume, and after how many of its token ids; None if there is none.
 
         A row that is found by tokens is the one that saves most, among equal ones the one that was left last.
         """
         compression = compression_of(request)
         if (name := compression.conversation) is not None:
             idle = self._idle.get(name)
-            return name if idle is not None and resumable_length(idle, request, self.windows) else None
+            length = 0 if idle is None else resumable_length(idle, request, self.windows)
+            return (name, length) if length else None
         if not compression.options.auto or not self._index or request.session is not None:
             return None
         if compression.block_hashes is None:
             compression.block_hashes = block_hashes(request.origin_input_ids, reuse_key(request))
-        best, longest = None, 0
+        best = None
         for name in self._index.candidates(compression.block_hashes):
             length = resumable_length(self._idle[name], request, self.windows)
-            if length > longest:
-                best, longest = name, length
+            if length > (0 if best is None else best[1]):
+                best = name, length
         return best
 
     def acquire(self, request: Req) -> bool:
@@ -172,10 +173,13 @@ class Conversations:
         compression = compression_of(request)
         if not compression.keeps_row or compression.stage is not Stage.ARRIVED or compression.start is not None:
             return False
-        name: Name | None = None
+        name = compression.conversation
         try:
-            name = self.find(request)
-            return name is not None and self._acquire(request, name)
+            found = self.find(request)
+            if found is None:
+                return False
+            name, length = found
+            return self._acquire(request, name, length)
         except Exception as error:
             self._survive(error, f"the conversation {shown(name)} could not be resumed, and starts anew")
             if self._acquired is not None:
@@ -185,9 +189,8 @@ class Conversations:
                 request.init_next_round_input(self._scheduler.tree_cache)
             return False
 
-    def _acquire(self, request: Req, name: Name) -> bool:
+    def _acquire(self, request: Req, name: Name, length: int) -> bool:
         idle, compression = self._idle[name], compression_of(request)
-        length = resumable_length(idle, request, self.windows)
         if compression.conversation is None and request.prefix_len + request.host_hit_length >= length:
             # The tree has as much, and exact.
             return False
@@ -378,7 +381,10 @@ class Conversations:
     def _waited_for(self, request: Req) -> Name | None:
         """The name of the row that a request waits for, whether or not it may resume it."""
         compression = compression_of(request)
-        return compression.conversation if compression.conversation is not None else self.find(request)
+        if compression.conversation is not None:
+            return compression.conversation
+        found = self.find(request)
+        return None if found is None else found[0]
 
     def idle(self) -> dict[Name, Conversation]:
         """All idle rows by name."""

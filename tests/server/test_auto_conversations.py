@@ -11,10 +11,11 @@ import openai
 import pytest
 
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
-from oracle import TOLERANCE, oracle_of
+from harness import assert_pool_is_whole, compression, prompt, two_cores
+from oracle import oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
+from turn_account import hold_to_account
 from words import text
 
 AUTO = ("--triattention-conversations", "auto")
@@ -45,17 +46,6 @@ def talk(client, answers: tuple[int, ...] = ANSWERS, **sampling) -> tuple[list[d
             ids = whole[: held + (number == 0)] + prompt(40 + number, INPUTS[number])
             inputs.append((held, len(ids)))
     return responses, prompts, inputs
-
-
-def hold_to_account(account, responses, prompts, inputs) -> None:
-    """Compares the last turn's log-probabilities with the account; one that compacts inputs must differ."""
-    everything = prompts[-1] + responses[-1]["output_ids"][:-1]
-    values, tokens = served_logprobs(responses[-1])
-    pauses = [(first, end + 1) for first, end in inputs]
-    for stays, close in ((inputs, True), ((), False)):
-        expected, _ = account.logprobs(everything, PROMPT, PROMPT, pauses=pauses, inputs=stays)
-        error = (expected[-len(tokens) :].gather(1, tokens) - values).abs().max()
-        assert (error < TOLERANCE) if close else (error > 50 * TOLERANCE), f"inputs {stays}: {error}"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import torch
 import harness
 import kept_probe
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, served_logprobs, two_cores
-from oracle import TOLERANCE, oracle_of
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, two_cores
+from oracle import oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
+from turn_account import hold_to_account
 
 PROMPT, ANSWER = 48, 145
 """Whole pages of 16, together with the token that each answer leaves to the next turn."""
@@ -35,19 +36,6 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
         ids = ids + responses[-1]["output_ids"] + prompt(40 + number, length)
         inputs.append((held, len(ids)))
     return responses, prompts, inputs[:-1]
-
-
-def hold_to_account(account, responses, prompts, inputs, frozen: int = PROMPT) -> None:
-    """Compares the last turn's log-probabilities with the account; an account that compacts inputs must differ."""
-    response, ids = responses[-1], prompts[-1]
-    everything = ids + response["output_ids"][:-1]
-    values, tokens = served_logprobs(response)
-    # A message is prefilled in one piece, and rounds wait until its turn decodes.
-    pauses = [(first, end + 1) for first, end in inputs]
-    for stays, close in ((inputs, True), ((), False)):
-        expected, _ = account.logprobs(everything, PROMPT, frozen, pauses=pauses, inputs=stays)
-        error = (expected[-len(tokens) :].gather(1, tokens) - values).abs().max()
-        assert (error < TOLERANCE) if close else (error > 50 * TOLERANCE), f"inputs {stays}: {error}"
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Histories(RuleBasedStateMachine):
 
     def _asked(self, asked: str, conversation: str | None = None) -> CompressionOptions:
         config = self.sim.config
-        options = CompressionOptions(config, conversation, auto=conversation is None and config.conversations == "auto")
+        options = self.sim.options(conversation)
         if not self.varied or asked == "nothing":
             return options
         if asked == "declined" and conversation is None:
@@ -138,8 +138,8 @@ class Histories(RuleBasedStateMachine):
     def next_turn(self, which, less, tail, steps, thinks):
         """A multi-turn client: a request's text, finished or so far, comes back as a prompt, whole or less its end."""
         unfinished = [running.tokens for running in (*self.sim.running, *self.sim.waiting)]
-        said = [*self.sim.finished, *unfinished]
-        history = self.sim.finished[-1] if which % 2 and self.sim.finished else said[which % len(said)]
+        texts = [*self.sim.finished, *unfinished]
+        history = self.sim.finished[-1] if which % 2 and self.sim.finished else texts[which % len(texts)]
         self._admit(self.sim.request([*history[: max(min(110, len(history) - less), 0)], *tail], thinks=thinks), 1000)
         self.decode(steps)
 
@@ -157,12 +157,12 @@ class Histories(RuleBasedStateMachine):
     )
     def talk(self, name, tail, chunk, other, less, asked, steps, thinks, barred, abort_at):
         """A turn of a conversation: it continues the conversation's text, or says something else under its name."""
-        said = self.sim.spoken.get(name, [])
-        if other or len(said) > 110:
-            said = [7] * 3
+        text = self.sim.spoken.get(name, [])
+        if other or len(text) > 110:
+            text = [7] * 3
         asked = self._asked(asked if name == "a" else "less", name)
-        said = said[: max(len(said) - less, 0)]
-        turn = self.sim.request([*said, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
+        text = text[: max(len(text) - less, 0)]
+        turn = self.sim.request([*text, *tail], asked=asked, thinks=thinks, barred=barred and self.varied)
         if self._admit(turn, chunk, abort_at if self.varied else None):
             self.decode(steps)
             if steps % 2 and turn in self.sim.running:

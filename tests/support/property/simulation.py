@@ -103,10 +103,13 @@ class Simulation(Memory):
         req = Req(f"r{self._serial}", "", array("q", prompt), SamplingParams(max_new_tokens=CONTEXT))
         req.serial = self._serial
         req.skip_radix_cache_insert = fields.get("barred", False)
-        auto = conversation is None and self.config.conversations == "auto"
-        options = asked or CompressionOptions(self.config, conversation, auto=auto)
-        requests_patch.attach_options(req, options, self.reserve)
+        requests_patch.attach_options(req, asked or self.options(conversation), self.reserve)
         return Running(req, **fields)
+
+    def options(self, conversation: str | None = None) -> CompressionOptions:
+        """Options of a request that asks for the server's settings."""
+        auto = conversation is None and self.config.conversations == "auto"
+        return CompressionOptions(self.config, conversation, auto=auto)
 
     def admit(
         self,

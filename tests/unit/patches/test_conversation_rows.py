@@ -89,7 +89,7 @@ def test_rows_that_are_found_by_tokens_stay():
         request.return_logprob = False
         attach_options(request, CompressionOptions(rules, auto=True))
         queue.append(request)
-    assert conversations.find(queue[0]) == 1
+    assert conversations.find(queue[0]) == (1, 94)
     assert conversations.find(queue[1]) is None
     assert conversations.make_rows(queue)
     assert list(conversations.idle()) == [1, 2]
