@@ -90,3 +90,17 @@ class Mover:
         )
         for kernel in self._move_kernels:
             kernel.move(sources, targets, ordered=strategy == "slide")
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies K and V of all layers and heads from slots to other slots; the host never waits.
+
+        Args:
+            sources, targets: [M] int32, which have no slot in common, unless it is copied to itself.
+        """
+        sources, targets = sources[None], targets[None]
+        if self._move_kernels is None:
+            for group in self._buffers:
+                move_torch(group, sources, targets)
+            return
+        for kernel in self._move_kernels:
+            kernel.move(sources, targets, ordered=False)

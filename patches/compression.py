@@ -51,6 +51,7 @@ from sglang_triattn.patches.scheduler.circuit_breaker import Breaker
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.disaggregation import DecodeServer
 from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.patches.scheduler.row_copy import make_copier
 from sglang_triattn.rounds.plan import Totals, check_reach
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.rounds.scoring import build_scorer, counted_from
@@ -166,11 +167,14 @@ class Compression:
             compressor = build_compressor(
                 scheduler, self.config, stats, self._workspace.memory, self._conversations, merge, self._breaker
             )
+            if self.config.conversations != "off":
+                kernels = rehearsal.runs_kernels(scheduler.device)
+                self._conversations.copier = make_copier(scheduler, kernels=kernels)
             with nullcontext() if merge is None else merge.suspended():
-                rehearsal.rehearse(scheduler, compressor)
+                rehearsal.rehearse(scheduler, compressor, self._conversations.copier)
         if merge is not None:
             with rehearsal.in_one_sentence():
-                rehearsal.rehearse(scheduler, compressor)
+                rehearsal.rehearse(scheduler, compressor, self._conversations.copier)
         return compressor
 
     def _measures_after_update(self) -> bool:

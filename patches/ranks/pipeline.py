@@ -11,11 +11,13 @@ Each stage chooses what its own layers keep. One choice for all would make the f
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from sglang_triattn.kernels.select import selection_named
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_triattn.patches.sglang_types import Scheduler
@@ -31,6 +33,17 @@ def is_staged(scheduler: Scheduler) -> bool:
 def runs_beside(scheduler: Scheduler) -> bool:
     """Whether forward passes run on a stream of their own (`Scheduler.run_batch`, `_pp_launch_batch`)."""
     return scheduler.enable_overlap or is_staged(scheduler)
+
+
+def after_queued_step(scheduler: Scheduler, *borrowed: torch.Tensor) -> AbstractContextManager:
+    """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
+    if not runs_beside(scheduler):
+        return nullcontext()
+    scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
+    for tensor in borrowed:
+        if tensor.is_cuda:
+            tensor.record_stream(scheduler.forward_stream)
+    return scheduler.forward_stream_ctx
 
 
 def keeps_alike(scheduler: Scheduler, selection: str) -> bool:

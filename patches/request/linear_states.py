@@ -16,8 +16,11 @@ nothing is recorded and the copy is not used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
+
+import torch
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.compressed import evicted_of
@@ -73,3 +76,33 @@ def free_state(scheduler: Scheduler, kv: ReqKvInfo) -> None:
         rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
         # It looks at nothing else of its argument.
         rows.free_mamba_cache(cast("Req", SimpleNamespace(kv=kv)))
+
+
+def can_copy_state(scheduler: Scheduler, kv: ReqKvInfo) -> bool:
+    """Whether there is memory for a second state like that of a row; true for a row without a state."""
+    if not kv.holds_mamba:
+        return True
+    rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
+    return rows.mamba_allocator.available_size() > rows.mamba_initial_tracking_slots
+
+
+def copy_state(scheduler: Scheduler, kv: ReqKvInfo, copied: ReqKvInfo, undo: ExitStack) -> Callable[[], None]:
+    """Gives `copied`, a row like `kv`, memory for a state of its own; returns what copies the state.
+
+    Args:
+        undo: gives the memory back.
+    """
+    if not kv.holds_mamba:
+        return lambda: None
+    rows = cast("HybridReqToTokenPool", scheduler.req_to_token_pool)
+    copied.mamba_pool_idx = copied.mamba_ping_pong_track_buffer = None
+    copied.mamba_ping_pong_empty = [True] * rows.mamba_ping_pong_track_buffer_size
+    [copied.mamba_pool_idx] = cast("torch.Tensor", rows.mamba_allocator.alloc(1))
+    undo.callback(free_state, scheduler, copied)
+    rows.req_index_to_mamba_index_mapping[copied.req_pool_idx] = copied.mamba_pool_idx.to(torch.int32)
+    if rows.enable_mamba_extra_buffer:
+        rows._alloc_ping_pong_buffer(cast("Req", SimpleNamespace(kv=copied)))
+        buffers = rows.req_index_to_mamba_ping_pong_track_buffer_mapping
+        buffers[copied.req_pool_idx] = cast("torch.Tensor", copied.mamba_ping_pong_track_buffer)
+    source, target = kv.mamba_pool_idx.unsqueeze(0), copied.mamba_pool_idx.unsqueeze(0)
+    return lambda: rows.mamba_pool.copy_from(source, target)

@@ -35,7 +35,7 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model.pinned import read_later
-from sglang_triattn.patches.ranks.pipeline import is_staged, keeps_alike, runs_beside
+from sglang_triattn.patches.ranks.pipeline import after_queued_step, is_staged, keeps_alike, runs_beside
 from sglang_triattn.patches.request.batch_lengths import shortened
 from sglang_triattn.patches.request.bounds import reserved_of
 from sglang_triattn.patches.request.compressed import compression_of, may_be_due
@@ -207,7 +207,7 @@ class Compressor:
         if self._windows is not None:
             attempt.cursors = free_peers(self._windows, launches)
         done, borrowed = [], [part for launch in launches for part in (launch.slots, launch.row_info)]
-        with self._on_forward_stream(*borrowed), self.times.device():
+        with after_queued_step(self._scheduler, *borrowed), self.times.device():
             for launch in launches:
                 attempt.moves.append(self._recovery.moves_begun)
                 done.append(self.score_and_move(launch))
@@ -298,17 +298,6 @@ class Compressor:
         row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
         moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
         self.totals.add(plan, shape.most_moves(plan) * moved)
-
-    def _on_forward_stream(self, *borrowed: torch.Tensor) -> AbstractContextManager:
-        """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
-        scheduler = self._scheduler
-        if not runs_beside(scheduler):
-            return nullcontext()
-        scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-        for tensor in borrowed:
-            if tensor.is_cuda:
-                tensor.record_stream(scheduler.forward_stream)
-        return scheduler.forward_stream_ctx
 
     def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
         """Lets the schedule stream use tensors made on the forward stream."""

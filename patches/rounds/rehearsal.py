@@ -26,6 +26,7 @@ from sglang_triattn.patches.rounds.launches import Launch, RoundShape, width_for
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.rounds.compressor import Compressor
+    from sglang_triattn.patches.scheduler.row_copy import RowCopier
     from sglang_triattn.patches.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def runs_kernels(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
+def rehearse(scheduler: Scheduler, compressor: Compressor, copier: RowCopier | None = None) -> None:
     """Rehearses every kind of launch on the stream that rounds run on, and waits for the device.
 
     With window layers that have a KV pool of their own, also SGLang's kernel that frees slots of it.
@@ -49,6 +50,7 @@ def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
     Args:
         scheduler: SGLang's Scheduler, fully built.
         compressor: its Compressor.
+        copier: what copies its rows, if anything does.
 
     Raises what a kernel raises.
     """
@@ -61,6 +63,8 @@ def rehearse(scheduler: Scheduler, compressor: Compressor) -> None:
             compressor.score_and_move(launch)
         if compressor.windows is not None:
             compressor.windows.rehearse()
+        if copier is not None:
+            copier.rehearse()
     device.synchronize()
 
 

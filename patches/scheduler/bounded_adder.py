@@ -59,7 +59,7 @@ def bounded_adder(
             with replaced(req.sampling_params, "ignore_eos", False):
                 result = super().add_one_req(req, has_chunked_req, truncation_align_size)
             if self.can_run_list and self.can_run_list[-1] is req:
-                conversations.commit(req)
+                conversations.commit(req, self._room_for_copy())
             elif acquired:
                 conversations.rollback(req)
             if self.new_chunked_req is req:
@@ -139,6 +139,12 @@ def bounded_adder(
 
         def _room(self) -> int:
             return int(self.rem_total_tokens)
+
+        def _room_for_copy(self) -> int:
+            """Slots that no request may still need, in each pool."""
+            if conversations.windows is None:
+                return self._room()
+            return min(self._room(), int(self.memory_budget.remaining_swa))
 
         def _make_room(self, wanted) -> None:
             """Idle rows give way to a prefill that would not find `wanted` slots, for which nobody else might."""

@@ -14,9 +14,15 @@ by its ids (`row_index`), unless the tree holds as many of them.
 Who owns a row:
 
     running request --park--> conversation --acquire--> request at admission --commit--> running request
-                                   |     <--rollback, if not admitted--
-                                   +--drop: least recently used first, when others need memory or rows; too old
+                                   |     <--rollback, if not admitted--          |
+                                   |     <--a copy, its spare--------------------+
+                                   +--drop: spares and the least recently used first, when others need memory or rows;
+                                   |        too old
                                    +--forgotten by a flush
+
+While memory allows it, a copy of a row that is resumed stays idle (`row_copy`). If the turn fails, the conversation
+still has it; a second request of the same text resumes it, as a branch; and once the turn has been answered, it serves
+one that repeats that turn, until the next turn comes.
 
 Decisions depend on token counts, ids and the order of requests, which are equal on all tensor-parallel ranks, and on
 rank 0's clock.
@@ -55,6 +61,7 @@ from sglang_triattn.patches.request.window_pool import WindowPool, has_window_po
 from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
 from sglang_triattn.patches.scheduler.idle_rows import (
     Conversation,
+    IdleRows,
     Name,
     free_slots,
     least_resumed,
@@ -63,8 +70,8 @@ from sglang_triattn.patches.scheduler.idle_rows import (
     reuse_key,
     unfit,
 )
+from sglang_triattn.patches.scheduler.row_copy import RowCopier
 from sglang_triattn.request.lifecycle import DIVERGED, LOST, NEW, RESUMED, CompressedRequest, Stage
-from sglang_triattn.request.row_index import RowIndex, block_hashes
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
@@ -88,25 +95,24 @@ class Conversations:
     Attributes:
         resumed: turns that resumed a row since the server started.
         windows: the window layers' own KV pool, if they have one.
+        copier: copies rows that are resumed; None if none are copied.
     """
 
     def __init__(self, ttl: int) -> None:
         self._ttl = ttl
         self._scheduler: Scheduler
-        self._idle: OrderedDict[Name, Conversation] = OrderedDict()
+        self._idle = IdleRows()
         self._lost: OrderedDict[str, None] = OrderedDict()
-        # The row that the request under admission has acquired, and its name.
-        self._acquired: tuple[Name, Conversation] | None = None
-        # Rows without a client's name.
-        self._index = RowIndex()
-        self._number = 0
+        # The row that the request under admission has acquired.
+        self._acquired: Conversation | None = None
         self.resumed = 0
         self.windows: WindowPool | None = None
+        self.copier: RowCopier | None = None
 
     @property
     def parked(self) -> int:
-        """Idle rows now."""
-        return len(self._idle)
+        """Idle rows that wait for a next turn now."""
+        return sum(not idle.spare for idle in self._idle)
 
     def hooks(self) -> list[Hook]:
         return [
@@ -138,34 +144,31 @@ class Conversations:
         now = time.monotonic()
         if group.world_size > 1:
             now = cast(float, group.broadcast_object(now, src=0))
-        for name, idle in list(self._idle.items()):
+        for idle in self._idle:
             if idle.used is not None and idle.used + self._ttl < now:
-                self._drop(name)
+                self._drop(idle)
         compression_of(request).arrived_at = now
 
     def is_continued(self, request: Req) -> bool:
         """Whether an arriving request continues a conversation, as far as is known."""
         return compression_of(request).conversation is not None or self.find(request) is not None
 
-    def find(self, request: Req) -> tuple[Name, int] | None:
+    def find(self, request: Req) -> tuple[Conversation, int] | None:
         """The row that a waiting request may resume, and after how many of its token ids; None if there is none.
 
         A row that is found by tokens is the one that saves most, among equal ones the one that was left last.
         """
         compression = compression_of(request)
         if (name := compression.conversation) is not None:
-            idle = self._idle.get(name)
-            length = 0 if idle is None else resumable_length(idle, request, self.windows)
-            return (name, length) if length else None
-        if not compression.options.auto or not self._index or request.session is not None:
+            lengths = ((idle, resumable_length(idle, request, self.windows)) for idle in self._idle.of_name(name))
+            return next((found for found in lengths if found[1]), None)
+        if not compression.options.auto or request.session is not None:
             return None
-        if compression.block_hashes is None:
-            compression.block_hashes = block_hashes(request.origin_input_ids, reuse_key(request))
         best = None
-        for name in self._index.candidates(compression.block_hashes):
-            length = resumable_length(self._idle[name], request, self.windows)
+        for idle in self._idle.of_text(request):
+            length = resumable_length(idle, request, self.windows)
             if length > (0 if best is None else best[1]):
-                best = name, length
+                best = idle, length
         return best
 
     def acquire(self, request: Req) -> bool:
@@ -178,8 +181,9 @@ class Conversations:
             found = self.find(request)
             if found is None:
                 return False
-            name, length = found
-            return self._acquire(request, name, length)
+            idle, length = found
+            name = idle.name
+            return self._acquire(request, idle, length)
         except Exception as error:
             self._survive(error, f"the conversation {shown(name)} could not be resumed, and starts anew")
             if self._acquired is not None:
@@ -189,8 +193,8 @@ class Conversations:
                 request.init_next_round_input(self._scheduler.tree_cache)
             return False
 
-    def _acquire(self, request: Req, name: Name, length: int) -> bool:
-        idle, compression = self._idle[name], compression_of(request)
+    def _acquire(self, request: Req, idle: Conversation, length: int) -> bool:
+        compression = compression_of(request)
         if compression.conversation is None and request.prefix_len + request.host_hit_length >= length:
             # The tree has as much, and exact.
             return False
@@ -201,22 +205,11 @@ class Conversations:
             return False
         if length < len(idle.ids):
             idle.cut(length, self._scheduler)
-        self._acquired = name, self._take(name)
+        self._acquired = self._idle.take(idle)
         compression.acquire(record)
         drop_looked_up(self._scheduler, request.kv)
         take_row(request, idle.kv, idle.last_node)
         return True
-
-    def _take(self, name: Name) -> Conversation:
-        idle = self._idle.pop(name)
-        if isinstance(name, int):
-            self._index.discard(name)
-        return idle
-
-    def _keep(self, name: Name, idle: Conversation) -> None:
-        self._idle[name] = idle
-        if isinstance(name, int):
-            self._index.add(name, idle.ids, idle.least, idle.owner)
 
     def _refuse(self, request: Req, sentence: str) -> None:
         """Ends a waiting request with an error, as SGLang ends one at its arrival; the conversation keeps its row."""
@@ -229,24 +222,53 @@ class Conversations:
         """Gives the row back to its conversation, because the attempt failed."""
         compression = compression_of(request)
         # Set: an attempt has begun.
-        (name, idle), self._acquired = cast("tuple[Name, Conversation]", self._acquired), None
-        self._keep(name, idle)
+        idle, self._acquired = cast(Conversation, self._acquired), None
+        self._idle.add(idle)
         if compression.stage is Stage.ACQUIRED:
             compression.rollback()
         leave_row(request)
 
-    def commit(self, request: Req) -> None:
-        """Makes an acquired row the admitted request's own, and notes how its conversation started."""
+    def commit(self, request: Req, room: int = 0) -> None:
+        """Makes an acquired row the admitted request's own, and notes how its conversation started.
+
+        Args:
+            room: slots that a copy of the row may take, see `RowCopier.copy`.
+        """
         compression = compression_of(request)
-        acquired, self._acquired = self._acquired, None
-        start = RESUMED if acquired is not None else self._start_of(compression, request.to_finish is not None)
+        idle, self._acquired = self._acquired, None
+        start = RESUMED if idle is not None else self._start_of(compression, request.to_finish is not None)
         compression.admit(len(request.origin_input_ids), start)
         write_tree_rule(request)
-        if acquired is not None:
-            idle, self.resumed = acquired[1], self.resumed + 1
+        if idle is None:
+            return
+        self.resumed += 1
+        count_as_cached(request, idle.record.evicted_tokens)
+        # The turn before is not repeated any more.
+        self._drop(idle.previous)
+        idle.previous = None
+        if compression.conversation is not None and idle.name != compression.conversation:
+            # It repeats a turn, in place of what that one left.
+            self._drop(self._idle.get(compression.conversation))
+            idle.name = compression.conversation
+        if not self._leave_copy(request, idle, room):
             # Admission has locked the same node for the request.
             self._scheduler.tree_cache.unlock(idle.lock)
-            count_as_cached(request, idle.record.evicted_tokens)
+
+    def _leave_copy(self, request: Req, idle: Conversation, room: int) -> bool:
+        """Keeps a copy of the row that a request has resumed, with the row's lock; False if there is none."""
+        if self.copier is None or idle.name in self._idle:
+            return False
+        try:
+            copied = self.copier.copy(idle.kv, room)
+        except Exception as error:
+            self._survive(error, "the row of a conversation could not be copied")
+            return False
+        if copied is None:
+            return False
+        idle.kv, idle.spare = copied, True
+        self._idle.add(idle)
+        compression_of(request).replaces = idle
+        return True
 
     def _start_of(self, compression: CompressedRequest, refused: bool) -> str | None:
         """How a conversation starts with a request that did not resume its row.
@@ -278,22 +300,28 @@ class Conversations:
             report: on the request; `physical_length` entries of its row stay.
         """
         try:
-            return self._park(request, report)
+            kept = self._park(request, report)
         except Exception as error:
             self._survive(error, "a conversation's row could not be kept")
-            return compression_of(request).kept
+            kept = compression_of(request).kept
+        if not kept and request.finished():
+            self._go_back_to_spare(compression_of(request))
+        return kept
 
     def _park(self, request: Req, report: Report) -> bool:
         compression, tree, physical = compression_of(request), self._scheduler.tree_cache, report.physical_length
-        aborted = _was_aborted(request)
         if not compression.keeps_row or not request.finished():
             return False
-        if not aborted:
+        spare = self._spare_of(compression)
+        if _was_aborted(request):
+            # Its client may send the turn again, or go on after what it has seen of the answer.
+            if compression.start != RESUMED:
+                # There is no turn before that could be lost.
+                return False
+        elif compression.start != RESUMED or compression.options.release:
             self._drop_replaced(compression)
-        elif compression.start != RESUMED:
-            # Its client has no turn before that could be lost.
-            return False
-        if compression.options.release or not tokens_tell_all(request) or compression.conversation in self._idle:
+        in_place = self._idle.get(compression.conversation)
+        if compression.options.release or not tokens_tell_all(request) or in_place not in (None, spare):
             return False
         if not compression.evicted_tokens and (compression.options.auto or not tree.disable):
             # All of it is exact, so the tree takes it, for everybody.
@@ -314,7 +342,12 @@ class Conversations:
             free_tail(request.kv, physical, tree)
         write_row_length(request, physical)
         record = compression.park(report)
+        if spare is not None:
+            self._idle.take(spare)
+            spare.name, spare.spare = self._idle.next_number(), True
+            self._idle.add(spare)
         idle = Conversation(
+            name=self._name_for(compression),
             kv=request.detach_kv(),
             lock=request.lock,
             last_node=request.last_node,
@@ -323,33 +356,50 @@ class Conversations:
             owner=reuse_key(request),
             record=record,
             used=compression.arrived_at,
+            by_tokens=compression.conversation is None,
+            previous=spare,
         )
         request.lock = None
-        self._keep(self._name_for(compression), idle)
+        self._idle.add(idle)
         return True
 
     def _name_for(self, compression: CompressedRequest) -> Name:
         if compression.conversation is None:
-            self._number += 1
-            return self._number
+            return self._idle.next_number()
         self._lost.pop(compression.conversation, None)
         return compression.conversation
 
+    def keeps(self, compression: CompressedRequest) -> bool:
+        """Whether the row from which a request went on, or that it was to replace, still waits for a next turn."""
+        replaced = compression.replaces
+        return self._idle.holds(replaced) and compression.conversation in (None, cast(Conversation, replaced).name)
+
+    def _spare_of(self, compression: CompressedRequest) -> Conversation | None:
+        """The copy of the row with which a request has gone on, while it is idle."""
+        return compression.replaces if compression.start == RESUMED and self._idle.holds(compression.replaces) else None
+
+    def _go_back_to_spare(self, compression: CompressedRequest) -> None:
+        """Makes the copy of the row with which a request has gone on its conversation's row again."""
+        spare = self._spare_of(compression)
+        if spare is not None and self.keeps(compression):
+            spare.spare = False
+            self._idle.add(self._idle.take(spare))
+
     def _drop_replaced(self, compression: CompressedRequest) -> None:
-        """Drops the row of the name under which this request started anew."""
-        name, replaced = compression.conversation, compression.replaces
-        if name is not None and replaced is not None and self._idle.get(name) is replaced:
-            self._drop(name)
+        """Drops the row from which a request went on, or of the name under which it started anew."""
+        if self.keeps(compression):
+            self._drop(compression.replaces)
         compression.replaces = None
 
     def drop_all(self) -> None:
         """Drops every conversation."""
-        for name in list(self._idle):
-            self._drop(name)
+        for idle in self._idle:
+            self._drop(idle)
 
     def drop_one(self) -> bool:
-        """Frees the memory of the least recently used conversation; False if there is none that can be dropped."""
-        return bool(self._idle) and self._drop(next(iter(self._idle)))
+        """Frees the memory of a spare, or of the least recently used conversation; False if that is not possible."""
+        first = self._idle.first()
+        return first is not None and self._drop(first)
 
     def make_rows(self, waiting: Sequence[Req]) -> bool:
         """Drops conversations until the requests that the next step may admit find rows; whether it dropped any.
@@ -372,10 +422,10 @@ class Conversations:
                     break
         if available >= needed:
             return False
-        unwanted = iter([name for name in self._idle if name not in wanted])
+        unwanted = (idle for idle in self._idle if idle.name not in wanted)
         dropped = False
-        while rows.available_size() < needed and (name := next(unwanted, None)) is not None:
-            dropped |= self._drop(name)
+        while rows.available_size() < needed and (idle := next(unwanted, None)) is not None:
+            dropped |= self._drop(idle)
         return dropped
 
     def _waited_for(self, request: Req) -> Name | None:
@@ -384,33 +434,33 @@ class Conversations:
         if compression.conversation is not None:
             return compression.conversation
         found = self.find(request)
-        return None if found is None else found[0]
+        return None if found is None else found[0].name
 
     def idle(self) -> dict[Name, Conversation]:
         """All idle rows by name."""
-        return dict(self._idle)
+        return {idle.name: idle for idle in self._idle}
 
     def records(self) -> dict[str, ReqKvInfo]:
         """SGLang's records of the idle rows, for its own books."""
-        return {f"triattention {shown(name)}": idle.kv for name, idle in self._idle.items()}
+        return {f"triattention {shown(idle.name)}": idle.kv for idle in self._idle}
 
-    def _drop(self, name: Name) -> bool:
-        """Gives a conversation's row back; True if it has none then. If its slots cannot be freed, it keeps the row.
+    def _drop(self, idle: Conversation | None) -> bool:
+        """Gives a row back, with its `previous`; True if it is gone. If its slots cannot be freed, it is kept.
 
         Raises:
             IntegrityError: it failed halfway.
         """
-        idle = self._idle.get(name)
-        if idle is None:
+        if idle is None or not self._idle.holds(idle):
             return True
+        self._drop(idle.previous)
         try:
             idle.free_slots(self._scheduler)
         except Exception as error:
             self._survive(error, "a conversation's row could not be freed")
             return False
-        self._take(name)
-        idle.free_row(self._scheduler)
-        self._remember_lost(name)
+        self._idle.take(idle).free_row(self._scheduler)
+        if not idle.spare:
+            self._remember_lost(idle.name)
         return True
 
     def _survive(self, error: Exception, what: str) -> None:
@@ -431,10 +481,9 @@ class Conversations:
         """
         if not flushed:
             return
-        for name in self._idle:
-            self._remember_lost(name)
+        for idle in self._idle:
+            self._remember_lost(idle.name)
         self._idle.clear()
-        self._index.clear()
 
     def _add_records(self, records: dict, _: object) -> dict:
         return {**records, **self.records()}

@@ -1,4 +1,4 @@
-"""The row of an idle conversation: whose turn may reuse it, and how SGLang gets it back.
+"""Idle rows: who may reuse them, in which order they make way, and how SGLang gets them back.
 
 SGLang parts: the tree lock and slots of a row (`UnifiedRadixCache`), the row table (`ReqToTokenPool`).
 """
@@ -6,6 +6,8 @@ SGLang parts: the tree lock and slots of a row (`UnifiedRadixCache`), the row ta
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -23,7 +25,7 @@ from sglang_triattn.patches.request.linear_states import free_state
 from sglang_triattn.patches.request.row import free_tail
 from sglang_triattn.patches.request.window_pool import WindowPool, row_allocator
 from sglang_triattn.request.options import KEY
-from sglang_triattn.request.row_index import common_length
+from sglang_triattn.request.row_index import RowIndex, block_hashes, common_length
 from sglang_triattn.request.row_record import RowRecord
 from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
@@ -44,15 +46,21 @@ class Conversation:
     """One idle row.
 
     Attributes:
+        name: what it is filed under.
         kv: SGLang's record of the row; `kv_allocated_len` is its physical length.
         lock: the tree lock on its frozen prefix, which ends at `last_node`.
         ids: token ids of its logical positions.
         least: the fewest of them after which it can be resumed: the entries after them are cut off.
         owner: `reuse_key` of the request that left it.
         record: what rounds did to it.
-        used: when its last turn arrived, in seconds; None for a row without a name, which does not expire.
+        used: when its last turn arrived, in seconds; None for a row that does not expire.
+        by_tokens: whether requests without a name find it by its tokens.
+        spare: whether it is a copy of a row with which its conversation has gone on, in case that the turn fails or is
+            repeated.
+        previous: the spare from before the turn that left this row.
     """
 
+    name: Name
     kv: ReqKvInfo
     lock: TreeLock | None
     last_node: NodeId
@@ -61,6 +69,9 @@ class Conversation:
     owner: tuple
     record: RowRecord
     used: float | None
+    by_tokens: bool
+    spare: bool = False
+    previous: Conversation | None = None
 
     def cut(self, length: int, scheduler: Scheduler) -> None:
         """Cuts it after `length` token ids, at least `least`; if this raises anything but IntegrityError, nothing has
@@ -89,6 +100,79 @@ class Conversation:
             # It frees the row of the record `kv`, and looks at nothing else of its argument.
             scheduler.req_to_token_pool.free(cast("Req", self))
         self.kv.mark_kv_released()
+
+
+class IdleRows:
+    """Idle rows by name, in the order in which they make way: spares, then the least recently used."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[Name, Conversation] = OrderedDict()
+        self._index = RowIndex()
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        """The rows now; it stays as it is while rows come and go."""
+        return iter(list(self._rows.values()))
+
+    def __contains__(self, name: Name | None) -> bool:
+        return name in self._rows
+
+    def get(self, name: Name | None) -> Conversation | None:
+        """The row of a name, if it is here."""
+        return None if name is None else self._rows.get(name)
+
+    def holds(self, idle: Conversation | None) -> bool:
+        """Whether a row is still here."""
+        return idle is not None and self._rows.get(idle.name) is idle
+
+    def first(self) -> Conversation | None:
+        """The row that makes way first; None if there is none."""
+        return next(iter(self._rows.values()), None)
+
+    def next_number(self) -> int:
+        """A name that no row has had."""
+        self._number += 1
+        return self._number
+
+    def add(self, idle: Conversation) -> None:
+        """Files a row by its name, and by its ids if these are what it is found by."""
+        self._rows[idle.name] = idle
+        self._rows.move_to_end(idle.name, last=not idle.spare)
+        if idle.by_tokens:
+            self._index.add(cast(int, idle.name), idle.ids, idle.least, idle.owner)
+
+    def take(self, idle: Conversation) -> Conversation:
+        """Removes a row."""
+        del self._rows[idle.name]
+        if idle.by_tokens:
+            self._index.discard(cast(int, idle.name))
+        return idle
+
+    def clear(self) -> None:
+        """Forgets all rows."""
+        self._rows.clear()
+        self._index.clear()
+
+    def of_name(self, name: str) -> Iterator[Conversation]:
+        """The rows with which a conversation may go on, the latest first."""
+        latest = self._rows.get(name)
+        if latest is not None:
+            yield latest
+            if latest.previous is not None and self.holds(latest.previous):
+                yield latest.previous
+
+    def of_text(self, request: Req) -> Iterator[Conversation]:
+        """The rows without a client's name with which a prompt may go on, those that share most of it first."""
+        if not self._index:
+            return
+        compression = compression_of(request)
+        if compression.block_hashes is None:
+            compression.block_hashes = block_hashes(request.origin_input_ids, reuse_key(request))
+        for name in self._index.candidates(compression.block_hashes):
+            yield self._rows[name]
 
 
 def free_slots(scheduler: Scheduler) -> int:

@@ -93,7 +93,8 @@ class Rows:
             return
         kept = self._conversations.park(req, report)
         if compression.keeps_row:
-            report = replace(report, conversation=compression.start, conversation_kept=kept)
+            waits = kept or self._conversations.keeps(compression)
+            report = replace(report, conversation=compression.start, conversation_kept=waits)
         if kept:
             compression.report = report
         elif req.finished():

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.request.row_record import FirstEvicted, RowRecord
@@ -70,7 +70,8 @@ class CompressedRequest:
         start: how its conversation started; None before its first admission, or without a conversation.
         kept: whether its row waits for the conversation's next turn.
         arrived_at: arrival time, in seconds of the scheduler's clock; None without a name.
-        replaces: the idle row of its name that it could not resume, until it has been answered.
+        replaces: the idle row that its own is to replace once it has been answered: a copy of the one it has resumed,
+            or the one of its name that it could not resume.
         block_hashes: those of its prompt, see `row_index`; None until they are asked for.
         report: what compression did to it; set when it gives its row back.
         due_len, due_protected: no round is due before the row has `due_len` entries, while the tree owns
@@ -98,7 +99,7 @@ class CompressedRequest:
         self.start: str | None = None
         self.kept = False
         self.arrived_at: float | None = None
-        self.replaces: object | None = None
+        self.replaces: Any = None
         self.block_hashes: list[int] | None = None
         self.report: Report | None = None
         self._inherited = False

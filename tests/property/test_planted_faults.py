@@ -156,10 +156,10 @@ def keep_what_sglang_bars(patch):
 def leave_the_tree_locked(patch):
     real = Conversations._drop
 
-    def drop(self, name):
-        if name in self._idle:
-            self._idle[name].lock = None
-        return real(self, name)
+    def drop(self, idle):
+        if idle is not None and self._idle.holds(idle):
+            idle.lock = None
+        return real(self, idle)
 
     patch.setattr(Conversations, "_drop", drop)
 
@@ -167,9 +167,9 @@ def leave_the_tree_locked(patch):
 def free_a_row_twice(patch):
     real = Conversations._drop
 
-    def drop(self, name):
-        row = self._idle[name].kv.req_pool_idx if name in self._idle else None
-        dropped = real(self, name)
+    def drop(self, idle):
+        row = idle.kv.req_pool_idx if idle is not None and self._idle.holds(idle) else None
+        dropped = real(self, idle)
         if row is not None:
             self._scheduler.req_to_token_pool.free_rows([row])
         return dropped

@@ -130,18 +130,21 @@ def test_everything_else_starts_afresh(serve, page_size):
 
 
 def test_two_clients_with_one_name(serve):
-    """Prevents two simultaneous turns from sharing a row."""
+    """Prevents two simultaneous turns from sharing a row: one goes on with it, the other with a copy."""
     client = serve("--page-size", "16")
     ids = prompt(51, 40)
     first = turn(client, ids, 150, "shared")
     turns = [follow(ids, first, 52), follow(ids, first, 53)]
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda ids: turn(client, ids, 150, "shared", logprobs=True), turns))
-    starts = sorted(compression(answer)["conversation"] for answer in answers)
-    assert starts == ["new", "resumed"]
-    for ids, answer in zip(turns, answers, strict=True):
-        if compression(answer)["conversation"] == "new":
-            assert_same_start(answer, cold_answer(client, ids, 40), 40)
+    for number, (ids, answer) in enumerate(zip(turns, answers, strict=True)):
+        assert compression(answer)["conversation"] == "resumed"
+        alone = client.generate(turns[0][:40], 150, custom_params=named(f"alone {number}"))
+        assert alone["output_ids"] == first["output_ids"]
+        expected = turn(client, ids, 150, f"alone {number}", logprobs=True)
+        assert compression(expected)["conversation"] == "resumed"
+        assert_same_start(answer, expected, 150)
+    client.flush()
     assert_pool_is_whole(client)
 
 

@@ -260,6 +260,39 @@ class Conversing(Histories):
                 self.sim.release(turn, finish=True)
 
 
+class Repeating(Conversing):
+    """The same, and turns that are aborted, sent again, or sent twice at the same time."""
+
+    @initialize(settings=SETTINGS, lengths=LENGTHS)
+    def start(self, settings, lengths):
+        super().start(settings, lengths)
+        self.prompts = {}
+
+    def _talk_on(self, name, tail, chunk, steps):
+        spoken = self.sim.spoken.get(name, [7] * 3)
+        self.prompts[name] = [*(spoken if len(spoken) < 110 else [7] * 3), *tail]
+        self._send(name, chunk, steps, end="answered")
+
+    def _send(self, name, chunk, steps, end):
+        turn = self.sim.request(self.prompts[name], asked=self._asked("nothing", name))
+        if not self._admit(turn, chunk):
+            return
+        self.decode(steps)
+        if turn in self.sim.running and end != "runs on":
+            self.sim.release(turn, finish=True, abort=end == "aborted")
+
+    @precondition(lambda self: self.prompts)
+    @rule(
+        name=st.sampled_from("ab"),
+        chunk=CHUNKS,
+        steps=st.integers(0, 30),
+        end=st.sampled_from(["answered", "aborted", "aborted", "runs on"]),
+    )
+    def send_again(self, name, chunk, steps, end):
+        if name in self.prompts:
+            self._send(name, chunk, steps, end)
+
+
 def run_histories(
     examples: int,
     *,

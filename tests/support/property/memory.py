@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_serving, get_spec
 
 from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
 from sglang_triattn.config import Config
+from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.model.buffers import make_mover
@@ -29,6 +30,7 @@ from sglang_triattn.patches.request import window_pool
 from sglang_triattn.patches.rounds.compressor import Compressor
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
+from sglang_triattn.patches.scheduler.row_copy import RowCopier
 from sglang_triattn.rounds.rules import complete
 
 POOL, ROWS, CONTEXT = 192, 6, 160
@@ -131,6 +133,11 @@ class Memory:
             make_mover(self.config, page_size, self.pool, range(self.pool.layer_num), kernels=kernels),
             self.conversations,
         )
+        self.conversations.copier = self._copier(scheduler, kernels)
+
+    def _copier(self, scheduler: SimpleNamespace, kernels: bool | None) -> RowCopier:
+        windows = Mover(self.window_pool.k_buffer, self.window_pool.v_buffer, kernels=kernels) if self.window else None
+        return RowCopier(scheduler, [Mover(self.pool.k_buffer, self.pool.v_buffer, kernels=kernels)], windows)
 
     def _two_pools(self, size: int) -> tuple[SWATokenToKVPoolAllocator, torch.Tensor]:
         """An allocator of slots in two pools, and the keys of the smaller one."""
@@ -148,6 +155,7 @@ class Memory:
         )
         self.pool = both.full_kv_pool
         allocator = SWATokenToKVPoolAllocator(size, smaller, self.page_size, torch.float32, "cpu", both, False)
+        self.window_pool = both.swa_kv_pool
         return allocator, both.swa_kv_pool.get_key_buffer(0)
 
     @property

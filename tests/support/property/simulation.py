@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ReqKvInfo
-from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from content import contents, exact_length, same_for_all
@@ -24,6 +24,7 @@ from memory import CONTEXT, Memory
 from running import Running
 from sglang_triattn.patches.request import chunked_prefill
 from sglang_triattn.patches.request import compressed as requests_patch
+from sglang_triattn.patches.scheduler.idle_rows import Conversation
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.options import CompressionOptions
 from sglang_triattn.rounds.plan import ceil_align
@@ -63,7 +64,7 @@ class Simulation(Memory):
         self.talks: dict[int, Talk] = {}
         self.spoken: dict[str, list[int]] = {}
         self.kept_once: set[str] = set()
-        self.resumed = self.found = self.cut = self.shared_starts = 0
+        self.resumed = self.found = self.cut = self.copied = self.restored = self.shared_starts = 0
         self.barred = self.stripped = self.aborted_prefills = 0
         self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = self.input_rounds = 0
         self._serial = 0
@@ -79,6 +80,8 @@ class Simulation(Memory):
             "resumed turns": self.resumed,
             "rows found by their tokens": self.found,
             "rows resumed before their end": self.cut,
+            "rows copied in case that a turn fails": self.copied,
+            "conversations that went back to a copy": self.restored,
             "rounds of rows with inputs": self.input_rounds,
             "shared starts of compacted rows": self.shared_starts,
             "rows barred by SGLang": self.barred,
@@ -127,7 +130,7 @@ class Simulation(Memory):
         req, owner = running.req, requests_patch.compression_of(running.req)
         with envs.SGLANG_RADIX_FORCE_MISS.override(self.force_miss):
             self._next_input(req, self.tree)
-        idle, start = set(self.conversations.records()), owner.start
+        idle, start = self.conversations.idle().get(owner.conversation), owner.start
         acquired = self.conversations.acquire(req)
         req.lock = self.tree.lock(req.last_node)
         needed = len(req.full_untruncated_fill_ids) - req.prefix_len + self.page_size
@@ -140,8 +143,10 @@ class Simulation(Memory):
         self.rows.alloc([req])
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         req.is_retracted = False
+        talk = None
         if acquired:
-            self._go_on(running, self.talks.pop(id(req.kv)))
+            talk = self.talks.pop(id(req.kv))
+            self._go_on(running, talk)
         else:
             if req.prefix_len:
                 row[: req.prefix_len] = self.tree.path_device_indices(req.last_node)[: req.prefix_len].to(row.dtype)
@@ -149,9 +154,17 @@ class Simulation(Memory):
             running.first_tainted, running.prompt_length = None, len(req.origin_input_ids)
             running.inputs, running.neighbours = frozenset(), 0
         if owner.settings is not None:
-            self.conversations.commit(req)
+            room = self.slots.available_size() + self.tree.evictable_size() - needed
+            if self.window:
+                room = min(room, self.allocator.swa_available_size() + self.tree.swa_evictable_size() - needed)
+            self.conversations.commit(req, room)
+        if talk is not None and owner.replaces is not None:
+            self._account_for_copy(talk, owner.replaces.kv, req.prefix_len)
+            if self.radix:
+                evict_from_tree_cache(self.tree, needed)
+            assert self.allocator.available_size() >= needed, "a copy took what its request needs"
         if start is None and owner.keeps_row:
-            self._check_start(owner, acquired, f"triattention {owner.conversation!r}" in idle)
+            self._check_start(owner, acquired, idle)
         done = 0
         while not self._prefill(running, row, chunk):
             for work in (lambda: between_chunks(running), lambda: self._stash_new(req)):
@@ -187,6 +200,11 @@ class Simulation(Memory):
         self.found += requests_patch.compression_of(req).conversation is None
         self.cut += entries < talk.positions.shape[-1]
 
+    def _account_for_copy(self, talk: Talk, kv: ReqKvInfo, entries: int) -> None:
+        """Makes the account of a row, cut to its first `entries`, that of a copy which `kv` records, too."""
+        self.talks[id(kv)] = replace(talk, kv=kv, positions=talk.positions[..., :entries])
+        self.copied += 1
+
     def _keep(self, running: Running, kv: ReqKvInfo, held: torch.Tensor) -> None:
         """Keeps the account of a row that waits for a next turn; `held` are the positions of its entries."""
         assert not running.barred, "K/V that its tokens do not determine waits for other tokens"
@@ -203,13 +221,17 @@ class Simulation(Memory):
             running.neighbours,
         )
 
-    def _check_start(self, owner: CompressedRequest, acquired: bool, was_idle: bool) -> None:
-        """Checks what the client is told about its conversation against the account of what was kept."""
+    def _check_start(self, owner: CompressedRequest, acquired: bool, idle: Conversation | None) -> None:
+        """Checks what the client is told about its conversation against the account of what was kept.
+
+        Args:
+            idle: the row of its name before it was admitted.
+        """
         if acquired:
             expected = {"resumed"}
-        elif was_idle:
-            # It may have made way for this very request.
-            expected = {"diverged", "lost"}
+        elif idle is not None:
+            # It may have made way for this very request; a spare's turn still runs.
+            expected = {"diverged", "new" if idle.spare else "lost"}
         else:
             expected = {"lost" if owner.conversation in self.kept_once else "new"}
         assert owner.start in expected, f"the conversation is {owner.start}, not {expected}"
@@ -220,9 +242,18 @@ class Simulation(Memory):
         running.req.finished_reason, kv = FINISH_ABORT(), running.req.kv
         with self.flags():
             self.ends.release(release_kv_cache, running.req, self.tree, checkpoint=False)
-        if requests_patch.compression_of(running.req).kept:
+        owner = requests_patch.compression_of(running.req)
+        if owner.kept:
             self._keep(running, kv, running.positions)
+        self._note_spare(owner)
         self.aborted_prefills += 1
+
+    def _note_spare(self, owner: CompressedRequest) -> None:
+        """Notes that a conversation has gone back to the copy of its row."""
+        if owner.start == "resumed" and not owner.kept and self.conversations.keeps(owner):
+            self.restored += 1
+            if owner.conversation is not None:
+                self.kept_once.add(owner.conversation)
 
     def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
         """Prefills one chunk; True after the last."""
@@ -317,6 +348,8 @@ class Simulation(Memory):
         found = self.matched(running.tokens)
         most = max(before, most if finish else 0, of_others)
         assert found <= most, f"{req.rid}: the tree has {found} entries, but may have {most}"
+        if finish:
+            self._note_spare(owner)
         if owner.kept:
             self._keep(running, kv, held)
         elif finish:

@@ -1,7 +1,6 @@
 """Rows of idle conversations make way for waiting requests: as many as a step can admit."""
 
 from array import array
-from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +26,11 @@ class Rows:
 class Idle:
     """An idle conversation that has one row."""
 
+    spare, previous, by_tokens = False, None, False
+
+    def __init__(self, name) -> None:
+        self.name = name
+
     def free_slots(self, scheduler) -> None:
         pass
 
@@ -37,7 +41,8 @@ class Idle:
 def parked(count: int, free: int) -> Conversations:
     found = Conversations(ttl=600)
     found._scheduler = SimpleNamespace(req_to_token_pool=Rows(free))
-    found._idle = OrderedDict((f"talk {number}", Idle()) for number in range(count))
+    for number in range(count):
+        found._idle.add(Idle(f"talk {number}"))
     return found
 
 
@@ -76,10 +81,10 @@ def test_rows_that_are_found_by_tokens_stay():
     """Prevents a prompt that nothing names from losing the row that it is about to go on after."""
     conversations = parked(0, 0)
     for number in range(3):
-        idle = Idle()
+        idle = Idle(number)
         idle.ids, idle.least, idle.owner = array("q", [number] * 100), 90, (None, None, None)
-        idle.record = RowRecord(10, evicted_tokens=40)
-        conversations._keep(number, idle)
+        idle.record, idle.by_tokens = RowRecord(10, evicted_tokens=40), True
+        conversations._idle.add(idle)
     rules = complete(Config(conversations="auto"))
     queue = []
     for number in (1, 5):
@@ -89,7 +94,8 @@ def test_rows_that_are_found_by_tokens_stay():
         request.return_logprob = False
         attach_options(request, CompressionOptions(rules, auto=True))
         queue.append(request)
-    assert conversations.find(queue[0]) == (1, 94)
+    found, length = conversations.find(queue[0])
+    assert (found.name, length) == (1, 94)
     assert conversations.find(queue[1]) is None
     assert conversations.make_rows(queue)
     assert list(conversations.idle()) == [1, 2]
