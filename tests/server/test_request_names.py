@@ -157,13 +157,20 @@ def test_chain_of_responses(client):
 def test_order_of_sources(client):
     """Prevents two names in one request from depending on chance, and a client's own settings from being lost."""
     ids = prompt(1, 30)
-    headers = {NAME: "header", CHAT: "other"}
-    for expected in ("custom", "header", "key", "chat", "user"):
-        settings = {"conversation": "custom"} if expected == "custom" else {}
-        fields = {"user": "user", **({} if expected in ("chat", "user") else {"prompt_cache_key": "key"})}
-        sent = {"custom": headers, "header": headers, "key": {CHAT: "chat"}, "chat": {CHAT: "chat"}}.get(expected)
+    # Each source, and all that come after it.
+    settings = {"conversation": "custom"}
+    headers = {NAME: "header", CHAT: "chat"}
+    fields = {"prompt_cache_key": "key", "user": "user"}
+    for expected, source, first in (
+        ("custom", settings, "conversation"),
+        ("header", headers, NAME),
+        ("key", fields, "prompt_cache_key"),
+        ("chat", headers, CHAT),
+        ("user", fields, "user"),
+    ):
         body = {**ALL, **fields, "messages": [user(text(3, 30))], "custom_params": {"triattention": settings}}
-        report = answered(client, "/v1/chat/completions", sent, **body)["choices"][0]["meta_info"]["triattention"]
+        report = answered(client, "/v1/chat/completions", headers, **body)["choices"][0]["meta_info"]["triattention"]
+        del source[first]
         assert (report["conversation"], report["conversation_kept"]) == ("new", True)
         assert client.totals()["conversations_parked"] == 1
         # Other ids end the talk of that name.
