@@ -189,6 +189,9 @@ class HeaderCheck:
                 from starlette.responses import JSONResponse
 
                 _refusals.count(error.reason)
+                # A server closes the connection of a request whose body is not read, before its client has the answer.
+                while (await receive()).get("more_body"):
+                    pass
                 # Anthropic's clients look for the types.
                 content = {"type": "error", "error": {"type": "invalid_request_error", "message": str(error)}}
                 answer = JSONResponse(content, status_code=400)

@@ -95,8 +95,10 @@ def with_settings(custom_params: Any, settings: Mapping[str, Any]) -> Any:
     What is no object is returned as it is, for `read_request` to refuse.
     """
     custom = {} if custom_params is None else custom_params
-    asked = (custom.get(KEY) if isinstance(custom, Mapping) else None) or {}
-    if not settings or not isinstance(custom, Mapping) or not isinstance(asked, Mapping):
+    if not settings or not isinstance(custom, Mapping):
+        return custom_params
+    asked = {} if custom.get(KEY) is None else custom[KEY]
+    if not isinstance(asked, Mapping):
         return custom_params
     given = {name: value for name, value in asked.items() if value is not None}
     return {**custom, KEY: {**settings, **given}}

@@ -80,7 +80,7 @@ def test_fields_of_the_body_stay():
     assert custom["triattention"]["conversation"] is None
     for junk in (7, "a", {"triattention": 3}, None, {}):
         assert with_settings(junk, {}) == junk
-    for junk in (7, {"triattention": 3}):
+    for junk in (7, {"triattention": 3}, {"triattention": []}):
         assert with_settings(junk, header) == junk
 
 
