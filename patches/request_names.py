@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import PREVIOUS_RESPONSE, read_name_fields
 from sglang_triattn.patches.hooks.hook import Hook
@@ -24,7 +24,6 @@ from sglang_triattn.request.names import Chains, foreign_name, settings_in
 if TYPE_CHECKING:
     from fastapi import Request
     from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from sglang_triattn.patches.sglang_types import ServerArgs
 
@@ -67,8 +66,11 @@ def brought() -> Brought:
     return _brought.get()
 
 
-def note(manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None = None) -> None:
+def note(manager: Any, obj: GenerateReqInput | EmbeddingReqInput, request: Request | None = None) -> None:
     """Notes what a request brought, for `brought`. Those of `sglang.Engine` and of launches have no HTTP request.
+
+    Args:
+        manager: SGLang's TokenizerManager, or the one of several HTTP processes.
 
     Raises:
         RequestError: a header of this package has a wrong value.
@@ -79,15 +81,13 @@ def note(manager: TokenizerManager, obj: GenerateReqInput | EmbeddingReqInput, r
         # Not there for a body that is no JSON.
         body = getattr(request, "_json", None)
         fields = read_name_fields(rules.name_fields)
-        chain = _chain_of(manager, obj, body, request) if PREVIOUS_RESPONSE in fields else None
+        chain = _chain_of(manager.server_args, obj, body, request) if PREVIOUS_RESPONSE in fields else None
         found = Brought(settings_in(request.headers), foreign_name(fields, request.headers, body, chain))
     _brought.set(found)
 
 
-def _chain_of(manager: TokenizerManager, obj: Any, body: Any, request: Request) -> str | None:
+def _chain_of(server_args: ServerArgs, obj: Any, body: Any, request: Request) -> str | None:
     """The name of the chain of responses to which a request belongs; None if its response cannot be continued."""
-    # SGLang puts the fields of its record together at run time.
-    server_args = cast("ServerArgs", manager.server_args)
     if not server_args.enable_response_store or not isinstance(body, Mapping) or not body.get("store", True):
         return None
     if route_of(request.scope) != _RESPONSES:

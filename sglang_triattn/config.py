@@ -161,14 +161,14 @@ def read_name_fields(setting: object) -> tuple[str, ...]:
     """
     if setting is None:
         return ()
-    fields = [field.strip() for field in setting.split(",")] if isinstance(setting, str) else [setting]
-    for field in fields:
-        if not isinstance(field, str) or not (field in NAME_FIELDS or _METADATA_OR_HEADER.fullmatch(field)):
-            raise TriAttentionError(
-                f"{flag('name_fields')} has {quoted(field)}, but its elements, with commas between them, are "
-                f"{', '.join(NAME_FIELDS)}, metadata.KEY and headers that begin with X-: use these."
-            )
-    return tuple(fields)
+    fields = tuple(field.strip() for field in setting.split(",")) if isinstance(setting, str) else ()
+    wrong = [field for field in fields if field not in NAME_FIELDS and not _METADATA_OR_HEADER.fullmatch(field)]
+    if wrong or not fields:
+        raise TriAttentionError(
+            f"{flag('name_fields')} has {quoted(wrong[0] if wrong else setting)}, but its elements, with commas "
+            f"between them, are {', '.join(NAME_FIELDS)}, metadata.KEY and headers that begin with X-: use these."
+        )
+    return fields
 
 
 def _number_or_word(text: str) -> int | str:
