@@ -95,6 +95,7 @@ def _enable_main(server_args: ServerArgs) -> None:
     launch.check_at_resolution()
     registry.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
     stopped.watch_health()
+    request_validation.check_headers()
 
 
 def _enable_resolved(server_args: ServerArgs) -> None:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         attention_backend: str | None
         decode_attention_backend: str | None
         disaggregation_mode: str
+        enable_response_store: bool
         moe_runner_backend: str
         pp_size: int
         prefill_attention_backend: str | None

@@ -14,3 +14,4 @@ __all__ = ["app"]
 
 registry.install([*reporting.main_hooks(), *request_validation.main_hooks()])
 stopped.watch_health()
+request_validation.check_headers()

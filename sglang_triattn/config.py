@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,13 @@ _CHOICES = {
     "conversations": CONVERSATIONS,
     "stats_after_update": AFTER_UPDATES,
 }
+PREVIOUS_RESPONSE = "previous_response_id"
+NAME_FIELDS = ("prompt_cache_key", PREVIOUS_RESPONSE, "session_id", "user")
+"""Fields of requests that may name a conversation, in addition to `metadata.KEY` and headers."""
 AUTO = "auto"
 """Statistics from the per-user cache, or else measured at launch."""
 
+_METADATA_OR_HEADER = re.compile(r"metadata\..+|(?i:x(-[a-z0-9]+)+)")
 # Smallest value of each whole-number setting.
 _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
 
@@ -75,6 +80,7 @@ class Config:
     rounds_per_step: int | str = AUTO
     profile: str | None = None
     turn_inputs: str | None = None
+    name_fields: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -105,6 +111,11 @@ class Config:
                     f"{flag(name)} is {quoted(getattr(self, name))}, but this version supports only "
                     f"{', '.join(choices)}: use one of these."
                 )
+        if read_name_fields(self.name_fields) and self.conversations == "off":
+            raise TriAttentionError(
+                f"{flag('name_fields')} is {quoted(self.name_fields)} and {flag('conversations')} is off, which keeps "
+                "no conversations that could have names: leave one of the two out."
+            )
         most = self.rounds_per_step
         if most != AUTO and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
             raise TriAttentionError(
@@ -135,6 +146,29 @@ class Config:
     @property
     def default_value_share(self) -> float:
         return VALUE_SHARE if selection_named(self.selection).per_layer else 0.0
+
+
+def is_header(field: str) -> bool:
+    """Whether an element of the setting `name_fields` is a header, and not a field."""
+    return field.lower().startswith("x-")
+
+
+def read_name_fields(setting: object) -> tuple[str, ...]:
+    """The elements of the setting `name_fields`, in order; none for None.
+
+    Raises:
+        TriAttentionError: one is no field or header that could name a conversation.
+    """
+    if setting is None:
+        return ()
+    fields = tuple(field.strip() for field in setting.split(",")) if isinstance(setting, str) else ()
+    wrong = [field for field in fields if field not in NAME_FIELDS and not _METADATA_OR_HEADER.fullmatch(field)]
+    if wrong or not fields:
+        raise TriAttentionError(
+            f"{flag('name_fields')} has {quoted(wrong[0] if wrong else setting)}, but its elements, with commas "
+            f"between them, are {', '.join(NAME_FIELDS)}, metadata.KEY and headers that begin with X-: use these."
+        )
+    return fields
 
 
 def _number_or_word(text: str) -> int | str:
@@ -236,6 +270,14 @@ OPTIONS = (
         int,
         "SECONDS",
         "how long the compressed row of a conversation waits for its next turn before it may be dropped",
+    ),
+    Option(
+        "name_fields",
+        str,
+        "FIELDS",
+        f"where the name of a request's conversation is looked for if it gives none: {', '.join(NAME_FIELDS)}, "
+        "metadata.KEY or headers that begin with X-, with commas between them; the first that has a name counts",
+        default_note="none",
     ),
     Option(
         "stats_after_update",

@@ -98,6 +98,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/request_validation.py": (
         *("chat_client", "test_beam_search", "test_conversations", "test_junk", "test_programs", "test_readme_clients"),
     ),
+    "patches/request_names.py": ("test_request_names", "test_tokenizer_workers"),
     "patches/rounds": CORE,
     "patches/rounds/compressor.py": ("test_draft_models", "test_jitter", "test_mixed_chunks", "storm"),
     "patches/rounds/due.py": ("test_draft_models", "test_mixed_chunks", "storm"),

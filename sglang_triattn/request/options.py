@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from sglang_triattn.config import PROMPTS, TURN_INPUTS, flag
 from sglang_triattn.errors import TriAttentionError, quoted
@@ -167,7 +167,7 @@ def _name(asked: Mapping[str, Any]) -> str | None:
     if "conversation" not in asked:
         return None
     name = asked["conversation"]
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not _is_text(name):
+    if not is_name(name):
         raise RequestError(
             f"custom_params.{KEY}.conversation is {quoted(name)}, but it must be a name of 1 to {LONGEST_NAME} "
             "characters."
@@ -175,8 +175,10 @@ def _name(asked: Mapping[str, Any]) -> str | None:
     return name
 
 
-def _is_text(name: str) -> bool:
-    """Whether it can be encoded; JSON may hold halves of surrogate pairs."""
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether a conversation may have this name: JSON may also hold halves of surrogate pairs, which are no text."""
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        return False
     try:
         name.encode()
     except UnicodeEncodeError:

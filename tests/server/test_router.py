@@ -37,6 +37,7 @@ class Fleet:
     def _start(self, number: int) -> Client:
         port = self._ports[number]
         args = compressed_args(self._model, "--page-size", "1", "--enable-cache-report")
+        args += ["--triattention-name-fields", KEY]
         args.remove("--skip-tokenizer-init")
         command = server.launch_command(self._model.path, port, args)
         log = self._folder / f"replica-{number}.log"
@@ -135,6 +136,25 @@ def test_custom_params_are_lost(fleet, routed):
             assert fleet.clients[0].post(path, **body).status_code == 400
         plain = {"model": "default", "prompt": "one", "max_tokens": 4, "custom_params": sampling["custom_params"]}
         assert client.post("/v1/completions", **plain).status_code == 400
+
+
+def test_a_routing_key_names_a_conversation(fleet, routed):
+    """Prevents chats that pass the router, which drops custom_params and our headers, from resuming nothing."""
+    messages, before = [], sum(client.totals()["conversations_resumed"] for client in fleet.clients)
+    # Specials are left out of a text, which would then have other ids.
+    body = {"model": "default", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+    body["logit_bias"] = {"0": -100, "1": -100, "2": -100}
+    headers = {KEY: "a talk", "X-TriAttention-Conversation": "", "X-TriAttention": "neither arrives"}
+    with routed("--policy", "manual") as client:
+        for number in range(2):
+            messages.append({"role": "user", "content": words(90 + number, 30)})
+            url = client.url + "/v1/chat/completions"
+            response = requests.post(url, json={**body, "messages": messages}, headers=headers, timeout=600)
+            assert response.status_code == 200, response.text
+            messages.append(response.json()["choices"][0]["message"])
+    assert sum(client.totals()["conversations_resumed"] for client in fleet.clients) == before + 1
+    for client in fleet.clients:
+        assert_pool_is_whole(client)
 
 
 def test_replica_is_killed_and_comes_back(fleet, routed):

@@ -36,8 +36,10 @@ def connections(client) -> list[http.client.HTTPConnection]:
     return list(found.values())
 
 
-def ask(connection: http.client.HTTPConnection, method: str, path: str, **body) -> tuple[int, str]:
-    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+def ask(
+    connection: http.client.HTTPConnection, method: str, path: str, headers: dict | None = None, **body
+) -> tuple[int, str]:
+    connection.request(method, path, json.dumps(body), {"Content-Type": "application/json", **(headers or {})})
     response = connection.getresponse()
     return response.status, response.read().decode()
 
@@ -59,6 +61,11 @@ def test_each_worker_refuses_and_reports(serve):
             status, text = ask(connection, "POST", "/generate", **body)
             assert status == 400
             assert "custom_params.triattention.budget" in text
+        status, text = ask(connection, "POST", "/api/chat", {"X-TriAttention": "on"}, model="m", messages=[])
+        assert (status, "X-TriAttention" in text) == (400, True)
+        body = {"input_ids": prompt(number, 30), "sampling_params": greedy(120)}
+        status, text = ask(connection, "POST", "/generate", {"X-TriAttention": "off"}, **body)
+        assert (status, json.loads(text)["meta_info"]["triattention"]["rounds"]) == (200, 0)
     # Two workers answered, one scheduler held all of it.
     assert client.totals()["rounds"] >= 8
     assert_pool_is_whole(client)

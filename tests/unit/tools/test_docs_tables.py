@@ -10,11 +10,12 @@ import pytest
 from documents import DOCS, README, code, section, table, tables
 from sglang_triattn.cli import top
 from sglang_triattn.compatibility.rules import ENVIRONMENT, FIRST_RULES, RULES, UNCOVERED
-from sglang_triattn.config import OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
+from sglang_triattn.config import NAME_FIELDS, OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.model.families import FAMILIES
 from sglang_triattn.patches.observability import metrics
 from sglang_triattn.request import lifecycle
+from sglang_triattn.request.names import CONVERSATION
 from sglang_triattn.request.options import FIELDS, LONGEST_NAME, REASONS
 from sglang_triattn.rounds.plan import Report
 from sglang_triattn.verify.checks import CHECKS
@@ -55,6 +56,14 @@ def test_request_fields():
     rows = table(CONFIGURATION, "Per-request control", "field")
     assert tuple(code(row[0])[0] for row in rows) == FIELDS
     assert f"1 to {LONGEST_NAME} characters" in dict(rows)["`conversation`"]
+
+
+def test_sources_of_names():
+    """Prevents a field that may name a conversation from being missing in the documents, or taken by default."""
+    rows = table(DOCS / "clients.md", "Names without `custom_params`", "source")
+    assert [code(row[0])[0] for row in rows] == [CONVERSATION, *NAME_FIELDS, "metadata.KEY", "X-..."]
+    assert [row[3] for row in rows] == ["yes"] + ["no"] * (len(rows) - 1)
+    assert Config.name_fields is None
 
 
 def test_selections_and_strategies():
