@@ -13,11 +13,12 @@ import torch
 
 from benchmarks.decode.attention import Rows
 from benchmarks.decode.model import DTYPE, Shape
-from sglang_triattn.kernels.compact.reference import remap, unchanged_start
+from sglang_triattn.kernels.compact.reference import cut_column, needs_order
+from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.tables import ScoreTables
 from sglang_triattn.kernels.scorer import Scorer
-from sglang_triattn.rounds.plan import Plan, ceil_align, plan_round
+from sglang_triattn.rounds.plan import Plan, ceil_align, most_kept, plan_round
 from sglang_triattn.rounds.rules import RoundRules
 
 
@@ -70,6 +71,7 @@ class Rounds:
             "selection": config.selection,
             "v_buffers": v,
             "value_share": config.value_share,
+            "most_kept": most_kept(config),
         }
         mover = None if compaction == "remap" else Mover(k, v)
         return Rounds(config, Scorer(k, tables, **options), mover, Scorer(k, tables, **options, kernels=False))
@@ -101,6 +103,8 @@ class Batch:
         self.page_size, self.rounds, self._mark = page_size, rounds, lambda: None
         self._device = positions.device
         self._frozen = rounds.config.sinks if rounds else 0
+        self.notes_kept = False
+        """Whether `kept` is found, which the rounds of a server do not do."""
         self.kept: dict[int, torch.Tensor] = {}
         """By request whose round ran before the current step: indices into its private tokens that stayed."""
 
@@ -176,35 +180,50 @@ class Batch:
             self._mark()
 
     def _compact(self, requests: list[int], plans: list[Plan]) -> None:
-        """One round, in the order of `Compressor._compact`: snapshot, keep, remap or move, rewrite, free."""
-        rows, config = self.rows.slots, self.rounds.config
+        """One round of requests of one length, as `Compressor._compact`: snapshot, score and move, rewrite, free."""
+        rows, config, frozen, plan = self.rows.slots, self.rounds.config, self._frozen, plans[0]
+        assert len({each.private_length for each in plans}) == 1, "rounds of one step have rows of several lengths"
         facts = self._to_device(
-            [requests, [plan.private_length for plan in plans], [plan.next_position for plan in plans]]
+            [requests, [each.private_length for each in plans], [each.next_position for each in plans]]
         )
         row, lengths, next_positions = facts
-        longest = max(plan.private_length for plan in plans)
-        column = torch.arange(longest, device=self._device)
-        slots = rows[row[:, None], self._frozen + column.minimum(lengths[:, None] - 1)]
-        keep = plans[0].kept_private
-        kept = self.rounds.scorer.keep(slots, lengths, next_positions, keep, min(config.recent, keep))
-        self._read_later(self._frozen + unchanged_start(kept))
-        if self.rounds.mover is None:
-            ordered = remap(slots, kept)
-            rows[row[:, None], self._frozen + column[:keep]] = ordered[:, :keep]
-            evicted = [ordered[index, keep : plan.private_length] for index, plan in enumerate(plans)]
-            self._free = torch.cat([self._free, torch.cat(evicted).long()])
-        else:
-            self.rounds.mover.move(slots, kept, "fill")
-            size = self.page_size
-            tails = [
-                rows[r, ceil_align(plan.new_length, size) : ceil_align(plan.old_length, size) : size].long() // size
-                for r, plan in zip(requests, plans, strict=True)
+        size = self.page_size
+        column = torch.arange(plan.private_length, device=self._device)
+        slots = rows[row[:, None], frozen + column]
+        keep, scorer = plan.kept_private, self.rounds.scorer
+        recent = min(config.recent, keep)
+        if self.notes_kept:
+            kept = scorer.keep(slots, lengths, next_positions, keep, recent)
+            self.kept = dict(zip(requests, kept, strict=True))
+        strategy, cut = self._shape(plan, recent)
+        unchanged, ordered = compact_rows(
+            scorer, self.rounds.mover, slots, lengths, next_positions, keep, recent, strategy, cut
+        )
+        self._read_later(frozen + unchanged)
+        first = keep if cut is None else cut
+        if ordered is not None:
+            slots = ordered
+            rows[row[:, None], frozen + column[:keep]] = slots[:, :keep]
+        elif first < keep:
+            # With the slots of the last page that no token has taken yet.
+            end = ceil_align(plan.old_length, size)
+            rows[row, frozen + first : end - plan.evicted_tokens] = rows[
+                row, frozen + first + plan.evicted_tokens : end
             ]
-            self._free = torch.cat([self._free, *tails])
-        self.rows.lengths.index_add_(0, row, self._to_device([-plan.evicted_tokens for plan in plans]).int())
-        for index, (r, plan) in enumerate(zip(requests, plans, strict=True)):
-            self.lengths[r] = plan.new_length
-            self.kept[r] = kept[index]
+        start = ceil_align(frozen + first, size) - frozen
+        emptied = slots[:, start : first + plan.evicted_tokens : size].reshape(-1)
+        self._free = torch.cat([self._free, emptied.long() // size])
+        self.rows.lengths.index_add_(0, row, self._to_device([-each.evicted_tokens for each in plans]).int())
+        for r, each in zip(requests, plans, strict=True):
+            self.lengths[r] = each.new_length
+
+    def _shape(self, plan: Plan, recent: int) -> tuple[str, int | None]:
+        """Strategy and cut of a round, as the server chooses them (`shape_for`)."""
+        if self.rounds.mover is None:
+            return "remap", None
+        cut = cut_column(plan.kept_private, recent, plan.frozen, plan.evicted_tokens, self.page_size)
+        lost = cut is None and needs_order(self.rounds.config.recent, self.rounds.config.interval)
+        return "slide" if lost else "fill", cut
 
     def _read_later(self, values: torch.Tensor) -> None:
         """Copies the first hole of each row as a server does: to the host, where it is read rounds later."""

@@ -82,6 +82,7 @@ def check(step: Step, batch: Batch, steps: int, what: str) -> float:
             reference.
     """
     ledger, worst, rounds = Ledger(step, batch), 0.0, 0
+    batch.notes_kept = True
     for _ in range(steps):
         expected = _reference_keeps(batch, ledger)
         batch.prepare()
@@ -100,6 +101,7 @@ def check(step: Step, batch: Batch, steps: int, what: str) -> float:
             for layer in ledger.layers:
                 worst = max(worst, _compare_layer(step, ledger, r, layer, what))
             ledger.logical[r] += 1
+    batch.notes_kept = False
     _demand(batch.rounds is None or rounds >= len(ledger.requests), what, "the check saw no round")
     return worst
 

@@ -3,7 +3,7 @@
 A selection name means the server's scores alone, with no share for large values. Fields of Config may follow a name:
 `value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a server
 derives when started with only the budget. A number between 0 and 1 for a field that counts tokens, such as `recent`, is
-a share of the budget.
+a share of the budget. `early=96` has the first round come 96 tokens early, as it may where a server levels rounds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 from benchmarks.quality.policies import CONTROLS, Control, RowFacts
 from sglang_triattn.config import ENABLE, PREFIX, SELECTIONS, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.rounds.level import earliest
 from sglang_triattn.rounds.plan import frozen_length
 from sglang_triattn.rounds.rules import complete
 from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
 
-DENSE, DEFAULT, SETTINGS = "dense", "default", "settings"
+DENSE, DEFAULT, SETTINGS, EARLY = "dense", "default", "settings", "early"
 ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)
 # More tokens than any stream has.
 _UNLIMITED = Config(budget=1 << 40, recent=0)
@@ -40,11 +41,13 @@ class Choice:
         name: as the user wrote it.
         control: None if the server's own scorer decides.
         fields: Config's fields by name, as text.
+        early: tokens by which the first round comes early.
     """
 
     name: str
     control: type[Control] | None
     fields: tuple[tuple[str, str], ...] = ()
+    early: int = 0
 
     @property
     def scores(self) -> bool:
@@ -62,15 +65,22 @@ class Choice:
         given: dict[str, Any] = {"budget": budget} | ({} if interval is None else {"interval": interval})
         given |= {name: _value(self.name, name, text, budget) for name, text in self.fields}
         try:
-            return read_settings({ENABLE: True, **{PREFIX + name: value for name, value in given.items()}})
+            config = read_settings({ENABLE: True, **{PREFIX + name: value for name, value in given.items()}})
         except TriAttentionError as error:
             raise ChoiceError(f"{self.name} cannot be used: {error}") from error
+        most = config.interval - earliest(config.interval)
+        if self.early > most:
+            raise ChoiceError(
+                f"{self.name} cannot be used: with an interval of {config.interval}, {EARLY} is at most {most}."
+            )
+        return config
 
     def setting(self, config: Config, row: RowFacts) -> Setting:
         """What a row of a CompactedCache needs; equal for equal scorers, so that rows are computed once."""
         if self.name == DENSE:
             return Setting(config, _never)
-        return Setting(config) if self.control is None else Setting(config, partial(_make, self.control, row))
+        make = None if self.control is None else partial(_make, self.control, row)
+        return Setting(config, make, self.early)
 
 
 def frozen_of(config: Config, prompt_length: int) -> int:
@@ -92,13 +102,17 @@ def read_choice(text: str) -> Choice:
         )
     # Scores alone decide.
     fields: dict[str, str] = {"selection": head, "value_share": "0"} if head in SELECTIONS else {}
+    early = 0
     known = [field.name for field in dataclasses.fields(Config) if field.name not in _TAKEN]
     for entry in rest.split(",") if colon else ():
         name, equals, value = entry.partition("=")
+        if name == EARLY and value.isdecimal():
+            early = int(value)
+            continue
         if not equals or name not in known:
-            raise ChoiceError(f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join(known)}.")
+            raise ChoiceError(f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join((*known, EARLY))}.")
         fields[name] = value
-    choice = Choice(text, CONTROLS.get(head), tuple(fields.items()))
+    choice = Choice(text, CONTROLS.get(head), tuple(fields.items()), early)
     choice.config(64, None)
     return choice
 

@@ -116,7 +116,7 @@ class ServerRunner:
         if choice.name == DENSE:
             return {"enabled": False}
         given = dict(choice.fields)
-        if choice.control is not None or not set(given) <= set(ASKABLE):
+        if choice.control is not None or choice.early or not set(given) <= set(ASKABLE):
             raise AskError(
                 f"A server cannot be asked for {choice.name}, because it compacts as it was started: choose among "
                 f"dense, default, and settings: with {' and '.join(ASKABLE)}."

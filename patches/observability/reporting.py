@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_triattn.config import Config
@@ -17,6 +16,7 @@ from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability import openai_reports
 from sglang_triattn.patches.observability.stopped import record_stop
 from sglang_triattn.patches.request.compressed import compression_of
+from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.rounds.plan import Report, Totals
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 KEY = "triattention"
 _STOPPED = "triattention_stopped"
 
-_finished_reason = attrgetter("finished_reason")
 _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
 
@@ -107,14 +106,25 @@ def main_hooks() -> list[Hook]:
 def reporting_streamer(
     streamer: type[SchedulerOutputStreamer], stopped: Callable[[], str | None]
 ) -> type[SchedulerOutputStreamer]:
-    """A subclass of SGLang's output streamer that carries each finished request's report, and that of a stop."""
+    """A subclass of SGLang's output streamer that carries each finished request's report, and that of a stop.
+
+    It is asked in every step, in most of which none of the requests has finished. SGLang releases the rows of all that
+    finish in a batch before it asks about that batch, so without a release it looks at none. A request that is sent by
+    itself may have finished without a row.
+    """
+    seen = -1
 
     class ReportingStreamer(streamer):
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list]:
-            # This runs for every request in every step, in most of which none of them has finished.
-            reports = list(map(_report, reqs)) if any(map(_finished_reason, reqs)) else [None] * len(reqs)
+            nonlocal seen
+            if len(reqs) <= 1:
+                reports = list(map(_report, reqs))
+            elif seen == CompressedRequest.releases:
+                reports = [None] * len(reqs)
+            else:
+                seen, reports = CompressedRequest.releases, list(map(_report, reqs))
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
             reason = stopped()
             return info if reason is None else {**info, _STOPPED: [reason] * len(reqs)}

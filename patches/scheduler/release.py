@@ -25,6 +25,7 @@ from sglang_triattn.patches.request.compressed import (
 from sglang_triattn.patches.request.fields import end_of_chunk
 from sglang_triattn.patches.request.window_pool import slide_window
 from sglang_triattn.patches.scheduler.conversations import Conversations
+from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.rounds.plan import Report
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Rows:
 
     def release(self, original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
         """Writes the request's report, and gives its row to its conversation or back to SGLang."""
+        CompressedRequest.releases += 1
         if not req.kv.holds_kv:
             original(req, tree_cache, checkpoint=checkpoint)
             return

@@ -87,6 +87,8 @@ class CompressedRequest:
     """How often the row of any request has changed by a round or a transition, in this process."""
     rows = 0
     """How often any request has got a row."""
+    releases = 0
+    """How often any request has given its row back, compressed or not, or has been asked to."""
 
     def __init__(self, options: CompressionOptions, *, withheld: bool, reserve: int = 0) -> None:
         """arrive: the request owns nothing, and the tree keeps what it has."""

@@ -80,10 +80,12 @@ class Setting:
         make_policy: makes the policy that decides which tokens stay; None means the server's own `Scorer` under
             `config`. It is called when a cache is built, and again for the first round of a branch; rows with equal
             settings share the policy.
+        early: tokens by which its first round comes early, as it may in a server that levels rounds.
     """
 
     config: Config
     make_policy: Callable[[Pools], Policy] | None = None
+    early: int = 0
 
     @cached_property
     def rules(self) -> RoundRules:

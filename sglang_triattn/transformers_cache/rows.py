@@ -19,7 +19,8 @@ import torch
 
 from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 from sglang_triattn.kernels.mover import Mover
-from sglang_triattn.rounds.plan import Plan, Report, Totals, frozen_length, plan_round
+from sglang_triattn.rounds.level import earliest
+from sglang_triattn.rounds.plan import Plan, Report, Totals, frozen_length, plan_eviction
 from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
 
@@ -65,6 +66,10 @@ class KVRows:
                 raise CacheError(f"{name} is {value}, but it must be at least {bound}.")
         if protected > prompt_length:
             raise CacheError(f"protected is {protected}, but the prompt has only {prompt_length} tokens.")
+        for setting in settings:
+            most = setting.rules.interval - earliest(setting.rules.interval)
+            if not 0 <= setting.early <= most:
+                raise CacheError(f"early is {setting.early}, but at this interval it must lie between 0 and {most}.")
         self.settings, self.pools, self.capacity = tuple(settings), pools, capacity
         self.prompt_length, self.protected, self.page_size = prompt_length, protected, page_size
         self.lengths = [0] * len(self.settings)
@@ -151,9 +156,9 @@ class KVRows:
     def due(self, row: int) -> Plan | None:
         """Plans the round that the server would run before the row's next token; None if none is due."""
         # The first token after the prompt is computed before the server looks at a request again.
-        if self.logical_length(row) == self.prompt_length:
+        if self.logical_length(row) == self.prompt_length or self._left(row) > 0:
             return None
-        return plan_round(
+        return plan_eviction(
             self.settings[row].rules,
             frozen=self.frozen(row),
             length=self.lengths[row],
@@ -163,8 +168,14 @@ class KVRows:
 
     def until_due(self, row: int) -> int:
         """Tokens that a row may take before its next round, at least one."""
-        frozen = self.frozen(row)
-        return max(frozen + self.settings[row].rules.trigger(frozen) - self.lengths[row], 1)
+        return max(self._left(row), 1)
+
+    def _left(self, row: int) -> int:
+        """Tokens that a row lacks until its next round is due; 0 or fewer if it is."""
+        frozen, setting = self.frozen(row), self.settings[row]
+        decodes = self.logical_length(row) >= self.prompt_length
+        early = setting.early if decodes and not self.totals[row].rounds else 0
+        return frozen + setting.rules.trigger(frozen) - early - self.lengths[row]
 
     def drop_newest(self, counts: Sequence[int]) -> None:
         """Forgets the newest counts[b] tokens of row b, which came after its last round: rejected drafts.

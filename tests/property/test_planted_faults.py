@@ -19,8 +19,10 @@ from sglang_triattn.census import IntegrityError
 from sglang_triattn.kernels import device_round
 from sglang_triattn.patches.request import compressed as requests
 from sglang_triattn.patches.request.batch_lengths import lengths_without
+from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.patches.rounds import compressor, launches
 from sglang_triattn.patches.rounds.compressor import Compressor
+from sglang_triattn.patches.rounds.due import DueLooks
 from sglang_triattn.patches.rounds.launches import Launch, MovedInputs
 from sglang_triattn.patches.scheduler import conversations, idle_rows
 from sglang_triattn.patches.scheduler import release as rows
@@ -247,6 +249,27 @@ def test_an_answer_that_became_a_prompt_stays_the_trees(finish):
     an_answer_that_became_a_prompt(finish=finish)
 
 
+def a_row_anew() -> None:
+    """A request is retracted, and has a longer row by the next step, so that the same requests run."""
+    for steps in range(30, 36):
+        sim = Simulation(1, selection="shared-mean")
+        request = sim.request([7] * 10)
+        assert sim.admit(request, 1000)
+        for _ in range(steps):
+            check_rounds(sim)
+            assert sim.decode(request)
+        check_rounds(sim)
+        assert sim.rounds > 1
+        sim.retract(request)
+        assert sim.admit(sim.waiting.pop(), 1000)
+        check_rounds(sim)
+
+
+def test_a_row_anew():
+    """Prevents a late round of a request that has another row in the step after it was retracted."""
+    a_row_anew()
+
+
 def a_flush_of_a_row() -> None:
     """The memory of an idle row is unmapped."""
     sim = Simulation(1, selection="shared-mean")
@@ -336,6 +359,41 @@ def go_on_after_any_text(patch):
     patch.setattr(idle_rows, "common_length", lambda one, other: min(len(one), len(other)))
 
 
+def overlook_a_request_that_joins(patch):
+    real = DueLooks.of_step
+
+    def of_step(looks, requests):
+        known = dict.fromkeys(looks._requests)
+        return [index for index in real(looks, requests) if requests[index] in known]
+
+    patch.setattr(DueLooks, "of_step", of_step)
+
+
+def overlook_another_row(patch):
+    real = CompressedRequest._begin
+
+    def begin(owner, record, *, inherited):
+        real(owner, record, inherited=inherited)
+        CompressedRequest.rows -= 1
+
+    patch.setattr(CompressedRequest, "_begin", begin)
+
+
+def look_a_step_late(patch):
+    real = DueLooks.again
+    patch.setattr(DueLooks, "again", lambda looks, request, left: real(looks, request, left + 2 * looks._tokens))
+
+
+def wait_past_the_bound(patch):
+    real = CompressedRow.wait_until_due
+
+    def wait_until_due(row):
+        real(row)
+        row.compression.due_len += 1
+
+    patch.setattr(CompressedRow, "wait_until_due", wait_until_due)
+
+
 REMAP = {"page_size": 1, "selection": "shared-mean"}
 CUT = {"page_size": 1, "selection": "per-head", "recent": 10}
 PAGES = {"page_size": 4}
@@ -392,6 +450,10 @@ FAULTS = [
         "are reserved instead of|admission must open",
         BARRED,
     ),
+    Fault("a request that joins is never looked at", overlook_a_request_that_joins, "due round did not", REMAP),
+    Fault("a request with another row is not looked at", overlook_another_row, "due round did not", a_row_anew),
+    Fault("a request is looked at too late", look_a_step_late, "due round did not", REMAP),
+    Fault("a row waits for more than its bound", wait_past_the_bound, "due round did not", REMAP),
     Fault("a lost conversation passes for new", forget_who_lost_a_row, "the conversation is new", REMAP),
 ]
 
@@ -405,7 +467,8 @@ def test_planted_fault_is_noticed(fault, monkeypatch):
     SGLang frees or rows that it bars, or losing slots that it owns; conversations that keep barred rows, leave a lock,
     free a row twice, forget what was evicted, are read after a flush, are taken by a refused one, or are forgotten;
     inputs of resumed turns that are scored, forgotten, left in their places, or moved and then passed for exact;
-    rounds on the frozen part; lengths, states and bounds that outlive what they follow from.
+    rounds on the frozen part; requests that are looked at late or never; lengths, states and bounds that outlive what
+    they follow from.
     """
     fault.plant(monkeypatch)
     with pytest.raises((AssertionError, IntegrityError), match=fault.noticed):

@@ -13,6 +13,7 @@ from benchmarks.decode import batch, bench, cli, model, step, tables
 from benchmarks.decode.attention import TorchAttention
 from checkout import ROOT
 from decode_runs import SMALL, TOY, run_decode
+from sglang_triattn.kernels import device_round
 from sglang_triattn.kernels.scorer import Scorer
 
 
@@ -154,18 +155,18 @@ def physical_positions(patch):
 
 
 def an_evicted_token(patch):
-    plain = batch.remap
+    plain = device_round.remap
 
     def wrong(slots, kept):
         ordered = plain(slots, kept)
         ordered[:, 0] = ordered[:, kept.shape[1]]
         return ordered
 
-    patch.setattr(batch, "remap", wrong)
+    patch.setattr(device_round, "remap", wrong)
 
 
 def nothing_moved(patch):
-    patch.setattr(batch.Mover, "move", lambda self, *given: None)
+    patch.setattr(batch.Mover, "move", lambda self, *given, **named: None)
 
 
 def a_token_too_few(patch):

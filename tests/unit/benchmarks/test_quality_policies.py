@@ -131,12 +131,13 @@ def test_default_is_what_a_server_derives():
     found = named.config(64, 16)
     assert (found.budget, found.interval, found.recent) == (64, 16, 16)
     assert (found.selection, found.aggregation, found.sinks) == ("per-layer-head", "max", 2)
+    assert read_choice("settings:early=96").setting(expected, None) == Setting(expected, early=96)
     others = ("budget", "rounds_per_step", "stats")
     for field in dataclasses.fields(Config):
         if field.name not in others and isinstance(field.default, int | float | str):
             name = f"settings:{field.name}={field.default if field.name != 'recent' else 8}"
             assert read_choice(name).control is None
     for wrong in ("sorted", "dense:recent=1", "settings:budget=3", "settings:recent", "newest:recent=two",
-                  "settings:recent=100"):  # fmt: skip
+                  "settings:recent=100", "settings:early=97", "settings:early=0.5"):  # fmt: skip
         with pytest.raises(ChoiceError):
             read_choice(wrong)

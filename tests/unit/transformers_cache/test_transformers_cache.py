@@ -77,6 +77,17 @@ def test_logits_equal_a_masked_forward_pass(model, stats, tiny, ids, config):
     assert (logits[0].log_softmax(-1) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("early", [1, 15])
+def test_a_first_round_that_comes_early(model, stats, tiny, ids, early):
+    """Prevents an early first round from keeping another budget, and later ones from coming early as well."""
+    cache = make_cache(model, [Setting(CONFIG, early=early)], stats)
+    kept = kept_of(cache)
+    logits = torch.cat([feed(model, cache, ids[:PROMPT]), feed(model, cache, ids[PROMPT:], logits=TOKENS - PROMPT)], 1)
+    expected, rounds = oracle_of(tiny).logprobs(ids.tolist(), PROMPT, PROMPT, early=early)
+    assert len(kept[0]) == rounds >= 5
+    assert (logits[0].log_softmax(-1) - expected).abs().max() < 1e-4
+
+
 def test_a_prompt_that_is_compacted(model, stats, tiny, ids):
     """Prevents rounds between other chunks of a prompt than the server's, and a round right after the prompt."""
     config = dataclasses.replace(CONFIG, prompt="compact")
@@ -232,6 +243,8 @@ def test_refusals(model, stats, tiny, ids, tmp_path):
         ({"stats": None}, "give the model's statistics"),
         ({"capacity": 0}, "capacity is 0"),
         ({"prompt_length": 0}, "prompt_length is 0"),
+        ({"settings": [Setting(CONFIG, early=-1)]}, "early is -1"),
+        ({"settings": [Setting(CONFIG, early=CONFIG.interval)]}, "must lie between 0 and"),
         ({"protected": 51}, "the prompt has only 50"),
         ({"stats": dataclasses.replace(stats, head_dim=64)}, "head_dim is 64 there and 32"),
     ):
