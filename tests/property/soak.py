@@ -7,7 +7,7 @@ import itertools
 import os
 from collections import Counter
 
-from histories import run_histories
+from histories import Histories, Repeating, run_histories
 
 BATCH = 50
 EXPECTED = {
@@ -15,10 +15,15 @@ EXPECTED = {
     "histories",
     "rounds",
     "early rounds",
+    "first rounds that came early",
     "prefill rounds",
     "rows cut before their newest tokens",
     "retractions",
     "resumed turns",
+    "rows found by their tokens",
+    "rows resumed before their end",
+    "rows copied in case that a turn fails",
+    "conversations that went back to a copy",
     "rounds of rows with inputs",
     "shared starts of compacted rows",
     "rows barred by SGLang",
@@ -40,7 +45,8 @@ def test_soak(capsys):
         with capsys.disabled():
             print(f"\rseed {seed}: {counts['steps']:,} of {steps:,} steps", end="", flush=True)
             try:
-                counts += run_histories(BATCH, start=seed, varied=True)
+                histories = Repeating if seed % 2 else Histories
+                counts += run_histories(BATCH, start=seed, varied=True, histories=histories)
             except BaseException:
                 print(f"\nviolated with SEED={seed}")
                 raise

@@ -76,7 +76,7 @@ def test_a_turn_that_fails_costs_nothing(options):
 @every_kind
 def test_a_turn_that_was_answered_can_be_repeated(options):
     """Prevents an answer that never reached its client, or that is asked for again, from starting anew; and copies of
-    turns that nobody repeats from piling up."""
+    turns that are not repeated from piling up."""
     sim = Simulation(**options)
     text = first_turn(sim)
     turn = begin(sim, text)
@@ -178,7 +178,7 @@ def keep_every_spare(patch) -> None:
     [(copy_nothing, "other (content|tokens)"), (unlock_the_prefix, "of the tree are locked"), (keep_every_spare, "")],
 )
 def test_planted_fault_is_noticed(fault, noticed, monkeypatch):
-    """Prevents checks of copies that cannot fail: a copy without its K/V, or without its lock, or that nobody drops."""
+    """Prevents checks of copies that cannot fail: a copy without its K/V, or without its lock, or that is never dropped."""
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=noticed):
         test_a_turn_that_was_answered_can_be_repeated(KINDS[1])

@@ -105,6 +105,16 @@ def test_rehearsed_where_rounds_run(overlap):
     assert scheduler.device_module.log == [*steps, "wait for the device"]
 
 
+def test_copies_are_rehearsed_with_rounds():
+    """Prevents the kernel that copies rows from compiling when the first turn of a conversation resumes one."""
+    scheduler = pretended()
+    log = scheduler.device_module.log
+    rehearsal.rehearse(
+        scheduler, compressor(scheduler.device_module), SimpleNamespace(rehearse=lambda: log.append("c"))
+    )
+    assert log[-3:] == ["c", "leave forward", "wait for the device"]
+
+
 def test_nothing_is_rehearsed_without_kernels():
     """Prevents a launch on a CPU from scoring rows that no kernel reads."""
     scheduler = pretended(kind="cpu")
@@ -156,6 +166,7 @@ def start(monkeypatch, build, scheduler=None) -> str:
     monkeypatch.setattr(scheduler_patch, "check_in_place", lambda hooks: None)
     monkeypatch.setattr(scheduler_patch, "served_stats", lambda *_: None)
     monkeypatch.setattr(scheduler_patch, "build_compressor", build)
+    monkeypatch.setattr(scheduler_patch, "make_copier", lambda *_, **__: None)
     # With one kept set for all heads, which ranks have to merge.
     compression = scheduler_patch.Compression(complete(Config("s", selection="shared-mean")))
     compression._on_built(None, scheduler or pretended())
