@@ -1,7 +1,7 @@
 """Does an agent still give right answers after a long tool loop, and what does each of its turns cost?
 
 Agents work on a live server. Each turn brings a tool's result; the agent thinks, and calls the next tool. Then it is
-asked about all of it, one question after another, each of which stays in the history with its answer:
+asked about all of it, one question after another, none of which stays in the history:
 
     identifier    case numbers in tools' results, stated once, some of them in the first of them
     state         readings of tanks that changed from result to result: the last one counts
@@ -26,8 +26,9 @@ The chat template keeps the thinking in the history, and, for `dense` and `auto`
 
 A turn is sent in two requests. The first ends with the first token, one agent after another with nothing else running:
 `ttft_ms` is its time. The second writes the rest, for all agents together. Rows have medians over the agents; `new` are
-the tokens that were not in the prompt before, `bound` is what a conversation may hold. `low` and `high` bound
-right(policy) - right(dense) of the same history at 95 %, by a bootstrap over agents and their questions.
+the tokens that were not in the prompt before; `bound` is what a conversation may hold: what it was given, the last
+token of each request, budget and interval. `low` and `high` bound right(policy) - right(dense) of the same history at
+95 %, by a bootstrap over agents and their questions.
 
     python -m benchmarks.serving.tool_loop --model FOLDER --stats FILE --json tool_loop.json
 """
@@ -71,17 +72,23 @@ class Sizes:
 QUICK = Sizes(agents=1, turns=7, results=(60, 100), thoughts=(24, 40), budget=16, interval=8)
 
 
-def policies(budget: int) -> tuple[Policy, ...]:
-    compact = {"turn_inputs": "compact"}
+ASKING = 256
+"""The server's interval, which questions have; turns ask for a smaller one."""
+
+
+def policies(sizes: Sizes) -> tuple[Policy, ...]:
+    default = {"interval": sizes.interval}
+    compact = {**default, "turn_inputs": "compact"}
+    dense = {"enabled": False}
     return (
-        Policy("dense", {"enabled": False}),
-        Policy("exact", {"release": True}),
-        Policy("keep", {}, named=True),
-        Policy("auto", {}),
+        Policy("dense", dense),
+        Policy("exact", {**default, "release": True}),
+        Policy("keep", default, named=True),
+        Policy("auto", default),
         Policy("compact", compact, named=True),
-        Policy("newest", {**compact, "recent": budget}, named=True),
-        Policy("dense", {"enabled": False}, stripped=True),
-        Policy("auto", {}, stripped=True),
+        Policy("newest", {**compact, "recent": sizes.budget}, named=True),
+        Policy("dense", dense, stripped=True),
+        Policy("auto", default, stripped=True),
     )
 
 
@@ -99,8 +106,8 @@ def turn_rows(agents: Sequence[Agent], sizes: Sizes) -> list[dict]:
             for key in ("new", "written", "prefilled", "cached", "ttft_ms", "held", "protected", "rounds"):
                 row[key] = statistics.median(turn[key] for turn in turns)
             # At most: a bound must hold for each agent.
-            row["over_bound"] = max(turn["held"] - turn["given"] - sizes.budget - sizes.interval for turn in turns)
-            row["bound"] = statistics.median(turn["given"] + sizes.budget + sizes.interval for turn in turns)
+            row["over_bound"] = max(turn["held"] - turn["inputs"] - sizes.budget - sizes.interval for turn in turns)
+            row["bound"] = statistics.median(turn["inputs"] + sizes.budget + sizes.interval for turn in turns)
             row["starts"] = sorted({turn["start"] for turn in turns})
             rows.append(row)
     return rows
@@ -164,7 +171,7 @@ def by_policy(agents: Sequence[Agent]) -> list[list[Agent]]:
     return [[agent for agent in agents if (agent.policy.history, agent.policy.name) == name] for name in names]
 
 
-def goals(turns: Sequence[dict], answers: Sequence[dict]) -> list[dict]:
+def goals(turns: Sequence[dict], answers: Sequence[dict], agents: Sequence[Agent]) -> list[dict]:
     """What should hold, and whether it does.
 
     First tokens are compared for policies whose turns resume a row; `dense` shows what the machine adds.
@@ -181,11 +188,15 @@ def goals(turns: Sequence[dict], answers: Sequence[dict]) -> list[dict]:
             # The token before, whose K/V was missing, once for each of the two requests.
             over = max(row["prefilled"] - row["new"] - 2 for row in own if row["starts"] == ["resumed"])
             found.append((f"{name}: prefilled tokens of a resumed turn that are not new", over, 0))
-        (asked,) = (row for row in answers if (row["history"], row["policy"]) == (history, policy)
+            asked = [one for agent in agents if (agent.policy.history, agent.policy.name) == (history, policy)
+                     for one in agent.answers]  # fmt: skip
+            strange = sum(one["start"] != "resumed" or one["rounds"] > 0 for one in asked)
+            found.append((f"{name}: questions that were not asked of what the turns left", strange, 0))
+        (right,) = (row for row in answers if (row["history"], row["policy"]) == (history, policy)
                     and row["kind"] == "inputs")  # fmt: skip
         if policy != "dense":
             most = None if policy in ("compact", "newest") else 0
-            found.append((f"{name}: answers about inputs that dense has right and it has wrong", asked["lost"], most))
+            found.append((f"{name}: answers about inputs that dense has right and it has wrong", right["lost"], most))
     return [
         {"goal": name, "value": value, "at_most": most, "met": None if most is None else value <= most}
         for name, value, most in found
@@ -200,9 +211,7 @@ def measure(model: str, stats: str, sizes: Sizes, dtype: str) -> list[Agent]:
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     works = [made(seed, sizes.turns, sizes.results, sizes.thoughts, count) for seed in range(sizes.agents)]
-    agents = [
-        Agent(number, policy, work, tokenizer) for number, work in enumerate(works) for policy in policies(sizes.budget)
-    ]
+    agents = [Agent(number, policy, work, tokenizer) for number, work in enumerate(works) for policy in policies(sizes)]
     longest = max(
         sum(count(turn.input + turn.thinking + turn.reply) for turn in work.turns)
         + sum(count(ask.text + ask.answer) + 16 for ask in work.asks)
@@ -210,12 +219,14 @@ def measure(model: str, stats: str, sizes: Sizes, dtype: str) -> list[Agent]:
     )
     args = ["--max-total-tokens", str((longest + 512) * len(agents)), "--dtype", dtype]
     args += ["--enable-triattention", "--triattention-stats", stats, "--triattention-conversations", "auto"]
-    args += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(sizes.interval)]
+    args += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(ASKING)]
     # The processor reads how many tokens a request has, which lags where steps overlap.
     args += ["--enable-custom-logit-processor", "--disable-overlap-schedule"]
     started = time.monotonic()
     with TemporaryDirectory() as logs, serving(model, args, Path(logs) / "server.log") as server:
-        Loop(server.url, agents).run(lambda text: print(f"{time.monotonic() - started:.0f} s: {text}", flush=True))
+        Loop(server.url, agents, ASKING).run(
+            lambda text: print(f"{time.monotonic() - started:.0f} s: {text}", flush=True)
+        )
     return agents
 
 
@@ -246,7 +257,7 @@ def main(argv: list[str] | None = None) -> None:
     model, stats = (options.model, options.stats or "auto") if options.model else demonstration_model()
     agents = measure(model, stats, sizes, options.dtype)
     turns, answers, distances = turn_rows(agents, sizes), answer_rows(agents), distance_rows(agents)
-    judged = goals(turns, answers)
+    judged = goals(turns, answers, agents)
     for rows in (turns, answers, distances, judged):
         print_table(list(rows[0]), [list(row.values()) for row in rows])
     setting = {"model": Path(model).name, "dtype": options.dtype, "threads": threads(), **asdict(sizes)}

@@ -61,6 +61,7 @@ class Agent:
     Attributes:
         parts: token ids of the history, and whether each part is thinking.
         given: tokens that it was given until now: first prompt and inputs.
+        carried: tokens that were the last of a request, which count as input of the next.
         turns: one row a turn.
         answers: one row a question.
     """
@@ -71,6 +72,7 @@ class Agent:
     tokenizer: Any
     parts: list[tuple[list[int], bool]] = field(default_factory=list)
     given: int = 0
+    carried: int = 0
     turns: list[dict] = field(default_factory=list)
     answers: list[dict] = field(default_factory=list)
 
@@ -87,19 +89,16 @@ class Agent:
     def settings(self) -> dict[str, Any]:
         return {**self.policy.settings, **({"conversation": self.name} if self.policy.named else {})}
 
-    def give(self, text: str) -> int:
-        """Appends an input to the history, and returns its tokens."""
-        ids = self.ids_of(text)
-        self.parts.append((ids, False))
-        self.given += len(ids)
-        return len(ids)
-
 
 class Loop:
-    """Agents whose turns begin together."""
+    """Agents whose turns begin together.
 
-    def __init__(self, url: str, agents: Sequence[Agent]) -> None:
-        self.url, self.agents, self.processor = url, agents, forcing()
+    Attributes:
+        asking: the interval of questions, within which none has a round.
+    """
+
+    def __init__(self, url: str, agents: Sequence[Agent], asking: int) -> None:
+        self.url, self.agents, self.asking, self.processor = url, agents, asking, forcing()
 
     def run(self, progress: Callable[[str], None]) -> None:
         for number in range(len(self.agents[0].work.turns)):
@@ -113,7 +112,7 @@ class Loop:
             )
         for number in range(len(self.agents[0].work.asks)):
             self._together(lambda agent, number=number: self._answer(agent, agent.work.asks[number]))
-        progress("asked")
+            progress(f"question {number + 1}")
 
     def _together(self, do: Callable[[Agent], None]) -> None:
         with ThreadPoolExecutor(len(self.agents)) as pool:
@@ -122,13 +121,16 @@ class Loop:
     def _first(self, agent: Agent, number: int) -> None:
         """A turn's input up to the first token, with nothing else running."""
         turn = agent.work.turns[number]
-        new = agent.give(turn.input)
+        new = agent.ids_of(turn.input)
+        agent.parts.append((new, False))
+        agent.given += len(new)
+        agent.carried += number > 0
         written = agent.ids_of(turn.thinking)
         answer = self._ask(agent, agent.history(), written[:1], 1)
         agent.turns.append(
             {
                 "turn": number + 1,
-                "new": new,
+                "new": len(new),
                 "prefilled": answer["prefilled"],
                 "cached": answer["cached"],
                 "ttft_ms": answer["ttft_ms"],
@@ -141,23 +143,25 @@ class Loop:
         turn, row = agent.work.turns[number], agent.turns[-1]
         thinking, reply = agent.ids_of(turn.thinking), agent.ids_of(turn.reply)
         forced = (thinking + reply)[1:]
+        agent.carried += 1
         answer = self._ask(agent, agent.history() + thinking[:1], forced, len(forced))
         agent.parts += [(thinking, True), (reply, False)]
         row |= {
             "prefilled": row["prefilled"] + answer["prefilled"],
             "written": len(thinking) + len(reply),
             "rounds": answer["report"].get("rounds", 0),
-            "given": agent.given,
+            "inputs": agent.given + agent.carried,
             "held": answer["held"],
             "protected": answer["report"].get("protected_length", 0),
         }
 
     def _answer(self, agent: Agent, ask: Ask) -> None:
-        agent.give(ask.text)
+        """One question, which is no part of the next one's prompt."""
         wanted = agent.ids_of(ask.answer)
-        answer = self._ask(agent, agent.history(), None, len(wanted) + 1)
+        # Without a round, what a row holds can be cut off at the question's beginning.
+        settings = {} if agent.settings().get("enabled") is False else {"interval": self.asking}
+        answer = self._ask(agent, agent.history() + agent.ids_of(ask.text), None, len(wanted) + 1, settings)
         text = agent.tokenizer.decode(answer["output"])
-        agent.parts += [(answer["output"], False), (agent.ids_of("<|im_end|>"), False)]
         ago = len(agent.work.turns) - ask.turn
         right = re.match(rf"\s*{re.escape(ask.answer.strip())}(?!\w)", text) is not None
         agent.answers.append(
@@ -168,17 +172,19 @@ class Loop:
                 "wanted": ask.answer.strip(),
                 "text": text,
                 "start": answer["report"].get("conversation", "none"),
-                "held": answer["held"],
+                "rounds": answer["report"].get("rounds", 0),
             }
         )
 
-    def _ask(self, agent: Agent, ids: list[int], forced: list[int] | None, tokens: int) -> dict:
+    def _ask(
+        self, agent: Agent, ids: list[int], forced: list[int] | None, tokens: int, settings: dict | None = None
+    ) -> dict:
         """One streamed request.
 
         Raises:
             SystemExit: the server wrote something else than it was made to.
         """
-        params: dict[str, Any] = {"triattention": agent.settings()}
+        params: dict[str, Any] = {"triattention": {**agent.settings(), **(settings or {})}}
         body: dict[str, Any] = {"input_ids": ids, "stream": True, "extra_key": agent.name}
         if forced is not None:
             params["forced"] = forced

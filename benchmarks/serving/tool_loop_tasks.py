@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.quality.streams.words import WORDS, people, sentences
+from benchmarks.quality.streams.words import WORDS, deck, people, sentences
 
 FORM = "held-out"
 INPUTS = ("identifier", "state", "instruction")
 """Kinds of questions about what the agent was given; the kind `own` is about what it wrote itself."""
 OWN = "own"
 READINGS = 4
+"""Tanks, one of which each result names."""
 SIZES = (0.5, 0.0, 1.0, 0.25, 0.75)
 """Sizes of inputs by turn, from the smallest (0) to the largest (1), from turn 2 on, again and again: turns 2, 7 and 12
 bring as much."""
@@ -91,8 +92,8 @@ def made(
     names = list(itertools.islice(people(rng, FORM), turns - 1))
     numbers = iter(rng.sample(range(10000, 100000), turns - 1))
     drawers = iter(rng.sample(range(1000, 10000), turns))
-    readings = iter(rng.sample(range(100, 1000), 2 * turns))
-    things = rng.sample(WORDS[FORM].things, READINGS)
+    readings = iter(rng.sample(range(100, 1000), turns))
+    things = deck(rng, rng.sample(WORDS[FORM].things, READINGS))
     rules = {
         "desk": rng.randrange(1000, 10000),
         "gate": rng.choice(WORDS[FORM].secrets),
@@ -104,12 +105,12 @@ def made(
             opening = message("system", RULES.format(**rules)) + message("user", TASK.format(names=", ".join(names)))
         else:
             name, number = names[turn - 2], next(numbers)
-            shown = {thing: next(readings) for thing in rng.sample(things, 2)}
+            shown = {next(things): next(readings)}
             state |= {thing: (turn, value) for thing, value in shown.items()}
             size = level(SIZES, turn, 2, results)
             opening = "\n" + message("user", _result(name, number, shown, filler, size, count))
             asks.append(_ask("identifier", turn, f"What is the case number of {name}?",
-                             f"The case number of {name} is", number))  # fmt: skip
+                             f'{{"visitor": "{name}", "case_number":', number))  # fmt: skip
         drawer = next(drawers)
         about = names[max(0, turn - 2)]
         note = NOTE.format(name=about, drawer=drawer)
@@ -121,7 +122,7 @@ def made(
         made_turns.append(Turn(opening + "<|im_start|>assistant\n", f"<think>\n{thinking}\n</think>\n\n",
                                f"{reply}<|im_end|>"))  # fmt: skip
     for thing, (turn, value) in state.items():
-        asks.append(_ask("state", turn, f"How full is tank {thing} now?", f"Tank {thing} now holds", value))
+        asks.append(_ask("state", turn, f"How full is tank {thing} now?", f'{{"tanks": {{"{thing}":', value))
     rng.shuffle(asks)
     return Work(tuple(made_turns), tuple(asks))
 

@@ -34,11 +34,11 @@ class Oracle(Loop):
     """A server that answers rightly under some policies, and keeps a row of a budget's tokens and all inputs."""
 
     def __init__(self, agents: list[Agent], wrong: tuple[str, ...]) -> None:
-        self.agents, self.wrong, self.processor = agents, wrong, "forced"
+        self.agents, self.wrong, self.asking, self.processor = agents, wrong, 64, "forced"
         self.asked = dict.fromkeys((agent.name for agent in agents), 0)
         self.seen: dict[str, list[int]] = {}
 
-    def _ask(self, agent: Agent, ids: list[int], forced: list[int] | None, tokens: int) -> dict:
+    def _ask(self, agent: Agent, ids: list[int], forced: list[int] | None, tokens: int, settings=None) -> dict:
         output = forced
         if output is None:
             ask = agent.work.asks[self.asked[agent.name]]
@@ -50,9 +50,13 @@ class Oracle(Loop):
             (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids))
         )
         self.seen[agent.name] = ids + output[:-1]
-        report = {"conversation": "resumed" if common else "new", "rounds": 1, "protected_length": 3}
+        report = {
+            "conversation": "resumed" if common else "new",
+            "rounds": int(forced is not None),
+            "protected_length": 3,
+        }
         return {"output": output, "prefilled": len(ids) - common, "cached": common, "ttft_ms": 10.0,
-                "report": report, "held": agent.given + SIZES.budget}  # fmt: skip
+                "report": report, "held": agent.given + agent.carried + SIZES.budget}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def test_answers_stand_where_they_should(works):
             if ask.kind == "own":
                 assert f"{stem}{ask.answer}." in stated
             elif ask.kind == "state":
-                tank = re.search(r"Tank (\w+) now", stem)[1]
+                tank = re.search(r'"(\w+)":$', stem)[1]
                 assert f'"{tank}":{ask.answer}' in stated
                 later = "".join(one.input for one in work.turns[ask.turn :])
                 assert f'"{tank}"' not in later
@@ -95,7 +99,8 @@ def test_sizes_of_turns(works, tokenizer):
     for work in works:
         given = [len(tokenizer(turn.input)["input_ids"]) for turn in work.turns]
         for turn in (7, 12):
-            assert abs(given[turn - 1] - given[1]) < 25
+            # Up to a sentence.
+            assert abs(given[turn - 1] - given[1]) < 40
         assert max(given[1:]) > 1.4 * min(given[1:])
         thought = [len(tokenizer(turn.thinking)["input_ids"]) for turn in work.turns]
         assert thought[0] > SIZES.budget + SIZES.interval
@@ -107,7 +112,7 @@ def test_what_is_counted(works, tokenizer, wrong):
     agents = [
         Agent(number, policy, work, tokenizer)
         for number, work in enumerate(works)
-        for policy in tool_loop.policies(SIZES.budget)
+        for policy in tool_loop.policies(SIZES)
     ]
     Oracle(agents, wrong).run(lambda _: None)
     turns, answers = tool_loop.turn_rows(agents, SIZES), tool_loop.answer_rows(agents)
@@ -122,7 +127,7 @@ def test_what_is_counted(works, tokenizer, wrong):
     for name in ("dense", "compact"):
         own = [row for row in distances if row["policy"] == name and row["history"] == "kept"]
         assert sum(row["questions"] for row in own) == SIZES.agents * 24
-    judged = tool_loop.goals(turns, answers)
+    judged = tool_loop.goals(turns, answers, agents)
     assert all(goal["met"] for goal in judged if goal["at_most"] is not None)
     for row in turns:
         if row["turn"] > 1 and row["history"] == "kept":
@@ -133,7 +138,8 @@ def test_what_is_counted(works, tokenizer, wrong):
 def test_stripped_thinking(works, tokenizer):
     """Prevents a stripped history that repeats thinking, or a kept one that does not."""
     stripped, kept = (
-        Agent(0, policy, works[0], tokenizer) for policy in (tool_loop.policies(16)[-1], tool_loop.policies(16)[0])
+        Agent(0, policy, works[0], tokenizer)
+        for policy in (tool_loop.policies(SIZES)[-1], tool_loop.policies(SIZES)[0])
     )
     for agent in (stripped, kept):
         Oracle([agent], ()).run(lambda _: None)
