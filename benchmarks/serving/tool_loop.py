@@ -255,6 +255,8 @@ def main(argv: list[str] | None = None) -> None:
     given = {key: value for key, value in vars(options).items() if value is not None and key in asdict(Sizes())}
     sizes = replace(QUICK if options.quick else Sizes(), **given)
     model, stats = (options.model, options.stats or "auto") if options.model else demonstration_model()
+    # The server has another folder than this process.
+    model, stats = (str(Path(name).absolute()) if Path(name).exists() else name for name in (model, stats))
     agents = measure(model, stats, sizes, options.dtype)
     turns, answers, distances = turn_rows(agents, sizes), answer_rows(agents), distance_rows(agents)
     judged = goals(turns, answers, agents)
