@@ -12,7 +12,7 @@ import pytest
 
 import warm
 from benchmarks import plot
-from benchmarks.serving import capacity, modes, serve, servers, soak_watch
+from benchmarks.serving import capacity, modes, serve, servers, soak_watch, tool_loop
 from checkout import ROOT
 from harness import own_core
 from plan_cases import QWEN3_32B
@@ -41,7 +41,7 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["agents", "capacity", "modes", "serve", "soak"])
+@pytest.mark.parametrize("name", ["agents", "capacity", "modes", "serve", "soak", "tool_loop"])
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
@@ -97,6 +97,33 @@ def test_agents(run_quick):
         # The message, and the last sampled token, whose K/V has not been computed.
         assert all(tokens == setting["message"] + 1 for tokens in content[name]["prefilled_tokens_per_turn"][1:])
     assert all(tokens > setting["tokens"] / 2 for tokens in exact["prefilled_tokens_per_turn"][1:])
+
+
+@pytest.mark.wide
+def test_tool_loop(run_quick):
+    """Prevents answers of turns that were not served as their policy says, and inputs that are lost."""
+    content = run_quick("tool_loop")
+    turns = {(row["history"], row["policy"], row["turn"]): row for row in content["turns"]}
+    last = content["setting"]["turns"]
+    for (history, policy, turn), row in turns.items():
+        resumed = history == "kept" and policy in tool_loop.RESUMED and turn > 1
+        assert row["starts"] == ["resumed" if resumed else "none" if policy == "dense" else "new"]
+    for policy in ("keep", "auto"):
+        row = turns["kept", policy, last]
+        assert row["held"] <= row["bound"]
+        assert row["protected"] > turns["kept", policy, 2]["protected"]
+    assert (
+        turns["kept", "newest", last]["held"]
+        < turns["kept", "keep", last]["held"]
+        < turns["kept", "dense", last]["held"]
+    )
+    # A first token's time on a busy machine is no fault of the benchmark.
+    judged = [goal for goal in content["goals"] if goal["at_most"] == 0 and "answers" not in goal["goal"]]
+    assert judged
+    assert all(goal["met"] for goal in judged), judged
+    answers = {(row["history"], row["policy"], row["kind"]): row for row in content["answers"]}
+    assert answers["kept", "dense", "inputs"]["right"] > 0
+    assert answers["stripped", "auto", "inputs"]["lost"] == 0
 
 
 @pytest.mark.wide
