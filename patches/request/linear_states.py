@@ -104,5 +104,5 @@ def copy_state(scheduler: Scheduler, kv: ReqKvInfo, copied: ReqKvInfo, undo: Exi
         rows._alloc_ping_pong_buffer(cast("Req", SimpleNamespace(kv=copied)))
         buffers = rows.req_index_to_mamba_ping_pong_track_buffer_mapping
         buffers[copied.req_pool_idx] = cast("torch.Tensor", copied.mamba_ping_pong_track_buffer)
-    source, target = kv.mamba_pool_idx.unsqueeze(0), copied.mamba_pool_idx.unsqueeze(0)
+    source, target = (cast("torch.Tensor", each.mamba_pool_idx).unsqueeze(0) for each in (kv, copied))
     return lambda: rows.mamba_pool.copy_from(source, target)

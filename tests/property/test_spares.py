@@ -178,7 +178,7 @@ def keep_every_spare(patch) -> None:
     [(copy_nothing, "other (content|tokens)"), (unlock_the_prefix, "of the tree are locked"), (keep_every_spare, "")],
 )
 def test_planted_fault_is_noticed(fault, noticed, monkeypatch):
-    """Prevents checks of copies that cannot fail: a copy without its K/V, or without its lock, or that is never dropped."""
+    """Prevents checks that cannot fail: a copy without its K/V, or without its lock, or that is never dropped."""
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=noticed):
         test_a_turn_that_was_answered_can_be_repeated(KINDS[1])
