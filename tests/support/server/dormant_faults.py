@@ -137,9 +137,9 @@ def poison(real, compressor, attempt, batches) -> None:
             keys[slot] = keys[slot].flip(-1)
 
 
-def mix_up_row(real, conversations, request) -> None:
+def mix_up_row(real, conversations, request, room) -> None:
     """Reverses the values of a resumed row."""
-    real(conversations, request)
+    real(conversations, request, room)
     scheduler, kv = conversations._scheduler, request.kv
     if request.prefix_len > kv.cache_protected_len and request.prefix_len == kv.kv_allocated_len:
         rows = scheduler.req_to_token_pool.req_to_token
