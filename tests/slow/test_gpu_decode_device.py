@@ -1,9 +1,12 @@
 """The parts of the decode benchmark that need a GPU, on a fake one: graphs, streams and FlashInfer's wrapper."""
 
 import inspect
-import io
 import itertools
-from contextlib import redirect_stdout
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ import torch
 import captured
 from benchmarks.decode import attention, bench, cli, model, step, tables
 from decode_runs import TOY, run_decode
+
+COMPILED_ATTENTION = Path(__file__).parents[1] / "support" / "common" / "compiled_attention.py"
 
 
 def test_graphs_on_a_pretended_device(monkeypatch, tmp_path):
@@ -117,32 +122,15 @@ def test_flashinfer_that_fails(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_the_kernel_that_attends_is_fit_for_a_gpu(monkeypatch, tmp_path, architecture):
+def test_the_kernel_that_attends_is_fit_for_a_gpu(tmp_path, architecture):
     """Prevents a dense rival that is slow because its kernel spills or copies keys in small pieces."""
-    triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    # Imported for the whole process, with a variable for its own: no other test may see it.
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    import compile_kernels
-    from benchmarks.decode.attention_triton import attend_kernel as kernel
-
-    pointers = {"queries": "*bf16", "k_pool": "*bf16", "v_pool": "*bf16", "rows": "*i32", "lengths": "*i32"}
-    pointers |= {"partial": "*fp32", "sizes": "*fp32"}
-    constants = {"GROUP": 4, "PADDED": 16, "DIM": 128, "HEADS": 8, "PARTS": 4, "BLOCK": 64}
-    signature = pointers | dict.fromkeys(constants, "constexpr") | {"scale": "fp32"}
-    signature = {name: signature.get(name, "i32") for name in kernel.arg_names}
-    # What a launch knows about its arguments: addresses and strides are multiples of 16.
-    known = [i for i, name in enumerate(kernel.arg_names) if name in pointers or name.startswith("stride")]
-    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in known})
-    log = io.StringIO()
-    with triton.knobs.cache.scope(), triton.knobs.nvidia.scope(), redirect_stdout(log):
-        triton.knobs.cache.dir = str(tmp_path)
-        triton.knobs.nvidia.dump_ptxas_log = True
-        options = {"num_warps": 4, "num_stages": 3}
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    found = compile_kernels.figures(log.getvalue(), made.asm["ptx"], made.metadata.shared)
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    command = [sys.executable, COMPILED_ATTENTION, str(architecture), str(tmp_path)]
+    # Imports the kernel for a compiler, which the tests of this process may interpret.
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["spilled"] == 0
     assert found["widest_copy"] == 16
     # At least four programs fit on a multiprocessor, so that enough reads are in flight.
