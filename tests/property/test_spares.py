@@ -192,7 +192,7 @@ def test_planted_fault_is_noticed(fault, noticed, monkeypatch):
         {"page_size": 4, **WINDOW, "budget": 16, "recent": 11},
         wide({"page_size": 16, "selection": "shared-mean"}),
         wide({"page_size": 1, "reserve": 10, "queued": 5}),
-        wide({"page_size": 1, **WINDOW, "prompt": "compact"}),
+        wide({"page_size": 1, **WINDOW, "prompt": "compact", "turn_inputs": "keep"}),
     ],
     ids=str,
 )
