@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.decode.attention import Rows
 from benchmarks.decode.model import DTYPE, Shape
-from sglang_triattn.kernels.compact.reference import cut_column, needs_order
 from sglang_triattn.kernels.device_round import compact_rows
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.score.tables import ScoreTables
 from sglang_triattn.kernels.scorer import Scorer
+from sglang_triattn.patches.rounds.launches import shape_for
 from sglang_triattn.rounds.plan import Plan, ceil_align, most_kept, plan_round
 from sglang_triattn.rounds.rules import RoundRules
 
@@ -195,12 +195,12 @@ class Batch:
         if self.notes_kept:
             kept = scorer.keep(slots, lengths, next_positions, keep, recent)
             self.kept = dict(zip(requests, kept, strict=True))
-        strategy, cut = self._shape(plan, recent)
+        shape = shape_for(config, plan, recent, moves=self.rounds.mover is not None, page_size=size)
+        first = shape.cut
         unchanged, ordered = compact_rows(
-            scorer, self.rounds.mover, slots, lengths, next_positions, keep, recent, strategy, cut
+            scorer, self.rounds.mover, slots, lengths, next_positions, keep, recent, shape.strategy, first
         )
         self._read_later(frozen + unchanged)
-        first = keep if cut is None else cut
         if ordered is not None:
             slots = ordered
             rows[row[:, None], frozen + column[:keep]] = slots[:, :keep]
@@ -216,14 +216,6 @@ class Batch:
         self.rows.lengths.index_add_(0, row, self._to_device([-each.evicted_tokens for each in plans]).int())
         for r, each in zip(requests, plans, strict=True):
             self.lengths[r] = each.new_length
-
-    def _shape(self, plan: Plan, recent: int) -> tuple[str, int | None]:
-        """Strategy and cut of a round, as the server chooses them (`shape_for`)."""
-        if self.rounds.mover is None:
-            return "remap", None
-        cut = cut_column(plan.kept_private, recent, plan.frozen, plan.evicted_tokens, self.page_size)
-        lost = cut is None and needs_order(self.rounds.config.recent, self.rounds.config.interval)
-        return "slide" if lost else "fill", cut
 
     def _read_later(self, values: torch.Tensor) -> None:
         """Copies the first hole of each row as a server does: to the host, where it is read rounds later."""

@@ -23,7 +23,7 @@ from typing import Any
 import requests
 
 from benchmarks.quality.cells import Cell, Found, Unit
-from benchmarks.quality.choices import DENSE
+from benchmarks.quality.choices import DENSE, Choice
 from benchmarks.quality.tokens import TEXT, Tokens
 from sglang_triattn.config import Config
 
@@ -36,6 +36,21 @@ _PATIENCE_S = 3600
 
 class AskError(ValueError):
     """A server cannot be measured; the message is one sentence for the user."""
+
+
+def askable_fields(choice: Choice) -> dict[str, str]:
+    """The fields of a choice other than dense, if requests can ask a server for it.
+
+    Raises:
+        AskError: they cannot.
+    """
+    given = dict(choice.fields)
+    if choice.control is not None or choice.early or not set(given) <= set(ASKABLE):
+        raise AskError(
+            f"A server cannot be asked for {choice.name}, because it compacts as it was started: choose among "
+            f"dense, default, and settings: with {' and '.join(ASKABLE)}."
+        )
+    return given
 
 
 @dataclass
@@ -115,12 +130,7 @@ class ServerRunner:
         choice, served = cell.choice, self.settings
         if choice.name == DENSE:
             return {"enabled": False}
-        given = dict(choice.fields)
-        if choice.control is not None or choice.early or not set(given) <= set(ASKABLE):
-            raise AskError(
-                f"A server cannot be asked for {choice.name}, because it compacts as it was started: choose among "
-                f"dense, default, and settings: with {' and '.join(ASKABLE)}."
-            )
+        given = askable_fields(choice)
         config = cell.config(private, self.interval)
         if config.budget > served["budget"]:
             raise AskError(

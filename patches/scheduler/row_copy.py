@@ -55,7 +55,6 @@ class RowCopier:
         self._rows = scheduler.req_to_token_pool
         self._slots = row_allocator(scheduler.token_to_kv_pool_allocator)
         self._windows = cast("SWATokenToKVPoolAllocator", scheduler.token_to_kv_pool_allocator)
-        self._peers = self._windows.swa_attn_allocator if window_mover is not None else None
 
     def copy(self, kv: ReqKvInfo, room: int) -> ReqKvInfo | None:
         """A copy of the row that `kv` records; None if there is too little memory. If it raises, nothing has changed.
@@ -89,7 +88,8 @@ class RowCopier:
 
     def _free(self) -> tuple[int, int]:
         """Free slots, and free peers."""
-        return self._slots.available_size(), self._peers.available_size() if self._peers is not None else 0
+        peers = self._windows.swa_attn_allocator.available_size() if self._window_mover is not None else 0
+        return self._slots.available_size(), peers
 
     def _copy(self, kv: ReqKvInfo, whole: int, peers: int, undo: ExitStack) -> ReqKvInfo:
         """The copy, in `whole` new slots with `peers` new peers; `undo` gives them back."""
@@ -118,8 +118,9 @@ class RowCopier:
 
     def _copy_peers(self, slots: torch.Tensor, undo: ExitStack) -> torch.Tensor:
         """Gives new slots new peers, which it returns."""
-        found = _allocated(self._windows.swa_attn_allocator.alloc(len(slots)))
-        undo.callback(_give_back, self._windows.swa_attn_allocator.free, found)
+        allocator = self._windows.swa_attn_allocator
+        found = _allocated(allocator.alloc(len(slots)))
+        undo.callback(_give_back, allocator.free, found)
         self._windows.set_full_to_swa_mapping(slots, found)
         undo.callback(_give_back, self._windows.clear_full_to_swa_mapping, slots)
         return found

@@ -15,7 +15,7 @@ from typing import Any
 import requests
 
 from benchmarks.quality.choices import DENSE
-from benchmarks.quality.server import ASKABLE, AskError
+from benchmarks.quality.server import AskError, askable_fields
 from benchmarks.quality.solve.cells import Cell
 from benchmarks.quality.solve.chat import Chat
 from benchmarks.quality.solve.format import Problem
@@ -86,13 +86,7 @@ class ServerSolver:
         Raises:
             AskError: a request cannot ask for it.
         """
-        choice = cell.choice
-        given = dict(choice.fields)
-        if choice.control is not None or choice.early or not set(given) <= set(ASKABLE):
-            raise AskError(
-                f"A server cannot be asked for {choice.name}, because it compacts as it was started: choose among "
-                f"dense, default, and settings: with {' and '.join(ASKABLE)}."
-            )
+        given = askable_fields(cell.choice)
         config = cell.config(dense_tokens, self.interval)
         if config.budget > self.settings["budget"]:
             raise AskError(

@@ -222,7 +222,7 @@ class Simulation(Memory):
         )
 
     def _check_start(self, owner: CompressedRequest, acquired: bool, idle: Conversation | None) -> None:
-        """Checks what the client is told about its conversation against the account of what was kept.
+        """Checks how the report says that a conversation started against the account of what was kept.
 
         Args:
             idle: the row of its name before it was admitted.
