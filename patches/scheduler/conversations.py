@@ -84,7 +84,6 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 4096
 """How many dropped conversations are remembered, so that their next turn is reported as lost."""
 
-
 ROWS_PER_STEP = 128
 """Rows that are kept free while requests wait, more than one prefill step usually admits; a beam takes one each."""
 
@@ -247,8 +246,9 @@ class Conversations:
         self._drop(idle.previous)
         idle.previous = None
         if compression.conversation is not None and idle.name != compression.conversation:
-            # It repeats a turn, in place of what that one left.
+            # It repeats a turn, in place of what that one left, which is not lost.
             self._drop(self._idle.get(compression.conversation))
+            self._lost.pop(compression.conversation, None)
             idle.name = compression.conversation
         if not self._leave_copy(request, idle, room):
             # Admission has locked the same node for the request.

@@ -84,6 +84,8 @@ def test_a_turn_that_was_answered_can_be_repeated(options):
     assert sorted(spares(sim)) == [False, True]
     again = begin(sim, text)
     assert spares(sim) == [True]
+    # What it repeats made way for it, and is no row that a later turn misses.
+    assert sim.conversations.start_without_row("a") == "new"
     sim.release(again, finish=True)
     assert again.tokens == turn.tokens
     following = begin(sim, again.tokens)
