@@ -128,7 +128,7 @@ def test_lists_of_several_blocks(device, length, keep, strategy):
         assert torch.equal(one.cpu(), other)
 
 
-@pytest.mark.parametrize(("keep", "recent", "cut"), [(BLOCK + 3, 7, BLOCK - 4), (BLOCK, 100, 300), (700, 690, 3)])
+@pytest.mark.parametrize(("keep", "recent", "cut"), [(BLOCK + 3, 7, BLOCK - 4), (BLOCK, 100, 300), wide(700, 690, 3)])
 def test_cuts_of_several_blocks(device, keep, recent, cut):
     """Prevents seams between programs on both sides of a cut, and lengths read from another request."""
     generator = torch.Generator().manual_seed(keep)

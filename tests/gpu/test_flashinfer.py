@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paged_cases import GROUP, HEAD_DIM, KV_HEADS, PagedCase, PageTable
+from sets import matrix
 
 Q_HEADS = KV_HEADS * GROUP
 WORKSPACE = 128 << 20
@@ -175,13 +176,13 @@ ROUNDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize(("strategy", "sets", "page_size", "view"), ROUNDS)
-def test_attention_is_over_the_kept_tokens(device, attention, strategy, sets, page_size, view, dtype):
+@pytest.mark.parametrize(("how", "dtype"), matrix(ROUNDS, [*TOLERANCES], strength=1), ids=str)
+def test_attention_is_over_the_kept_tokens(device, attention, how, dtype):
     """Prevents reading evicted or freed K/V, losing kept K/V, and a captured graph that keeps its initial lengths.
 
     Requests grow longer and longer; then come a round, more tokens, and a second round that leaves less than ever.
     """
+    strategy, sets, page_size, view = how
     case = PagedCase(device, dtype, page_size)
     attend = attention(case)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernel_cases import KernelCase, may_race
+from sets import matrix
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.latent_kernel import score_latents_triton
 from sglang_triattn.kernels.score.latent_tuning import latent_columns
@@ -57,8 +58,7 @@ def test_shapes(device, shape):
     check(KernelCase(device=device, **{**LATENT, "dtype": torch.bfloat16, **shape}), "mean", recent=3)
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "max", "norm"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("aggregation", "dtype"), matrix(["mean", "max", "norm"], DTYPES, strength=1), ids=str)
 def test_dtypes_and_aggregations(device, dtype, aggregation):
     """Prevents a dtype from being decoded or split wrongly, and phases of another offset."""
     case = KernelCase(lengths=[9, 3], device=device, group=5, layers=2, head_dim=64, rotary_dim=16, dtype=dtype,

@@ -37,7 +37,7 @@ def arguments(case: KernelCase, rows: slice = slice(None)) -> tuple:
     return slots, lengths, case.next_positions[rows], KEEP, RECENT
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", [s if s == "per-layer-head" else wide(s) for s in SELECTIONS])
 def test_launches_in_parts_equal_the_reference(device, selection):
     """Prevents requests beyond the workspace from being lost, mixed up or answered with another's tokens."""
     case = KernelCase(lengths=[90, 64, 80, 77, 90], device=device, head_dim=16)

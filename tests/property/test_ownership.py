@@ -20,12 +20,13 @@ def run(examples: int, least_rounds: int = 3, **options) -> Counter:
     return counts
 
 
-def test_random_histories_under_random_settings():
+@pytest.mark.parametrize(("examples", "start"), [(60, 1), wide(300, 7)])
+def test_random_histories_under_random_settings(examples, start):
     """Prevents failures that only combinations of settings cause, SGLang's own included; see `soak` for many more.
 
     Draws every setting that the tests below fix; those only make sure that each mode gets some histories of its own.
     """
-    counts = run(100, varied=True)
+    counts = run(examples, varied=True, start=start)
     for happened in (
         "flushes granted",
         "flushes refused",
@@ -34,17 +35,18 @@ def test_random_histories_under_random_settings():
         "rows barred by SGLang",
         "rows cut before their newest tokens",
         "rounds of rows with inputs",
-        "rows found by their tokens",
-        "rows resumed before their end",
     ):
         assert counts[happened] > 0, happened
+    # One in a hundred histories has them.
+    if examples > 200:
+        assert counts["rows found by their tokens"] > counts["rows resumed before their end"] > 0
 
 
 @pytest.mark.parametrize("radix", [True, False], ids=["radix", "no-radix"])
 @pytest.mark.parametrize("page_size", [1, wide(4), 16])
 def test_random_histories(page_size, radix):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
-    run(16, page_size=page_size, radix=radix)
+    run(8, page_size=page_size, radix=radix)
 
 
 OTHER_SETTINGS = [
@@ -61,7 +63,7 @@ OTHER_SETTINGS = [
 @pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], OTHER_SETTINGS, strength=1), ids=shown)
 def test_random_histories_of_other_settings(page_size, settings):
     """Prevents the same in every mode, and when requests of one batch keep different numbers of tokens."""
-    run(8, page_size=page_size, **settings)
+    run(5, page_size=page_size, **settings)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, promp
     """Prevents the same when the newest tokens move up in the row, by whole pages, and not in the pool."""
     lengths = {"budget": 28, "interval": interval, "recent": 18, "pressure_budget": 22}
     counts = run(
-        8, least_rounds=1, page_size=page_size, selection=selection, sinks=sinks, prompt=prompt, pool=160, **lengths
+        5, least_rounds=1, page_size=page_size, selection=selection, sinks=sinks, prompt=prompt, pool=160, **lengths
     )
     # Not all of them move up: an early round, or one between two chunks, may lose half a page.
     moves = page_size > 1 or selection == "per-layer-head"
@@ -92,8 +94,8 @@ def test_random_histories_of_rows_that_are_cut(page_size, interval, sinks, promp
 def test_random_histories_of_compacted_prompts(page_size, selection):
     """Prevents prefill onto a shortened row from computing other tokens, at other places, or poisoning the tree."""
     settings = {"prompt": "compact", "selection": selection}
-    counts = run(16, page_size=page_size, **settings)
-    assert counts["prefill rounds"] > 12
+    counts = run(8, page_size=page_size, **settings)
+    assert counts["prefill rounds"] > 6
     assert page_size > 1 or counts["shared starts of compacted rows"] > 0
 
 
@@ -101,7 +103,7 @@ def test_random_histories_of_compacted_prompts(page_size, selection):
 def test_random_histories_in_a_full_pool(page_size):
     """Prevents unneeded early rounds, and early rounds that keep other tokens than the newest and the best."""
     settings = {"pressure_budget": 6, "interval": 12}
-    counts = run(24, least_rounds=1, page_size=page_size, pool=80, **settings)
+    counts = run(12, least_rounds=1, page_size=page_size, pool=80, **settings)
     assert counts["early rounds"] > 0
 
 
@@ -116,7 +118,7 @@ DRAFTING = [
 @pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], DRAFTING, strength=1), ids=shown)
 def test_random_histories_of_drafting_requests(page_size, settings):
     """Prevents the same where rows have reserves after their computed entries, which move when rounds close up."""
-    run(8, least_rounds=1, page_size=page_size, reserve=10, **settings)
+    run(5, least_rounds=1, page_size=page_size, reserve=10, **settings)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_random_histories_of_drafting_requests(page_size, settings):
 def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selection, prompt):
     """Prevents a round from moving, or giving away, slots that a queued step writes its drafts to."""
     settings = {"budget": 28, "interval": 16, "recent": 10, "pool": 160, "prompt": prompt, "selection": selection}
-    run(8, least_rounds=1, page_size=page_size, reserve=10, queued=5, **settings)
+    run(5, least_rounds=1, page_size=page_size, reserve=10, queued=5, **settings)
 
 
 @pytest.mark.parametrize(
@@ -144,5 +146,5 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
 )
 def test_random_histories_of_conversations(page_size, settings):
     """Prevents a round from evicting what a resumed turn brought, from any head, and rows out of order in the tree."""
-    counts = run(12, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
-    assert counts["rounds of rows with inputs"] > 5
+    counts = run(6, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
+    assert counts["rounds of rows with inputs"] > 0

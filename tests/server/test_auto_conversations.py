@@ -77,7 +77,7 @@ def test_logits_of_turns_that_are_found(serve, tiny, flags):
 
 @pytest.mark.parametrize(
     ("family", "flags"),
-    [("gpt-oss", ()), ("qwen3-next", WITHOUT_BUFFER), wide("deepseek-v3", ()), wide("gemma3", ())],
+    [wide("gpt-oss", ()), ("qwen3-next", WITHOUT_BUFFER), wide("deepseek-v3", ()), wide("gemma3", ())],
 )
 def test_logits_of_turns_that_are_found_in_other_models(serve, tmp_path, family, flags):
     """Prevents a row from being cut where its state, or its window, has seen more."""

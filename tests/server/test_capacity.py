@@ -149,14 +149,14 @@ def test_conversations_of_other_tenants_are_not_resumed(serve):
     client.flush()
 
 
-@pytest.mark.parametrize("page_size", [wide(1), 16])
-def test_storm_under_pressure(serve, page_size):
+@pytest.mark.parametrize(("page_size", "requests"), [wide(1, 200), wide(16, 200), (16, 100)])
+def test_storm_under_pressure(serve, page_size, requests):
     """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool."""
     client = serve("--page-size", str(page_size), "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
-    _, finished = storm(client, page_size, 200, (8, BUDGET), 1500)
-    assert len(finished) > 120
-    assert retractions(finished) > 10
-    assert client.totals()["rounds"] > 100
+    _, finished = storm(client, page_size, requests, (8, BUDGET), 1500)
+    assert len(finished) > 0.6 * requests
+    assert retractions(finished) > requests / 20
+    assert client.totals()["rounds"] > requests / 2
     assert_pool_is_whole(client)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, oracle_of
+from sets import wide
 
 
 def named(name: str, **fields) -> dict:
@@ -29,7 +30,7 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
     [
         ("--page-size", "1", "--triattention-selection", "shared-mean", "--triattention-turn-inputs", "compact"),
         ("--page-size", "16", "--triattention-turn-inputs", "compact"),
-        ("--page-size", "1", "--tp-size", "2", "--triattention-turn-inputs", "compact"),
+        wide(("--page-size", "1", "--tp-size", "2", "--triattention-turn-inputs", "compact")),
     ],
     ids=["page 1, shared-mean", "page 16", "two ranks"],
 )
@@ -160,8 +161,8 @@ def test_conversations_give_way(serve):
     held = client.slots_in_use()
     assert 300 < held <= 1024
     # More than is left, so the oldest rows go.
-    wide = client.generate(prompt(99, 600), 200)
-    assert wide["meta_info"]["completion_tokens"] == 200
+    large = client.generate(prompt(99, 600), 200)
+    assert large["meta_info"]["completion_tokens"] == 200
     deadline = time.monotonic() + 10
     # SGLang sends the last token a step before it releases the row.
     while client.slots_in_use() >= held:

@@ -24,9 +24,9 @@ BACKEND = ("--attention-backend", "torch_reference")
 
 
 CASES = [
-    wide(FAMILY, TWO_GROUPS, 1, "shared-mean"),
+    (FAMILY, TWO_GROUPS, 1, "shared-mean"),
     wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
-    ("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
+    wide("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
 ]
 
 

@@ -54,7 +54,7 @@ CASES = [
     ("EAGLE3", "pages"),
     ("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
-    ("NEXTN", "moved"),
+    wide("NEXTN", "moved"),
     wide("NEXTN latent", "moved"),
     ("NEXTN latent", "pages"),
     wide("NEXTN latent", "remapped"),

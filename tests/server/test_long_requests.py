@@ -6,13 +6,14 @@ import pytest
 
 from harness import compression, prompt, served_logprobs
 from oracle import TOLERANCE, oracle_of
+from sets import wide
 
 SMALL_POOL = ["--max-total-tokens", "768"]
 WIDE = ["--triattention-budget", "256", "--triattention-interval", "64"]
 COMPACT = {"triattention": {"prompt": "compact"}}
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_logits_of_a_prompt_compacted_chunk_by_chunk(serve, tiny, page_size):
     """Prevents wrong positions, tokens or kept sets when a prompt is prefilled onto a row that rounds shortened."""
     client = serve("--page-size", str(page_size), "--chunked-prefill-size", "128")

@@ -18,7 +18,7 @@ from harness import (
 )
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating import build_repeating_model, in_circle, outside_circle
-from sets import wide
+from sets import matrix, wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel
 
@@ -55,8 +55,7 @@ def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
     return [start for start in starts if start >= prompt_length]
 
 
-@pytest.mark.parametrize("page_size", PAGES)
-@pytest.mark.parametrize("schedule", ["overlap", wide("overlap off")])
+@pytest.mark.parametrize(("page_size", "schedule"), matrix([1, 16], ["overlap", "overlap off"], strength=1))
 def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     """Prevents wrong positions and masks of drafted tokens after a round, K/V of accepted ones that a round loses, and
     drafts that no longer hold because of it."""
@@ -104,6 +103,7 @@ def hold_to_account(client, steps, account: Oracle, page_size: int, schedule: st
     assert set(accepted[:-1]) == {DRAFTED}
 
 
+@pytest.mark.wide
 def test_answers_equal_those_without_drafts(drafting, serve, repeating):
     """Prevents drafts from changing an answer over ten rounds, whether they hold or not."""
     # With overlap, rounds with drafts know of one step less, and come later.
@@ -154,7 +154,6 @@ def test_a_conversation_goes_on(drafting):
     assert_pool_is_whole(client)
 
 
-@pytest.mark.wide
 @pytest.mark.wide
 @pytest.mark.parametrize("page_size", PAGES)
 def test_storm(serve, repeating, page_size):

@@ -7,6 +7,7 @@ import torch
 
 from harness import compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
+from sets import wide
 from tiny_model import build_tiny_model
 
 
@@ -62,7 +63,9 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
     assert (default.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
-@pytest.mark.parametrize(("page_size", "recent", "by_flag"), [(1, 40, False), (16, 48, False), (16, 40, True)], ids=str)
+@pytest.mark.parametrize(
+    ("page_size", "recent", "by_flag"), [wide(1, 40, False), (16, 48, False), (16, 40, True)], ids=str
+)
 def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent, by_flag):
     """Prevents a round from taking older tokens for the newest, rows from being closed up in the wrong place, and a
     request that asks for more of them than the server does from getting the server's."""
@@ -96,7 +99,7 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
     assert (dense.gather(1, tokens) - values).abs().mean() > 200 * TOLERANCE
 
 
-@pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])
+@pytest.mark.parametrize("selection", [wide("per-layer-head"), "shared-mean"])
 def test_logits_on_two_ranks(serve, oracle, selection):
     """Prevents ranks from keeping tokens of each other's heads or, in a shared set, different tokens."""
     ids = prompt(9, 40)
@@ -128,7 +131,7 @@ def test_logits_of_requests_compacted_together(serve, oracle):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "selection"), [(32, "per-head"), (64, "union"), (128, "per-layer-head")], ids=str
+    ("page_size", "selection"), [wide(32, "per-head"), (64, "union"), wide(128, "per-layer-head")], ids=str
 )
 def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selection):
     """Prevents off-by-one pages if budget, interval, recent tokens and prompt end anywhere within a page."""
@@ -148,7 +151,7 @@ def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selecti
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("rope", ["yarn", "partial-interleaved", "partial-interleaved-yarn"])
+@pytest.mark.parametrize("rope", [wide("yarn"), wide("partial-interleaved"), "partial-interleaved-yarn"])
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scoring with other frequencies, dims or pairs than those the model rotates its keys with, dims that are
     left out, and a wrong weight of rotated against other dims."""

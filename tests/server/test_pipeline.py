@@ -118,6 +118,7 @@ def test_storm(storm_client):
     assert_pool_is_whole(storm_client)
 
 
+@pytest.mark.wide
 def test_statistics_measured_over_stages(serve, chat_model, tmp_path):
     """Prevents a launch whose stages measure each their own model, or wait for each other."""
     found = []

@@ -170,6 +170,7 @@ def wait_for_port() -> None:
         time.sleep(1)
 
 
+@pytest.mark.wide
 def test_engine(user, chat_model, tmp_path):
     """Prevents an example that users copy from failing, or from compressing nothing."""
     source = example(CLIENTS, "The offline engine", "python").replace('"M"', f'"{chat_model.path}"')

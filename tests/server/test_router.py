@@ -157,6 +157,7 @@ def test_a_routing_key_names_a_conversation(fleet, routed):
         assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_replica_is_killed_and_comes_back(fleet, routed):
     """Prevents one replica's end from taking another's requests along, a router that never takes it up again, and a
     leak in the survivor, whose every slot is counted around each round."""

@@ -44,8 +44,9 @@ def launched(forkserver, tmp_path_factory):
 
 
 QUICK = [case for case in kits.CASES if case.quick]
-# The trained model takes minutes.
-CASES = [wide(case) if case.launch == "text" else case for case in QUICK]
+LONG = "radix_cache_server_kit (100 nodes, retracting)"
+# The trained model takes minutes, too.
+CASES = [wide(case) if case.launch == "text" or case.name == LONG else case for case in QUICK]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -78,7 +78,7 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     ("family", "flags", "requests"),
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
-        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 60),
+        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 40),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
     ],
 )

@@ -81,7 +81,7 @@ def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
         ("gpt-oss", 1, ()),
         wide("gemma3", 16, ()),
         ("qwen3-next", 1, WITHOUT_BUFFER),
-        ("deepseek-v3", 1, ()),
+        wide("deepseek-v3", 1, ()),
     ],
 )
 def test_logits_of_turns_in_other_models(serve, tmp_path, family, page_size, flags):
@@ -119,7 +119,7 @@ def watched(serve, tmp_path):
     return start
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_every_head_holds_every_input(watched, page_size):
     """Prevents a single input token from leaving any head of any layer, over many rounds and at lengths that are no
     whole pages."""

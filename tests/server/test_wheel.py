@@ -76,6 +76,7 @@ def test_the_command_in_the_image(image):
     assert done.stdout.startswith("--enable-triattention compresses")
 
 
+@pytest.mark.wide
 def test_a_server_in_the_image(image, tiny, tmp_path):
     """Prevents a package that finds its flags, platform, kernels or data only through a checkout.
 
