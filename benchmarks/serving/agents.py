@@ -25,6 +25,7 @@ import requests
 
 from benchmarks.common import print_table, write
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
+from server import exit_on_signals
 
 AGENTS, MESSAGE = 4, 20
 BUDGET, INTERVAL = 256, 64
@@ -154,4 +155,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -24,6 +24,7 @@ import requests
 
 from benchmarks.common import print_table, write
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
+from server import exit_on_signals
 
 REQUESTS, SHARED, OWN = 12, 64, 8
 POLL_S = 0.1
@@ -159,4 +160,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

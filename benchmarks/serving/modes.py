@@ -22,7 +22,7 @@ from benchmarks.common import print_table, write
 from benchmarks.serving import capacity
 from benchmarks.serving.servers import on_cores, prepared_model, serving
 from run_router import SPREAD, running_router
-from server import free_port
+from server import exit_on_signals, free_port
 
 
 @dataclass(frozen=True)
@@ -201,4 +201,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -36,6 +36,7 @@ from benchmarks.common import print_table, write
 from benchmarks.serving import client
 from benchmarks.serving.client import Load, Run, spread
 from benchmarks.serving.servers import demonstration_model, prepared_model, serving, threads
+from server import exit_on_signals
 
 SERVERS = ("plain", "compressed")
 BURST_SERVERS = (*SERVERS, "compressed, not level")
@@ -289,12 +290,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--quick", action="store_true", help="a tiny random model, short requests, one repeat")
     parser.add_argument("--model", help="by default SmolLM2-135M, as `make model` prepares it")
     parser.add_argument("--stats", help="its statistics; by default measured at launch")
+    parser.add_argument(
+        "--random", action="store_true", help="a tiny random model: steps in which host work shows most"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--contexts", type=lambda text: tuple(map(int, text.split(","))), help="lengths of prompts")
     parser.add_argument("--context-requests", type=int, help="requests that decode together after such prompts")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--interval", type=int)
     parser.add_argument("--requests", type=int, help="requests that decode together elsewhere")
+    parser.add_argument(
+        "--bursts", type=lambda text: tuple(map(int, text.split(","))), help="requests that arrive at once"
+    )
     parser.add_argument("--chunk", type=int, help="tokens per chunk of a prefill")
     parser.add_argument("--pool", type=int, help="tokens of the pool of the servers that nothing is short on")
     parser.add_argument("--small-pool", type=int, help="tokens of the pool of the others")
@@ -311,7 +318,7 @@ def main(argv: list[str] | None = None) -> None:
     sizes = replace(QUICK if options.quick else Sizes(), **{key: given[key] for key in given.keys() & SIZES})
     if sizes.prompt + sizes.pair_tokens >= sizes.budget + sizes.interval:
         raise SystemExit(f"With a budget of {sizes.budget} and an interval of {sizes.interval} the short runs evict.")
-    if options.model is None and not options.quick:
+    if options.model is None and not options.quick and not options.random:
         options.model, options.stats = demonstration_model()
     repeats = []
     with prepared_model(options.model, options.stats) as (model, stats):
@@ -334,4 +341,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -41,7 +41,7 @@ from benchmarks.serving import soak_load, soak_watch
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
 from benchmarks.serving.soak_load import Diary, Visitor
 from benchmarks.serving.soak_watch import Watch
-from server import MEMORY_CHECKS, Server
+from server import MEMORY_CHECKS, Server, exit_on_signals
 
 CLIENTS = 4
 POOL, ROWS = 1536, 12
@@ -238,4 +238,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -50,6 +50,7 @@ from benchmarks.quality.table import difference
 from benchmarks.serving.servers import demonstration_model, serving, threads
 from benchmarks.serving.tool_loop_run import Agent, Loop, Policy
 from benchmarks.serving.tool_loop_tasks import INPUTS, OWN, SIZES, made
+from server import exit_on_signals
 
 MOST_GROWTH = 1.3
 """Goal: the first token of the last turn, over that of turn 2, where both bring as much."""
@@ -276,4 +277,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()
