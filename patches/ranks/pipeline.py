@@ -40,10 +40,15 @@ def after_queued_step(scheduler: Scheduler, *borrowed: torch.Tensor) -> Abstract
     if not runs_beside(scheduler):
         return nullcontext()
     scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
-    for tensor in borrowed:
-        if tensor.is_cuda:
-            tensor.record_stream(scheduler.forward_stream)
+    lend(scheduler.forward_stream, *borrowed)
     return scheduler.forward_stream_ctx
+
+
+def lend(stream: torch.Stream, *tensors: torch.Tensor) -> None:
+    """Keeps the memory of tensors of another stream until what is enqueued on `stream` now has run."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
 
 
 def keeps_alike(scheduler: Scheduler, selection: str) -> bool:

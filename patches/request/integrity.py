@@ -31,6 +31,16 @@ def all_or_nothing(size: Callable[[], int]) -> Iterator[None]:
         raise
 
 
+def give_back(what: str, free: Callable[..., object], *taken: object) -> None:
+    """Gives back what was taken from SGLang, because what it was taken for has failed.
+
+    Raises:
+        IntegrityError: so has this.
+    """
+    with unbroken(what):
+        free(*taken)
+
+
 @contextmanager
 def unbroken(what: str) -> Iterator[None]:
     """For calls to SGLang that change its books in several places: an exception of theirs becomes an IntegrityError.

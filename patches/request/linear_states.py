@@ -24,6 +24,7 @@ import torch
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.integrity import give_back
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -98,7 +99,7 @@ def copy_state(scheduler: Scheduler, kv: ReqKvInfo, copied: ReqKvInfo, undo: Exi
     copied.mamba_pool_idx = copied.mamba_ping_pong_track_buffer = None
     copied.mamba_ping_pong_empty = [True] * rows.mamba_ping_pong_track_buffer_size
     [copied.mamba_pool_idx] = cast("torch.Tensor", rows.mamba_allocator.alloc(1))
-    undo.callback(free_state, scheduler, copied)
+    undo.callback(give_back, "the copy of a state was given up", free_state, scheduler, copied)
     rows.req_index_to_mamba_index_mapping[copied.req_pool_idx] = copied.mamba_pool_idx.to(torch.int32)
     if rows.enable_mamba_extra_buffer:
         rows._alloc_ping_pong_buffer(cast("Req", SimpleNamespace(kv=copied)))

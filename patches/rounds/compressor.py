@@ -35,7 +35,7 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model.pinned import read_later
-from sglang_triattn.patches.ranks.pipeline import after_queued_step, is_staged, keeps_alike, runs_beside
+from sglang_triattn.patches.ranks.pipeline import after_queued_step, is_staged, keeps_alike, lend, runs_beside
 from sglang_triattn.patches.request.batch_lengths import shortened
 from sglang_triattn.patches.request.bounds import reserved_of
 from sglang_triattn.patches.request.compressed import compression_of, may_be_due
@@ -305,6 +305,4 @@ class Compressor:
         if not runs_beside(scheduler):
             return
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-        for tensor in borrowed:
-            if tensor.is_cuda:
-                tensor.record_stream(scheduler.schedule_stream)
+        lend(scheduler.schedule_stream, *borrowed)

@@ -17,7 +17,7 @@ keep a state, a state of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -28,7 +28,7 @@ from sglang_triattn.patches.model.buffers import kv_buffers
 from sglang_triattn.patches.model.draft import make_follower
 from sglang_triattn.patches.model.layers import attention_layers
 from sglang_triattn.patches.ranks.pipeline import after_queued_step
-from sglang_triattn.patches.request.integrity import unbroken
+from sglang_triattn.patches.request.integrity import give_back
 from sglang_triattn.patches.request.linear_states import can_copy_state, copy_state
 from sglang_triattn.patches.request.window_pool import cursor_of, has_window_pool, row_allocator
 from sglang_triattn.rounds.plan import ceil_align
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
     from sglang_triattn.patches.sglang_types import Scheduler
+
+GIVEN_UP = "a copy of a row was given up"
 
 
 class RowCopier:
@@ -97,9 +99,9 @@ class RowCopier:
         copied = copy.copy(kv)
         copied.component_evicted_seqlens = dict(kv.component_evicted_seqlens)
         copied.req_pool_idx = _allocated(self._rows.alloc_rows(1))[0]
-        undo.callback(_give_back, self._rows.free_rows, [copied.req_pool_idx])
+        undo.callback(give_back, GIVEN_UP, self._rows.free_rows, [copied.req_pool_idx])
         new = _allocated(self._slots.alloc(whole))
-        undo.callback(_give_back, self._slots.free, new)
+        undo.callback(give_back, GIVEN_UP, self._slots.free, new)
         sources, targets = table[kv.req_pool_idx, protected:length].clone(), new[: length - protected].to(table.dtype)
         table[copied.req_pool_idx, :protected] = table[kv.req_pool_idx, :protected]
         table[copied.req_pool_idx, protected:length] = targets
@@ -120,9 +122,9 @@ class RowCopier:
         """Gives new slots new peers, which it returns."""
         allocator = self._windows.swa_attn_allocator
         found = _allocated(allocator.alloc(len(slots)))
-        undo.callback(_give_back, allocator.free, found)
+        undo.callback(give_back, GIVEN_UP, allocator.free, found)
         self._windows.set_full_to_swa_mapping(slots, found)
-        undo.callback(_give_back, self._windows.clear_full_to_swa_mapping, slots)
+        undo.callback(give_back, GIVEN_UP, self._windows.clear_full_to_swa_mapping, slots)
         return found
 
     def rehearse(self) -> None:
@@ -159,8 +161,3 @@ def _allocated(found):
     if found is None:
         raise RuntimeError("an allocator had less than it counted")
     return found
-
-
-def _give_back(free: Callable, what: object) -> None:
-    with unbroken("a copy of a row was given up"):
-        free(what)
