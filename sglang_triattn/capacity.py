@@ -175,7 +175,7 @@ def scratch_bytes(sizes: ModelSizes, rules: RoundRules, ranks: int) -> int:
         longest=longest,
         selection=rules.selection,
         value_share=rules.value_share,
-        most_kept=most_kept(rules),
+        most_kept=most_kept(rules, sizes.context),
     ).bytes()
 
 

@@ -42,12 +42,17 @@ AUTO = "auto"
 
 _METADATA_OR_HEADER = re.compile(r"metadata\..+|(?i:x(-[a-z0-9]+)+)")
 # Smallest value of each whole-number setting.
+LEAST_SHARE, MOST_SHARE = 0.01, 0.9
+"""Smallest and largest `keep_share` that is not 0: with more, rounds would evict next to nothing."""
 _LEAST = {"budget": 1, "interval": 1, "recent": 0, "sinks": 0, "conversation_ttl": 0, "pressure_budget": 1}
 
 
 @dataclass(frozen=True)
 class Config:
     """What a user sets for one server; lengths are in tokens of one request.
+
+    `keep_share` is the least share of a request's private tokens so far, evicted ones included, that a round keeps: the
+    budget is what it keeps of short answers, and grows with long ones.
 
     `value_share` is the share of the kept tokens, apart from the newest, that are chosen by how far their values lie
     from the mean value of the newest tokens.
@@ -81,6 +86,7 @@ class Config:
     profile: str | None = None
     turn_inputs: str | None = None
     name_fields: str | None = None
+    keep_share: float = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -121,6 +127,12 @@ class Config:
             raise TriAttentionError(
                 f"{flag('rounds_per_step')} is {quoted(most)}, but it must be {AUTO} or a whole number, at least 0."
             )
+        keeps = self.keep_share
+        if not is_keep_share(keeps, MOST_SHARE):
+            raise TriAttentionError(
+                f"{flag('keep_share')} is {quoted(keeps)}, but it must be 0 or a number from {LEAST_SHARE} to "
+                f"{MOST_SHARE}."
+            )
         share = self.value_share
         if share is not None and (
             isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
@@ -146,6 +158,12 @@ class Config:
     @property
     def default_value_share(self) -> float:
         return VALUE_SHARE if selection_named(self.selection).per_layer else 0.0
+
+
+def is_keep_share(value: object, most: float) -> bool:
+    """Whether `value` can be the setting `keep_share`, which is at most `most`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (value == 0 or LEAST_SHARE <= value <= most)
 
 
 def is_header(field: str) -> bool:
@@ -196,6 +214,13 @@ OPTIONS = (
     ),
     Option("profile", str, METAVAR, HELP, default_note="none"),
     Option("budget", int, "TOKENS", "tokens of a request that a round keeps"),
+    Option(
+        "keep_share",
+        float,
+        "SHARE",
+        "least share of a request's private tokens so far that a round keeps, from 0.01 to 0.9, or 0: the budget grows "
+        "with the answer, and so does the memory of a request",
+    ),
     Option("interval", int, "TOKENS", "tokens that a request may grow past the budget before a round"),
     Option(
         "recent",

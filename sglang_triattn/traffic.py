@@ -131,8 +131,8 @@ def decode(rules: RoundRules | None, workload: Workload, page_size: int) -> Answ
     if rules is None:
         return Answer(tuple(range(workload.prompt + 1, workload.length + 1)), {})
     frozen = frozen_length(rules, 0, workload.prompt, page_size)
-    due = frozen + rules.trigger(frozen)
     rows, rounds, row, evicted = [], {}, workload.prompt, 0
+    due = frozen + rules.trigger(frozen)
     steps = workload.length - workload.prompt
     for step in range(steps):
         row += 1
@@ -141,6 +141,7 @@ def decode(rules: RoundRules | None, workload: Workload, page_size: int) -> Answ
             plan = plan_round(rules, frozen=frozen, length=row, evicted_before=evicted, page_size=page_size)
             assert plan is not None
             row, evicted, rounds[step] = plan.new_length, evicted + plan.evicted_tokens, plan
+            due = frozen + rules.trigger(frozen, evicted)
     return Answer(tuple(rows), rounds)
 
 
@@ -209,7 +210,7 @@ def last_step(model: Model, rules: RoundRules | None, workload: Workload, reques
         if answer.rounds:
             step = max(answer.rounds)
             plan = answer.rounds[step]
-            due = plan.frozen + rules.trigger(plan.frozen)
+            due = plan.frozen + rules.trigger(plan.frozen, plan.next_position - plan.new_length)
             rows = list(range(plan.new_length + 1, due + 1))
             rounds = model.round_costs(rules, answer)[step] / len(rows)
     kv = sum(map(reads.of, rows)) / len(rows)

@@ -71,7 +71,7 @@ class Rounds:
             "selection": config.selection,
             "v_buffers": v,
             "value_share": config.value_share,
-            "most_kept": most_kept(config),
+            "most_kept": most_kept(config, due),
         }
         mover = None if compaction == "remap" else Mover(k, v)
         return Rounds(config, Scorer(k, tables, **options), mover, Scorer(k, tables, **options, kernels=False))

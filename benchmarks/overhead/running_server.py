@@ -217,6 +217,6 @@ def served_division() -> int:
     width = config.budget + config.interval
     plan = WorkspacePlan(
         model.layers, model.q_heads, model.kv_heads, width, width, selection=config.selection,
-        value_share=config.value_share, most_kept=most_kept(config),
+        value_share=config.value_share, most_kept=most_kept(config, width),
     )  # fmt: skip
     return plan.launch(width, config.budget, config.interval)[0]

@@ -79,5 +79,5 @@ def plan_workspace(configurator: KVCacheConfigurator, config: RoundRules) -> Wor
         longest=longest,
         selection=config.selection,
         value_share=config.value_share,
-        most_kept=most_kept(config),
+        most_kept=most_kept(config, configurator.model_config.context_len),
     )

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 def active(scheduler: Scheduler, config: RoundRules) -> str:
     """One sentence on a built scheduler that compresses: what a request keeps, and what that means for the pool."""
     profile = "" if config.profile is None else f" (profile {config.profile})"
-    at_most = f"at most {config.trigger(0):,} tokens"
+    more = f", or {config.keep_share:.0%} of them and {config.interval:,} if that is more," if config.keep_share else ""
+    at_most = f"at most {config.trigger(0):,} tokens{more}"
     if config.prompt == "frozen" and config.budget_scope == "private":
         keeps = f"its prompt and {at_most} of its answer"
     else:

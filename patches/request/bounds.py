@@ -53,8 +53,15 @@ def _bound(request: Req, compression: CompressedRequest, page_size: int, least: 
     """The bound of a request of whose row at least `least` entries are frozen."""
     settings = cast(RoundRules, compression.settings)
     frozen = max(frozen_of(request, settings, page_size, compression), least)
-    end, inputs = logical_end(request) - compression.evicted_tokens, inputs_of(compression)
-    bound = max_kv_tokens(settings, frozen=frozen, logical_end=end, page_size=page_size, inputs=inputs)
+    evicted = compression.evicted_tokens
+    bound = max_kv_tokens(
+        settings,
+        frozen=frozen,
+        logical_end=logical_end(request) - evicted,
+        evicted_before=evicted,
+        page_size=page_size,
+        inputs=inputs_of(compression),
+    )
     return bound + compression.reserve
 
 

@@ -79,7 +79,13 @@ class CompressedRow:
 
     def wait_until_due(self) -> None:
         """Notes when the request, which has no due round, may have its next one."""
-        due = due_length(self.settings, frozen=self.frozen, page_size=self.page_size, inputs=self.inputs)
+        due = due_length(
+            self.settings,
+            frozen=self.frozen,
+            page_size=self.page_size,
+            evicted_before=self.evicted,
+            inputs=self.inputs,
+        )
         self.compression.wait_until(due, self.kv.cache_protected_len)
 
     def record(self, plan: Plan, first_evicted: FirstEvicted, unordered_len: int, tail: int) -> None:

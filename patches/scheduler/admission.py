@@ -129,6 +129,9 @@ class Admission:
         if settings_of(req) is None or req.to_finish is not None or not self._fits(req):
             return
         limit = scheduler.model_config.context_len - 2 - len(req.origin_input_ids)
+        longest = self._longest(req)
+        if longest is not None:
+            limit = min(limit, longest - len(req.origin_input_ids))
         for other in (most, scheduler.max_new_tokens_limit or None):
             limit = limit if other is None else min(limit, other)
         params.max_new_tokens = max(limit, longest_answer(req))
@@ -196,8 +199,15 @@ class Admission:
         page_size = self._page_size()
         if decodes_alone(self._scheduler) and ceil_align(len(req.origin_input_ids), page_size) > self._capacity():
             return False  # another server sends the prompt's K/V as a whole
+        longest = self._longest(req)
+        return longest is None or longest > max(len(req.origin_input_ids), frozen_of(req, settings, page_size))
+
+    def _longest(self, req: Req) -> int | None:
+        """Most tokens, prompt included, of a request that the empty pool holds at its bound; None if any number."""
+        settings, page_size = settings_in_use(req), self._page_size()
         frozen = frozen_of(req, settings, page_size)
-        return ceil_align(frozen + settings.trigger(frozen), page_size) + page_size <= self._capacity()
+        private = settings.longest_private(frozen, (self._capacity() // page_size - 1) * page_size - frozen)
+        return None if private is None else frozen + private
 
     def _capacity(self) -> int:
         return self._scheduler.max_total_num_tokens - self._reserve  # what may hold computed entries

@@ -242,8 +242,14 @@ def unfit(idle: Conversation, record: RowRecord, request: Req, scheduler: Schedu
     if not settings.keeps_inputs:
         return None
     frozen = frozen_length(settings, idle.kv.cache_protected_len, record.prompt_len, page_size)
-    end = logical_end(request) - record.evicted_tokens
-    most = max_kv_tokens(settings, frozen=frozen, logical_end=end, page_size=page_size, inputs=record.inputs)
+    most = max_kv_tokens(
+        settings,
+        frozen=frozen,
+        logical_end=logical_end(request) - record.evicted_tokens,
+        evicted_before=record.evicted_tokens,
+        page_size=page_size,
+        inputs=record.inputs,
+    )
     capacity = scheduler.max_total_num_tokens - compression_of(request).reserve
     if ceil_align(most, page_size) + page_size <= capacity:
         return None

@@ -137,6 +137,13 @@ def _add_setting_options(parser: argparse.ArgumentParser) -> None:
             help=f"as --triattention-{name} (the profile's, or {getattr(Config, name)})",
         )
     parser.add_argument(
+        "--keep-share",
+        "--triattention-keep-share",
+        type=float,
+        metavar="SHARE",
+        help=f"as --triattention-keep-share ({Config.keep_share:g})",
+    )
+    parser.add_argument(
         "--budget-scope",
         "--triattention-budget-scope",
         choices=BUDGET_SCOPES,
@@ -352,7 +359,7 @@ def _budgeted(
 
 
 def _rules(arguments: argparse.Namespace, sizes: ModelSizes, budget: int | None) -> RoundRules:
-    given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "interval", "budget_scope")}
+    given = {PREFIX + name: getattr(arguments, name) for name in ("profile", "interval", "budget_scope", "keep_share")}
     config = read_settings({ENABLE: True, **given, PREFIX + "budget": budget})
     assert config is not None
     layout = sizes.layout

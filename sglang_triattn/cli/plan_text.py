@@ -127,6 +127,7 @@ def _facts(found: Findings) -> list[str]:
     model, rules, workload = found.model, found.rules, found.workload
     sizes, gpus = model.sizes, model.gpus
     each = f" on each of {gpus.tp} GPUs" if gpus.tp > 1 else ""
+    share = f", or {rules.keep_share:.0%} of the private tokens" if rules.keep_share else ""
     facts = [
         f"model        {sizes.model_type}, {sizes.layers} layers, {sizes.q_heads} query and {sizes.kv_heads} KV heads "
         f"of {sizes.head_dim}, context {sizes.context:,}{_windows(sizes)}",
@@ -136,7 +137,7 @@ def _facts(found: Findings) -> list[str]:
         f"KV           {gib(gpus.kv_bytes)}{each}, pages of {gpus.page_size}; with compression "
         f"{gpus.scratch_bytes >> 20} MiB less, for scoring",
         f"compression  {f'{rules.profile}: ' if rules.profile else ''}budget {rules.budget:,} "
-        f"({rules.budget_scope}), interval {rules.interval:,}",
+        f"({rules.budget_scope}){share}, interval {rules.interval:,}",
         f"request      {workload.length:,} tokens, {workload.prompt:,} of them prompt",
     ]
     if gpus.dp > 1:

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from sglang_triattn.config import PROMPTS, TURN_INPUTS, flag
+from sglang_triattn.config import LEAST_SHARE, PROMPTS, TURN_INPUTS, flag, is_keep_share
 from sglang_triattn.errors import TriAttentionError, quoted
 from sglang_triattn.rounds.rules import RoundRules
 
 KEY = "triattention"
-FIELDS = ("enabled", "budget", "interval", "recent", "prompt", "turn_inputs", "conversation", "release")
+FIELDS = ("enabled", "budget", "interval", "recent", "keep_share", "prompt", "turn_inputs", "conversation", "release")
 LONGEST_NAME = 256
 
 
@@ -86,6 +86,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     # The server's share, applied to a smaller budget.
     share = max(-(-config.recent * budget // config.budget), config.window)
     recent = _tokens(asked, "recent", config.window, budget, default=share)
+    keep_share = _keep_share(asked, config.keep_share)
     prompt = _choice(asked, "prompt", PROMPTS, config.prompt)
     turn_inputs = _choice(asked, "turn_inputs", TURN_INPUTS, config.turn_inputs)
     conversation = _name(asked)
@@ -110,7 +111,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
     if pressure is not None:
         pressure = max(min(pressure, budget), recent, 1)
     lengths = {"budget": budget, "interval": interval, "recent": recent, "pressure_budget": pressure}
-    settings = replace(config, **lengths, prompt=prompt, turn_inputs=turn_inputs)
+    settings = replace(config, **lengths, keep_share=keep_share, prompt=prompt, turn_inputs=turn_inputs)
     return CompressionOptions(settings, conversation, release, auto)
 
 
@@ -184,6 +185,18 @@ def is_name(name: object) -> TypeGuard[str]:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _keep_share(asked: Mapping[str, Any], most: float) -> float:
+    name = "keep_share"
+    value = asked.get(name, most)
+    if not is_keep_share(value, most):
+        numbers = f"0 or a number from {LEAST_SHARE} to {most:g}" if most else "0"
+        raise RequestError(
+            f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be {numbers}, what the server was started "
+            "with."
+        )
+    return value
 
 
 def _tokens(asked: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:

@@ -116,17 +116,25 @@ def frozen_length(rules: RoundRules, protected: int, prompt_length: int, page_si
 
 
 def max_kv_tokens(
-    rules: RoundRules, *, frozen: int, logical_end: int, page_size: int = 1, inputs: TurnInputs = NO_INPUTS
+    rules: RoundRules,
+    *,
+    frozen: int,
+    logical_end: int,
+    evicted_before: int = 0,
+    page_size: int = 1,
+    inputs: TurnInputs = NO_INPUTS,
 ) -> int:
     """Most KV entries that a decoding request ever holds.
 
     A round runs before any step that would take the row past its trigger.
 
     Args:
-        frozen, page_size, inputs: as for `plan_round`.
-        logical_end: most tokens that the request computes, prompt included.
+        frozen, evicted_before, page_size, inputs: as for `plan_round`.
+        logical_end: most tokens that the request computes, prompt included, less those evicted before.
     """
-    return min(due_length(rules, frozen=frozen, page_size=page_size, inputs=inputs), logical_end)
+    rules = _rules_with(rules, inputs, page_size)
+    kept = _kept_at_most(frozen, page_size, inputs)
+    return min(kept + rules.most_private(kept, logical_end - kept + evicted_before), logical_end)
 
 
 def plan_round(
@@ -150,7 +158,7 @@ def plan_round(
     rules = _rules_with(rules, inputs, page_size)
     first = inputs.target(frozen, page_size)
     kept = first + inputs.waiting_len(first, length)
-    if length - kept < rules.trigger(kept):
+    if length - kept < rules.trigger(kept, evicted_before):
         return None
     return plan_eviction(
         rules, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size, inputs=inputs
@@ -170,7 +178,7 @@ def plan_eviction(
     rules = _rules_with(rules, inputs, page_size)
     first = inputs.target(frozen, page_size)
     kept = first + inputs.waiting_len(first, length)
-    excess = length - kept - rules.budget_for(kept)
+    excess = length - kept - rules.budget_for(kept, length - kept + evicted_before)
     new_length = length - excess // rules.round_to * rules.round_to
     if length <= new_length:
         return None
@@ -190,12 +198,18 @@ def plan_eviction(
     )
 
 
-def due_length(rules: RoundRules, *, frozen: int, page_size: int, inputs: TurnInputs = NO_INPUTS) -> int:
+def due_length(
+    rules: RoundRules, *, frozen: int, page_size: int, evicted_before: int = 0, inputs: TurnInputs = NO_INPUTS
+) -> int:
     """Entries of a row at which a round is due; arguments as for `plan_round`."""
-    rules = _rules_with(rules, inputs, page_size)
+    kept = _kept_at_most(frozen, page_size, inputs)
+    return kept + _rules_with(rules, inputs, page_size).trigger(kept, evicted_before)
+
+
+def _kept_at_most(frozen: int, page_size: int, inputs: TurnInputs) -> int:
+    """Entries of a row, frozen ones and input tokens of resumed turns, of which no round evicts any."""
     first = inputs.target(frozen, page_size)
-    kept = first + inputs.all_waiting_len(first)
-    return kept + rules.trigger(kept)
+    return first + inputs.all_waiting_len(first)
 
 
 def _rules_with(rules: RoundRules, inputs: TurnInputs, page_size: int) -> RoundRules:
@@ -236,9 +250,9 @@ def scored_tokens(rules: RoundRules, context: int) -> tuple[int, int]:
     return due, max(due, context)
 
 
-def most_kept(rules: RoundRules) -> int:
-    """Most private tokens that a round leaves; the settings of a request can only lower it."""
-    return rules.budget + 2 * (rules.round_to - 1)
+def most_kept(rules: RoundRules, context: int) -> int:
+    """Most private tokens that a round leaves, for a model with this context limit; a request can only lower it."""
+    return max(rules.budget, rules.budget_for(0, context)) + 2 * (rules.round_to - 1)
 
 
 def ceil_align(length: int, page_size: int) -> int:

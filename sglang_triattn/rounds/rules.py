@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from sglang_triattn.config import AUTO, Config, flag
@@ -30,24 +31,58 @@ class RoundRules(Config):
         """Rounds of one step, as far as the requests allow it; None for a number that follows from theirs."""
         return None if isinstance(self.rounds_per_step, str) else self.rounds_per_step
 
-    def budget_for(self, frozen: int) -> int:
+    def budget_for(self, frozen: int, private: int = 0) -> int:
         """Private tokens that a round keeps for a request with `frozen` frozen ones: at least `recent`, never 0.
 
         Up to `round_to` - 1 more stay if the private tokens do not divide evenly.
+
+        Args:
+            private: private tokens so far, evicted ones included, of which at least `keep_share` stay.
         """
         budget = self.budget if self.budget_scope == "private" else max(self.budget - frozen, self.recent, 1)
         # The page in which the newest tokens begin is never emptied.
-        return max(budget, self.recent + self.round_to - 1)
+        return max(budget, self.recent + self.round_to - 1, self._share_of(private))
 
-    def trigger(self, frozen: int) -> int:
-        """Private tokens at which a round is due for a request with `frozen` frozen ones."""
-        return self.budget_for(frozen) + max(self.interval, self.round_to)
+    def trigger(self, frozen: int, evicted: int = 0) -> int:
+        """Private tokens held at which a round is due, besides `frozen` frozen ones; `evicted` others are gone."""
+        due = self.budget_for(frozen) + self._least_evicted
+        if not self.keep_share:
+            return due
+        # With each further token, what a round would evict grows by 1 or stays.
+        due = max(due, int((self._least_evicted + self.keep_share * evicted) / (1 - self.keep_share)) - 1)
+        while due - self._share_of(due + evicted) < self._least_evicted:
+            due += 1
+        return due
+
+    def most_private(self, frozen: int, private: int) -> int:
+        """Most private tokens that a request ever holds that will have had `private` of them, evicted ones included."""
+        return self.budget_for(frozen, private) + self._least_evicted
+
+    def longest_private(self, frozen: int, room: int) -> int | None:
+        """Most private tokens, evicted ones included, of a request that never holds more than `room`; None if any."""
+        kept = room - self._least_evicted
+        if self.budget_for(frozen) > kept:
+            return 0
+        if not self.keep_share:
+            return None
+        longest = int(kept / self.keep_share) + 1
+        while self._share_of(longest) > kept:
+            longest -= 1
+        return longest
+
+    @property
+    def _least_evicted(self) -> int:
+        """Tokens that make a round worth its cost."""
+        return max(self.interval, self.round_to)
+
+    def _share_of(self, private: int) -> int:
+        return math.ceil(self.keep_share * private)
 
     def under_pressure(self) -> RoundRules:
         """Rules for a round that runs because memory is short."""
         if self.pressure_budget is None:
             return self
-        return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None)
+        return dataclasses.replace(self, budget=self.pressure_budget, pressure_budget=None, keep_share=0.0)
 
 
 def complete(

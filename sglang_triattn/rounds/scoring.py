@@ -79,7 +79,7 @@ def build_scorer(
         tables,
         num_tokens=num_tokens,
         longest=longest,
-        most_kept=most_kept(config),
+        most_kept=most_kept(config, context),
         selection=config.selection,
         aggregation=config.aggregation,
         v_buffers=v_buffers,

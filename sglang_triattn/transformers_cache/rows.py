@@ -175,7 +175,8 @@ class KVRows:
         frozen, setting = self.frozen(row), self.settings[row]
         decodes = self.logical_length(row) >= self.prompt_length
         early = setting.early if decodes and not self.totals[row].rounds else 0
-        return frozen + setting.rules.trigger(frozen) - early - self.lengths[row]
+        due = frozen + setting.rules.trigger(frozen, self.totals[row].evicted_tokens)
+        return due - early - self.lengths[row]
 
     def drop_newest(self, counts: Sequence[int]) -> None:
         """Forgets the newest counts[b] tokens of row b, which came after its last round: rejected drafts.

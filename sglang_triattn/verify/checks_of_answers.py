@@ -58,7 +58,7 @@ def tree(found: Evidence) -> Finding:
         return not_tested(NO_TREE)
     first = found.crowd[0]
     frozen, settings = found.frozen_of(first), found.settings_of(first)
-    most = frozen + settings.budget_for(frozen) - settings.recent
+    most = frozen + settings.budget_for(frozen, settings.trigger(frozen)) - settings.recent
     if found.again.cached > most:
         return failed(
             f"{found.again.cached} tokens of a compacted request came from the tree, which can have {most} exact ones"

@@ -85,7 +85,8 @@ def bound(found: Evidence) -> Finding:
     worst = 0.0
     for answer in found.compressed:
         frozen, settings = found.frozen_of(answer), found.settings_of(answer)
-        most, held = frozen + settings.trigger(frozen), answer.report.get("physical_length", 0)
+        most = frozen + settings.most_private(frozen, _tokens_computed(answer) - frozen)
+        held = answer.report.get("physical_length", 0)
         if held > most or not held:
             return failed(f"a request held {held or 'an unknown number of'} entries at its end; its bound is {most}")
         worst = max(worst, held / most)
@@ -104,7 +105,8 @@ def memory(found: Evidence) -> Finding:
     for answer in found.crowd:
         frozen = found.frozen_of(answer)
         # The step that is queued may hold a page more, and the last page is filled in part.
-        bounds += frozen + found.settings_of(answer).trigger(frozen) - answer.cached + 2 * page
+        private = found.settings_of(answer).most_private(frozen, _tokens_computed(answer) - frozen)
+        bounds += frozen + private - answer.cached + 2 * page
         dense += len(answer.ask.ids) + len(answer.output) - answer.cached
     if found.peak > bounds:
         return failed(
@@ -113,12 +115,17 @@ def memory(found: Evidence) -> Finding:
     return passed(f"all returned at the end; at most {found.peak:,} slots in use, where dense needs {dense:,}")
 
 
+def _tokens_computed(answer: Answer) -> int:
+    """Tokens whose K/V was computed: the last one has none."""
+    return len(answer.ask.ids) + len(answer.output) - 1
+
+
 def outcomes(found: Evidence, answer: Answer) -> set[Outcome]:
     """What rounds may have done to a request: one thing, unless it ran together with others and rounds are level."""
     of = {
         "prompt": len(answer.ask.ids),
         "frozen": found.frozen_of(answer),
-        "logical": len(answer.ask.ids) + len(answer.output) - 1,
+        "logical": _tokens_computed(answer),
         "page_size": found.page_size,
     }
     alone = found.config.rounds_per_step == 0 or (answer is found.small and not found.shared)

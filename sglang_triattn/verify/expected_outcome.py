@@ -5,6 +5,7 @@ Servers act after `sglang_triattn.rounds.plan`, of which this is independent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -55,7 +56,7 @@ def possible(config: RoundRules, *, prompt: int, frozen: int, logical: int, page
     Args: as for `replay`.
     """
     kept, trigger = config.budget_for(frozen), config.trigger(frozen)
-    firsts = range(kept + max(config.interval // 4, 1), trigger + 1)
+    firsts = range(min(kept, trigger - config.interval) + max(config.interval // 4, 1), trigger + 1)
     return {each for first in firsts for each in _outcomes(config, first, prompt, frozen, logical, page_size)}
 
 
@@ -63,14 +64,16 @@ def _outcomes(
     config: RoundRules, first: int, prompt: int, frozen: int, logical: int, page_size: int
 ) -> Iterator[Outcome]:
     """The outcome if the first round finds `first` private entries, and the one with a round after the last token."""
-    kept, due, outcome = config.budget_for(frozen), first, Outcome(physical_length=min(prompt + 1, logical))
+    due, outcome = first, Outcome(physical_length=min(prompt + 1, logical))
 
     def is_due() -> bool:
         return outcome.physical_length - frozen >= due
 
     def after_round() -> Outcome:
         length = outcome.physical_length
-        excess = (length - frozen - kept) // config.round_to * config.round_to
+        private = length - frozen
+        kept = config.budget_for(frozen, private + outcome.evicted_tokens)
+        excess = (private - kept) // config.round_to * config.round_to
         freed = (pages(length, page_size) - pages(length - excess, page_size)) * page_size
         return Outcome(
             outcome.rounds + 1, outcome.evicted_tokens + excess, outcome.freed_slots + freed, length - excess
@@ -78,7 +81,8 @@ def _outcomes(
 
     while outcome.physical_length + outcome.evicted_tokens < logical:
         if is_due():
-            outcome, due = after_round(), config.trigger(frozen)
+            outcome = after_round()
+            due = config.trigger(frozen, outcome.evicted_tokens)
         outcome = replace(outcome, physical_length=outcome.physical_length + 1)
     yield outcome
     if is_due():
@@ -96,13 +100,17 @@ def is_possible(config: RoundRules, reported: Outcome, *, prompt: int, frozen: i
         reported: what the server reports.
         prompt, frozen, logical: as for `replay`; the prompt is longer than what makes a round due.
     """
-    kept, trigger, unit = config.budget_for(frozen), config.trigger(frozen), config.round_to
-    least = (trigger - kept) // unit * unit  # what a round evicts, or more
+    kept, unit = config.budget_for(frozen, logical - frozen), config.round_to
+    trigger = config.trigger(frozen, reported.evicted_tokens)
+    grown = config.trigger(frozen) - config.budget_for(frozen, config.trigger(frozen))
+    least = grown // unit * unit  # what a round evicts, or more
+    # Tokens from one round to the next.
+    spacing = math.ceil((grown + 1) / (1 - config.keep_share)) if config.keep_share else grown
     private, generated = reported.physical_length - frozen, logical - prompt
     return (
         reported.physical_length + reported.evicted_tokens == logical
         and kept <= private <= trigger + unit - 1
-        and max((generated + 1) // (trigger - kept) - 1, 1) <= reported.rounds <= reported.evicted_tokens // least
+        and max((generated + 1) // spacing - 1, 1) <= reported.rounds <= reported.evicted_tokens // least
     )
 
 

@@ -103,7 +103,7 @@ class Evidence:
 
     def settings_of(self, answer: Answer) -> RoundRules:
         """The server's settings as a request changed them."""
-        known = {"budget", "interval", "recent", "prompt"}
+        known = {"budget", "interval", "recent", "keep_share", "prompt"}
         changes = {name: value for name, value in answer.ask.control.items() if name in known}
         return dataclasses.replace(self.config, pressure_budget=None, **changes)
 
@@ -263,7 +263,8 @@ class _Script:
             return
         words = random.Random(0).sample(words, TRIES * PERIOD)
         found.passages = [words[place * PERIOD :][:period] for place in range(TRIES)]
-        control = {"budget": budget, "interval": self._interval, "recent": budget, "prompt": "compact"}
+        # Without a share, older repetitions would stay.
+        control = {"budget": budget, "interval": self._interval, "recent": budget, "prompt": "compact", "keep_share": 0}
         repeated = -(-(budget + self._interval) // period) + 2
         cached = len(found.prefix) if found.tree else 0
         tokens = self._tokens(control, found.prefix + self._mark(ADDED + repeated * period), 3 * self._interval, cached)

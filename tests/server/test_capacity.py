@@ -49,6 +49,26 @@ def test_early_rounds_before_anyone_is_retracted(serve):
     assert_pool_is_whole(client)
 
 
+def test_an_answer_ends_where_its_share_fills_the_pool(serve):
+    """Prevents a budget that grows past the pool, which retracts without end, and a share that a request declined."""
+    client = serve("--page-size", "16", "--max-total-tokens", "320", "--triattention-keep-share", "0.5")
+    ids, room = prompt(64, 32), 320 - 16 - 32
+    response = client.generate(ids, 1500)
+    tokens, report = response["meta_info"]["completion_tokens"], compression(response)
+    assert response["meta_info"]["finish_reason"]["type"] == "length"
+    assert retractions([response]) == 0
+    assert 2 * (room - INTERVAL) - 3 < tokens < 2 * (room - INTERVAL) + 3
+    assert 32 + (tokens - 1) / 2 <= report["physical_length"] <= 32 + tokens / 2 + INTERVAL
+    # One at a time: both would not fit at their bounds.
+    both = client.generate_all([prompt(65, 32), prompt(66, 32)], 400)
+    assert [each["meta_info"]["completion_tokens"] for each in both] == [400, 400]
+    assert retractions(both) == client.totals()["pressure_rounds"] == 0
+    declined = client.generate(ids, 700, custom_params={"triattention": {"keep_share": 0}})
+    assert declined["meta_info"]["completion_tokens"] == 700
+    assert compression(declined)["physical_length"] <= 32 + BUDGET + INTERVAL
+    assert_pool_is_whole(client)
+
+
 def test_a_request_that_can_never_fit_is_refused(serve):
     """Prevents a request whose bound exceeds the pool from waiting forever or ending the scheduler."""
     client = serve("--max-total-tokens", "256")

@@ -46,8 +46,11 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
         (["--triattention-value-share", "0"], {"value_share": 0.0}),
         (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
         (["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
+        (["--triattention-keep-share", "0.5", "--triattention-budget", "32", "--triattention-interval", "8",
+          "--triattention-recent", "8", "--page-size", "16"],
+         {"keep_share": 0.5, "budget": 32, "interval": 8, "recent": 8}),
     ],
-    ids=["max-total", "scores alone", "fewer-values-pages", "shared-mean"],
+    ids=["max-total", "scores alone", "fewer-values-pages", "shared-mean", "share"],
 )  # fmt: skip
 def test_logits_with_other_settings(serve, oracle, flags, settings):
     """Prevents a setting that is accepted and ignored, or that changes more than it says."""

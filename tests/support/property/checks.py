@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -156,12 +157,13 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         # Those of resumed turns count as the frozen ones do.
         first = sum(stay)
         length = old.shape[-1]
-        due = length - first >= kept_private(settings, first) + max(settings.interval, settings.round_to)
+        private = length - first + evicted
+        regular = kept_private(settings, first, private)
+        due = length - first - regular >= max(settings.interval, settings.round_to)
         if running.evicted == evicted:
             assert not due, "a due round did not run"
             continue
         rounds, overdue = rounds + (running is not chunked), overdue + (due and running is not chunked)
-        regular = kept_private(settings, first)
         # A first round may come early, to keep rounds level; it then evicts at least a quarter of a regular one.
         level = (
             not due
@@ -170,7 +172,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
             and length - first >= regular + max(settings.interval // 4, 1)
         )
         level &= running.req.kv.kv_committed_len == first + regular + (length - first - regular) % settings.round_to
-        pressed = kept_private(settings.under_pressure(), first)
+        pressed = kept_private(settings.under_pressure(), first, private)
         # It may have come for want of memory, too.
         unclear += level and pressed == regular and missing > 0
         keep = regular if due or level else pressed
@@ -240,8 +242,8 @@ def most_entries(sim: Simulation, running: Running) -> int:
     first = inputs.target(frozen_length(sim, running), sim.page_size)
     first += inputs.all_waiting_len(first)
     end = len(running.req.origin_input_ids) + running.req.sampling_params.max_new_tokens - 1 - running.evicted
-    trigger = first + kept_private(settings, first) + max(settings.interval, settings.round_to)
-    return min(trigger, end) + sim.reserve
+    kept = kept_private(settings, first, end - first + running.evicted)
+    return min(first + kept + max(settings.interval, settings.round_to), end) + sim.reserve
 
 
 def check_reserved(sim: Simulation) -> None:
@@ -322,10 +324,11 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, stay: tuple
         assert (new == new[:1, :1]).all(), "heads hold different tokens"
 
 
-def kept_private(config, frozen: int) -> int:
-    """Private tokens that the settings guarantee to a request with `frozen` frozen tokens."""
+def kept_private(config, frozen: int, private: int) -> int:
+    """Private tokens that the settings guarantee to a request with `frozen` frozen tokens and `private` others so far,
+    evicted ones included."""
     budget = config.budget if config.budget_scope == "private" else max(config.budget - frozen, config.recent)
-    return max(budget, config.recent + config.round_to - 1)
+    return max(budget, config.recent + config.round_to - 1, math.ceil(config.keep_share * private))
 
 
 def frozen_length(sim: Simulation, running: Running) -> int:

@@ -71,6 +71,8 @@ LENGTHS = st.sampled_from(
         {"budget": 13, "interval": 8, "recent": 3, "pressure_budget": 6, "rounds_per_step": 1},
         {"budget": 17, "interval": 8, "recent": 11, "rounds_per_step": 2},
         {"budget": 29, "interval": 16, "recent": 18, "pressure_budget": 21},
+        {"budget": 13, "interval": 7, "recent": 3, "keep_share": 0.5},
+        {"budget": 12, "interval": 5, "recent": 9, "pressure_budget": 10, "keep_share": 0.3},
     ]
 )
 ASKED = st.sampled_from(["nothing", "nothing", "nothing", "declined", "less", "the other prompt"])

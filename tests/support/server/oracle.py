@@ -8,6 +8,7 @@ from the one that serves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,7 @@ class Oracle:
         reads: layers that read the keys and values of a scored one before them, and which one.
         stages: scored layers of each pipeline stage, which has kept sets of its own; empty for one stage.
         round_to: how many tokens go together; up to one fewer stay beyond the budget.
+        keep_share: least share of the private tokens so far that a round keeps.
         value_share: share of the kept tokens, the newest not counted, that each head of each layer chooses by the
             distance of their values from the mean of the newest; None for the server's default.
     """
@@ -78,6 +80,7 @@ class Oracle:
     window: int = 0
     reads: dict[int, int] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
+    keep_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.scored is None:
@@ -113,7 +116,6 @@ class Oracle:
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
         """
-        keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
         stays = torch.zeros(len(ids), dtype=torch.bool)
         for first, end in inputs:
             stays[first:end] = True
@@ -132,6 +134,8 @@ class Oracle:
             if done >= prompt_length:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
             private = int((visible[self.scored[0], 0, frozen:known] & ~stays[frozen:known]).sum())
+            so_far = int((~stays[frozen:known]).sum())
+            keep = self._most_kept(frozen, so_far)
             # The first token after the prompt is computed before the server looks at the request again.
             trigger = keep + self.interval - (0 if rounds else early)
             due = private >= trigger and done != prompt_length and done != cached
@@ -154,6 +158,11 @@ class Oracle:
                     size = end - done
                 elif done < first:
                     size = min(size, first - done)
+
+    def _most_kept(self, frozen: int, so_far: int) -> int:
+        """Private tokens that a round keeps of the `so_far` that there have been."""
+        keep = max(self.budget - frozen, self.recent, 1) if self.total else self.budget
+        return max(keep, math.ceil(self.keep_share * so_far))
 
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)

@@ -44,6 +44,7 @@ LIKELY = {
     "budget": st.integers(1, 110),
     "interval": st.integers(1, 40),
     "recent": st.integers(0, 110),
+    "keep_share": st.floats(0, 1),
     "prompt": st.sampled_from(["frozen", "compact"]),
     "turn_inputs": st.sampled_from(["keep", "compact"]),
     "conversation": st.text(min_size=1, max_size=20),

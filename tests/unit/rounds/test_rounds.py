@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from sglang_triattn.config import Config
+from sglang_triattn.config import LEAST_SHARE, MOST_SHARE, Config
 from sglang_triattn.kernels.compact.reference import cut_column
-from sglang_triattn.rounds.plan import frozen_length, max_kv_tokens, plan_eviction, plan_round
+from sglang_triattn.rounds.plan import due_length, frozen_length, max_kv_tokens, plan_eviction, plan_round
 from sglang_triattn.rounds.rules import complete
 
 CONFIG = complete(Config("s", budget=100, interval=30, recent=10))
@@ -80,6 +83,44 @@ def test_rounds_under_pressure_keep_less():
     assert early(length=64 + 41).kept_private == 40
     assert early(length=64 + 40) is None
     assert CONFIG.under_pressure().budget_for(64) == 100
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    share=st.just(0.0) | st.floats(LEAST_SHARE, MOST_SHARE),
+    budget=st.integers(4, 60),
+    interval=st.integers(1, 40),
+    page_size=st.sampled_from([1, 4, 16]),
+    window=st.sampled_from([0, 4]),
+    frozen=st.integers(0, 50),
+    tokens=st.integers(1, 900),
+)
+def test_a_share_that_a_round_keeps(share, budget, interval, page_size, window, frozen, tokens):
+    """Prevents a round that keeps less than the share of a long answer, one that comes early or late, and a bound that
+    a request exceeds."""
+    config = Config(budget=budget, interval=interval, recent=4, keep_share=share)
+    rules = complete(config, window=window, page_size=page_size)
+    step, length, evicted = max(interval, rules.round_to), frozen, 0
+    bound = max_kv_tokens(rules, frozen=frozen, logical_end=frozen + tokens, page_size=page_size)
+    for private in range(1, tokens + 1):
+        length += 1
+        assert length <= bound
+        keep = max(budget, 4 + rules.round_to - 1, math.ceil(share * private))
+        due = due_length(rules, frozen=frozen, page_size=page_size, evicted_before=evicted)
+        found = plan_round(rules, frozen=frozen, length=length, evicted_before=evicted, page_size=page_size)
+        assert (found is not None) == (length >= due) == (length - frozen - keep >= step)
+        if found is not None:
+            assert keep <= found.kept_private < keep + rules.round_to
+            length, evicted = found.new_length, evicted + found.evicted_tokens
+        later = max_kv_tokens(
+            rules, frozen=frozen, logical_end=frozen + tokens - evicted, evicted_before=evicted, page_size=page_size
+        )
+        assert length <= later <= bound
+    room = bound - frozen
+    longest = rules.longest_private(frozen, room)
+    assert longest is None or longest >= tokens or rules.most_private(frozen, tokens) > room
+    if longest:
+        assert rules.most_private(frozen, longest) <= room < rules.most_private(frozen, longest + 2)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

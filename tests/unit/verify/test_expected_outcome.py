@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +43,9 @@ def test_pages_that_nothing_divides():
     assert replay(config, prompt=20, frozen=16, logical=40, page_size=2).freed_slots == 12
 
 
+SHARES = st.sampled_from([0.0, 0.0, 0.25, 0.6])
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_law_and_plan_agree(data):
@@ -49,7 +53,10 @@ def test_law_and_plan_agree(data):
     draw = data.draw
     budget, interval, page = draw(st.integers(4, 40)), draw(st.integers(1, 30)), draw(st.sampled_from([1, 2, 8, 16]))
     scope, prompt_rule = draw(st.sampled_from(["private", "total"])), draw(st.sampled_from(["frozen", "compact"]))
-    config = complete(Config(budget=budget, interval=interval, recent=2, budget_scope=scope, prompt=prompt_rule))
+    share = draw(SHARES)
+    config = complete(
+        Config(budget=budget, interval=interval, recent=2, budget_scope=scope, prompt=prompt_rule, keep_share=share)
+    )
     prompt, generated = draw(st.integers(1, 90)), draw(st.integers(2, 120))
     frozen, logical = frozen_length(config, prompt, 0, page), prompt + generated
     length, evicted, freed, rounds = prompt + 1, 0, 0, 0
@@ -70,18 +77,20 @@ def test_chunks_of_any_size_are_right(data):
     too many, or keep too much or too little."""
     draw = data.draw
     budget, interval, page = draw(st.integers(16, 64)), draw(st.integers(4, 32)), draw(st.sampled_from([1, 16]))
-    config = complete(Config(budget=budget, interval=interval, recent=8, prompt="compact"))
+    share = draw(SHARES)
+    config = complete(Config(budget=budget, interval=interval, recent=8, prompt="compact", keep_share=share))
     frozen = frozen_length(config, 0, draw(st.sampled_from([0, 48])), page)
     prompt = frozen + config.trigger(frozen) + draw(st.integers(1, 90))
     generated = 3 * interval + draw(st.integers(0, 20))
     reported = compacted(draw, config, prompt, generated, frozen, page)
     of = {"prompt": prompt, "frozen": frozen, "logical": prompt + generated}
+    least = max(budget, math.ceil(share * (of["logical"] - frozen)))
     assert is_possible(config, reported, **of)
     for wrong in (
         {"rounds": 0},
         {"rounds": reported.evicted_tokens // interval + 1},
         {"evicted_tokens": reported.evicted_tokens + 1},
-        {"physical_length": frozen + budget - 1, "evicted_tokens": of["logical"] - frozen - budget + 1},
+        {"physical_length": frozen + least - 1, "evicted_tokens": of["logical"] - frozen - least + 1},
         {"physical_length": reported.physical_length + interval + 1},
     ):
         assert not is_possible(config, dataclasses.replace(reported, **wrong), **of), wrong
