@@ -100,7 +100,15 @@ class Pair:
         """The account of a server in this mode."""
         selection = MODES[mode][-1] if "--triattention-selection" in MODES[mode] else "per-layer-head"
         # Steps are queued, before which rounds empty whole pages.
-        sizes = {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT, "round_to": 16 if mode == "pages" else 1}
+        page_size = 16 if mode == "pages" else 1
+        sizes = {
+            "budget": BUDGET,
+            "interval": INTERVAL,
+            "recent": RECENT,
+            "round_to": page_size,
+            "page_size": page_size,
+        }
+        sizes["remaps"] = mode in ("remapped", "ranks")
         account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
         return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
 
@@ -109,11 +117,13 @@ class Pair:
         model, sure = self.account.model, 2 * TOLERANCE
         if self.name == "STANDALONE":
             return holding(model, ids, account.seen, starts, STEPS, sure)
+        # It has one layer, and follows the last one's first head.
+        seen = account.seen[-1, 0]
         third, hidden = self.name == "EAGLE3", account.hidden
         if third:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
         head = load_eagle(self.path, model, third=third) if self.path else MtpHead(self.target.path)
-        return holding_of_head(head, model, ids, account.seen, hidden, starts, STEPS, sure)
+        return holding_of_head(head, model, ids, seen, hidden, starts, STEPS, sure)
 
 
 @pytest.fixture(scope="module")
