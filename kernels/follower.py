@@ -11,7 +11,8 @@ copies, one column before. What a round then closes up is the same stretch of co
 stretch's last column, which belong to the first token after it, move to the column before it.
 
 Column -1 is frozen and not written. So one token of each kept set, the one in column 0, is lost to the draft model,
-unless it has been there from the first.
+unless it has been there from the first. The same happens to the first token of each stretch of a row that has been
+permuted. Such a loss costs a draft at most: the scored model verifies all of them.
 """
 
 from __future__ import annotations
