@@ -20,9 +20,7 @@ from __future__ import annotations
 import torch
 
 from sglang_triattn.kernels.mover import Mover
-
-PADDING_SLOT = 0
-"""Where SGLang writes the K/V of padding; its allocators never hand it out."""
+from sglang_triattn.kernels.pools import PADDING_SLOT
 
 
 class Follower:

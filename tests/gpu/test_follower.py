@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from sglang_triattn.kernels.follower import PADDING_SLOT, Follower
+from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.pools import PADDING_SLOT
 from test_compact_kernel import make_case
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sglang_triattn.kernels.compact.reference import remap
-from sglang_triattn.kernels.follower import PADDING_SLOT, Follower
+from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
+from sglang_triattn.kernels.pools import PADDING_SLOT
 
 LAYERS, HEADS, KEPT, RECENT, FROZEN, SLOTS = 3, 2, 12, 4, 2, 160
 
