@@ -2,8 +2,8 @@
 
 Each request is sent twice to a plain and to a compressed server: for the tokens that come before its first round, and
 for all. What the second answer has on top are the tokens after rounds. A compressed answer goes its own way once tokens
-are evicted, and some texts are easier to foretell than others, above all those that repeat themselves: `repeated` is
-the share of runs of eight tokens that the answers had before. Figures are sums over all requests.
+are evicted, and drafts hold more often in some texts than in others, above all in those that repeat themselves:
+`repeated` is the share of runs of eight tokens that the answers had before. Figures are sums over all requests.
 
     python -m benchmarks.serving.acceptance --json acceptance.json
 """
@@ -127,12 +127,17 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     given = {key: value for key, value in vars(options).items() if value is not None and key in asdict(Sizes())}
     sizes, rows = replace(QUICK if options.quick else Sizes(), **given), []
+    # The servers have another folder than this process.
+    model, stats, draft = (
+        str(Path(name).absolute()) if name and Path(name).exists() else name
+        for name in (options.model, options.stats, options.draft)
+    )
     with ExitStack() as stack:
-        model, stats = stack.enter_context(prepared_model(options.model, options.stats, "Qwen3"))
+        model, stats = stack.enter_context(prepared_model(model, stats, "Qwen3"))
         logs = Path(stack.enter_context(TemporaryDirectory()))
         prompts = chat_prompts(model, sizes) if options.model else random_prompts(sizes)
         for name, source in (("plain", None), ("compressed", stats)):
-            args = server_args(options.draft or model, source, sizes)
+            args = server_args(draft or model, source, sizes)
             with serving(model, args, logs / f"{name}.log") as server:
                 rows.append({"server": name, **measure(server.url, prompts, sizes)})
     print_table(list(rows[0]), [list(row.values()) for row in rows])
