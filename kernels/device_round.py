@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from sglang_triattn.kernels.compact.reference import moves_of, remap, unchanged_start
+from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.scorer import Scorer
 
@@ -29,7 +30,7 @@ def compact_rows(
     recent: int,
     strategy: str,
     cut: int | None = None,
-    follower: Mover | None = None,
+    follower: Follower | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Brings the kept tokens of R requests into the private slots that the requests keep; the host never waits.
 
@@ -38,10 +39,10 @@ def compact_rows(
         slots, lengths, next_positions, num_kept, recent: as for `Scorer.keep`.
         strategy: "remap", "slide" or "fill", see `compact`.
         cut: for "fill", as for `list_moves`; the caller removes the emptied stretch from the row.
-        follower: moves the K/V of a model that is not scored, in slots of the same numbers; None if there is none.
+        follower: of a draft model, whose K/V lie in slots of the same numbers; None if there is none.
 
     Returns:
-        unchanged: [R] int32, leading private tokens of each request that stay where they are.
+        unchanged: [R] int32, leading private columns of each request whose K/V stay as they are, in both models.
         ordered: [R, N] like `slots`, the rows as ordered by `remap`; None if K/V was moved instead.
 
     Raises:
@@ -51,7 +52,7 @@ def compact_rows(
     moves = 0 if remaps else moves_of(strategy, num_kept, num_tokens)
     holes = lengths.new_empty((len(slots), scorer.sets), dtype=torch.int32)
     ordered = torch.empty_like(slots) if remaps else None
-    most = max(1, SLICE_BYTES // request_bytes(scorer, num_kept, num_tokens, strategy))
+    most = max(1, SLICE_BYTES // request_bytes(scorer, num_kept, num_tokens, strategy, follows=follower is not None))
     for part in scorer.in_turn(slots, lengths, next_positions, num_kept, recent, moves=moves, most=most, holes=holes):
         rows, kept = part.rows, part.kept
         if not scorer.has_kernels:
@@ -61,34 +62,29 @@ def compact_rows(
         else:
             mine, own = slots[rows], lengths[rows]
             cast(Mover, mover).move(mine, kept, strategy, cut=cut, lengths=own, lists=part.lists)
-            if follower is not None:
-                follower.move(mine, one_set(kept), strategy, cut=cut, lengths=own)
+        if follower is not None:
+            # The lists of the other model's moves are not needed any more.
+            follower.follow(slots[rows], kept, strategy, cut=cut, lengths=lengths[rows], lists=part.lists)
         # Released here, so that it never coexists with the next slice's.
         del part, kept
     unchanged = holes.amin(1)
     # At the cut, another token always moves up.
-    return unchanged if cut is None else unchanged.clamp_max_(cut), ordered
+    unchanged = unchanged if cut is None else unchanged.clamp_max_(cut)
+    # A draft model's K/V move one column before.
+    return unchanged if follower is None else (unchanged - 1).clamp_min_(0), ordered
 
 
-def one_set(kept: torch.Tensor) -> torch.Tensor:
-    """[R, num_kept]: the kept set of each request that all heads of another model follow, whose own have none.
-
-    Any would do, as long as it is one: each slot then holds K/V of one token. It is that of the last layer's first
-    head.
-    """
-    while kept.ndim > 2:
-        kept = kept[:, -1] if kept.ndim == 4 else kept[:, 0]
-    return kept.contiguous()
-
-
-def request_bytes(scorer: Scorer, num_kept: int, num_tokens: int, strategy: str) -> int:
+def request_bytes(scorer: Scorer, num_kept: int, num_tokens: int, strategy: str, *, follows: bool = False) -> int:
     """Bytes that one request of a slice needs on top of what the Scorer holds; at least 1.
 
     Args:
         num_tokens: private tokens of the longest request of the launch.
+        follows: whether a draft model follows.
     """
     # Four int64 and two bytes per private token: places of kept and evicted tokens are counted separately.
     ordering = num_tokens * 42 if strategy == "remap" else 0
+    # Places one column before, and lists of one set: slots, or int64 places and two lists of slots for each kept token.
+    ordering += num_tokens * 8 + num_kept * 32 if follows else 0
     if scorer.has_kernels:
         return max(ordering, 1)
     # A kept token takes an int64 index, plus a byte for the comparison with its place; a move is two int32 slots.

@@ -95,9 +95,11 @@ class Mover:
         """Copies K and V of all layers and heads from slots to other slots; the host never waits.
 
         Args:
-            sources, targets: [M] int32, which have no slot in common, unless it is copied to itself.
+            sources, targets: [M] or [R, M] int32 or int64, which have no slot in common, unless it is copied to itself.
         """
-        sources, targets = sources[None], targets[None]
+        sources, targets = (
+            each.to(torch.int32).reshape(-1, each.shape[-1]).contiguous() for each in (sources, targets)
+        )
         if self._move_kernels is None:
             for group in self._buffers:
                 move_torch(group, sources, targets)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+PADDING_SLOT = 0
+"""Where SGLang writes the K/V of padding; its allocators never hand it out."""
+
 KINDS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

@@ -319,6 +319,6 @@ def build_compressor(
     pinned.prepare(runner.device, scheduler.max_running_requests + 1)
     page_size = scheduler.token_to_kv_pool_allocator.page_size
     mover = make_mover(config, page_size, runner.token_to_kv_pool, stats.layers, kernels=kernels)
-    follower = None if mover is None else make_follower(scheduler, kernels=kernels)
+    follower = make_follower(scheduler, kernels=kernels)
     config = dataclasses.replace(config, stats=stats.source)
     return Compressor(scheduler, config, scorer, mover, conversations, breaker, follower)

@@ -16,6 +16,7 @@ MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
 EXERCISED: dict[str, tuple[str, ...]] = {
     "kernels": CORE,
     "kernels/device_round.py": ("test_draft_models", "test_latent", "test_states"),
+    "kernels/follower.py": ("--speculative-algorithm",),
     "kernels/round_times.py": ("test_metrics",),
     "kernels/score/latent_kernel.py": ("test_latent",),
     "kernels/score/reference.py": ("test_latent", "test_jitter"),

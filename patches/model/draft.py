@@ -2,13 +2,15 @@
 
 SGLang parts: `StandaloneWorkerV2` (sglang/srt/speculative/standalone_worker_v2.py) and `EAGLEWorkerV2`
 (sglang/srt/speculative/eagle_worker_v2.py), whose draft model has a KV pool of its own and the served model's rows and
-allocator. So a round that rewrites a row or frees slots does it for both; what it moves, it moves in both pools.
+allocator. So a round that rewrites a row or frees slots does it for both, and moves K/V in both pools, see
+`kernels.follower`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.model.buffers import kv_buffers
 from sglang_triattn.patches.model.inspect import check_slots
@@ -40,10 +42,15 @@ def check_draft_model(scheduler: Scheduler) -> None:
         raise UnsupportedModel("its draft model has layers with a sliding window")
 
 
-def make_follower(scheduler: Scheduler, *, kernels: bool) -> Mover | None:
-    """The Mover of the draft model's K/V; None if there is no such model."""
+def make_follower(scheduler: Scheduler, *, kernels: bool) -> Follower | None:
+    """The Follower of the draft model's K/V; None if there is no such model.
+
+    Raises:
+        ValueError: the kernels cannot move what its KV pool holds.
+    """
     runner = draft_runner(scheduler)
     if runner is None:
         return None
     pool = runner.token_to_kv_pool
-    return Mover(*kv_buffers(pool, range(pool.start_layer, pool.start_layer + pool.layer_num)), kernels=kernels)
+    keys, values = kv_buffers(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
+    return Follower(Mover(keys, values, kernels=kernels), len(keys), keys[0].shape[1])

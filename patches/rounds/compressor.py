@@ -31,6 +31,7 @@ import torch
 
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.kernels.device_round import compact_rows
+from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
@@ -74,7 +75,7 @@ class Compressor:
         mover: moves K/V in that pool; None if rounds only rewrite rows, see `buffers.make_mover`.
         conversations: idle rows, which give way to running requests.
         breaker: counts failures; by default one of its own.
-        follower: moves K/V of the draft model, which shares rows and slots; None without one, or without `mover`.
+        follower: moves K/V of the draft model, which shares rows and slots; None without one.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Compressor:
         mover: Mover | None,
         conversations: Conversations,
         breaker: Breaker | None = None,
-        follower: Mover | None = None,
+        follower: Follower | None = None,
     ) -> None:
         self.config = config
         self.totals = Totals()
@@ -296,8 +297,10 @@ class Compressor:
         """Records the round with its request, and adds it to the sums."""
         unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_before(plan))
         row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
-        moved = sum(mover.token_bytes for mover in (self._mover, self._follower) if mover is not None)
-        self.totals.add(plan, shape.most_moves(plan) * moved)
+        moved = 0 if self._mover is None else shape.most_moves(plan) * self._mover.token_bytes
+        if self._follower is not None:
+            moved += shape.most_followed(plan) * self._follower.mover.token_bytes
+        self.totals.add(plan, moved)
 
     def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
         """Lets the schedule stream use tensors made on the forward stream."""

@@ -44,6 +44,12 @@ class RoundShape(NamedTuple):
         """Most tokens whose K/V a round copies, in each layer and head; how many it is, only the device knows."""
         return 0 if self.strategy == "remap" else moves_of(self.strategy, self.num_kept, plan.private_length)
 
+    def most_followed(self, plan: Plan) -> int:
+        """The same of a draft model, see `Follower`."""
+        if self.strategy == "remap":
+            return moves_of("fill", self.num_kept, plan.private_length)
+        return self.most_moves(plan) + 1
+
     def unordered_len(self, plan: Plan, before: int) -> int:
         """Entries at the front of a row that are out of order after a round; `before` is their number before it."""
         if self.strategy != "fill":

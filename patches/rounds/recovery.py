@@ -5,6 +5,9 @@
     rewrite rows                     the rows are put back; requests whose K/V has not moved stay as they were
     free slots                       from here on rows and lengths are completed; a request without a record ends
 
+K/V of a draft model alone, which a round may move that moves none of the model, decide no token: no request ends for
+them.
+
 A request between two chunks of its prefill ends in any case: without its round the next chunk may find no memory, which
 SGLang does not survive. Once compression has stopped, so does every request with a due round: nothing else holds it to
 the memory that is reserved for it.

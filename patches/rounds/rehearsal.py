@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.kernels.pools import PADDING_SLOT
 from sglang_triattn.patches.model.eager_batch import forward_stream_of
 from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.rounds.launches import Launch, RoundShape, width_for
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
-
-PADDING_SLOT = 0
-"""Where SGLang writes the K/V of padding; its allocators never hand it out."""
 
 
 def runs_kernels(device: torch.device | str) -> bool:

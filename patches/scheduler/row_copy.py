@@ -147,7 +147,7 @@ def make_copier(scheduler: Scheduler, *, kernels: bool) -> RowCopier:
     movers = [Mover(*kv_buffers(pool, full), kernels=kernels)]
     follower = make_follower(scheduler, kernels=kernels)
     if follower is not None:
-        movers.append(follower)
+        movers.append(follower.mover)
     windows = [layer.number for layer in layers if layer.window] if own_pool else []
     return RowCopier(scheduler, movers, Mover(*kv_buffers(pool, windows), kernels=kernels) if windows else None)
 

@@ -41,7 +41,7 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["agents", "capacity", "modes", "serve", "soak", "tool_loop"])
+@pytest.mark.parametrize("name", ["acceptance", "agents", "capacity", "modes", "serve", "soak", "tool_loop"])
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
@@ -78,6 +78,18 @@ def test_modes(run_quick):
     bound = capacity.SHARED + capacity.REQUESTS * (capacity.OWN + sizes.budget + sizes.interval)
     assert row["compressed"]["peak_slots"] <= bound
     assert ratios["mean_running"] > 1
+
+
+@pytest.mark.wide
+def test_acceptance(run_quick):
+    """Prevents figures of answers without rounds, and drafts that no longer hold after rounds: a model that drafts for
+    itself keeps the tokens that it drafts for."""
+    content = run_quick("acceptance")
+    plain, compressed = content["rows"]
+    assert plain["rounds"] == 0
+    assert compressed["rounds"] >= 5 * content["setting"]["requests"]
+    # By other tokens, it took on 1.1 a step.
+    assert compressed["after"] > 0.9 * compressed["before"] > 0.9 * 1.5
 
 
 def test_the_modes_are_compressed():

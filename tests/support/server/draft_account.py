@@ -1,8 +1,8 @@
 """An independent account of what a draft model drafts for a compressed request, from `transformers`.
 
-SGLang gives a draft model all tokens but the first: it computes a token one place before the target does. So the place
-that the target has forgotten holds the next token in the draft model, which forgets that one. Nothing here uses the
-project's code, see `oracle`.
+SGLang gives a draft model all tokens but the first: it computes a token one place before the target does. It keeps the
+tokens that the target keeps, but for one: the first private place is the last frozen one in the draft model, where the
+token stays that came there first. Nothing here uses the project's code, see `oracle`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from oracle import Oracle
 class Watched(Oracle):
     """An oracle that also notes what a draft model follows and reads.
 
+    Args:
+        page_size: slots of a page.
+        remaps: whether rounds move no K/V of the target.
+
     Attributes:
-        seen: [tokens, tokens] bool, what each query of the last layer's first KV head may see.
+        seen: [L, H_kv, tokens, tokens] bool, what each of a draft model's queries may see, if its heads follow those of
+            the scored layers; a token is counted at its place in the draft model, one before its own.
         hidden: [tokens, size], what the logits are made of.
         inputs: of each layer, [tokens, size].
     """
 
+    page_size: int = 1
+    remaps: bool = False
     seen: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -33,10 +40,13 @@ class Watched(Oracle):
     def _forward(self, ids: list[int], start: int, visible: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         total = start + len(ids)
         if start == 0:
-            self.seen = torch.zeros(visible.shape[-1], visible.shape[-1], dtype=torch.bool)
+            shape = len(self.scored), self.num_kv_heads, visible.shape[-1]
+            self.seen = torch.zeros(*shape, shape[-1], dtype=torch.bool)
+            self._held = torch.ones(shape, dtype=torch.bool)
+            self._columns = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
             self.hidden, self.inputs = None, {}
         causal = torch.arange(total) <= torch.arange(start, total)[:, None]
-        self.seen[start:total, :total] = causal & visible[self.scored[-1], 0, :total]
+        self.seen[:, :, start:total, :total] = causal & self._held[:, :, None, :total]
 
         def note(number, hidden):
             before = self.inputs.get(number)
@@ -55,6 +65,41 @@ class Watched(Oracle):
         self.hidden = self.inputs[-1]
         return logits
 
+    def _kept(
+        self,
+        cache: DynamicCache,
+        visible: torch.Tensor,
+        frozen: int,
+        next_position: int,
+        keep: int,
+        stays: torch.Tensor,
+    ) -> torch.Tensor:
+        kept = super()._kept(cache, visible, frozen, next_position, keep, stays)
+        for layer, columns in enumerate(self._columns):
+            for head, before in enumerate(columns):
+                known = max(before, default=frozen - 1) + 1
+                after = self._closed_up([*before, *range(known, next_position)], kept[layer, head], frozen, keep)
+                held = torch.zeros(next_position, dtype=torch.bool)
+                held[:frozen] = True
+                # The newest token of the draft model is one that the target has yet to compute.
+                held[[*(token - 1 for token in after[1:]), next_position - 1]] = True
+                self._held[layer, head, :next_position] = held
+                columns[head] = after
+        return kept
+
+    def _closed_up(self, row: list[int], kept: torch.Tensor, frozen: int, keep: int) -> list[int]:
+        """Tokens in the order of their columns after a round, which cuts out a stretch of whole pages before the newest
+        tokens and brings what stays of it to the columns that others leave, in order."""
+        stays = {token: bool(kept[token - frozen]) for token in row}
+        if self.remaps:
+            return [token for token in row if stays[token]]
+        cut = keep - self.recent
+        cut -= (frozen + cut) % self.page_size
+        assert cut > 0
+        end = cut + len(row) - keep
+        moving = iter([token for token in row[cut:end] if stays[token]])
+        return [token if stays[token] else next(moving) for token in row[:cut] + row[end:]]
+
 
 @dataclass
 class WatchedLatent(Watched, LatentOracle):
@@ -70,15 +115,26 @@ def holding(
     Args:
         draft: transformers model in float32.
         ids: prompt and output.
-        seen: [n, n] bool for n tokens, see `Watched`.
+        seen: [L, H_kv, n, n] bool for n tokens, see `Watched`.
         starts: tokens that were computed before each step. The next one is known.
         steps: tokens drafted at each.
         margin: what the first token's log-probability must be above the second's.
     """
     shifted = torch.tensor([ids[1:]])
-    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None, :-1, :-1]
     places = torch.arange(shifted.shape[1])[None]
-    logits = draft(input_ids=shifted, attention_mask=mask, position_ids=places).logits[0].float()
+    group = draft.config.num_attention_heads // seen.shape[1]
+    masks = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, :, :-1, :-1].repeat_interleave(group, 2)
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, options, mask=mask: (args, {**options, "attention_mask": mask}), with_kwargs=True
+        )
+        for layer, mask in zip(draft.model.layers, masks, strict=True)
+    ]
+    try:
+        logits = draft(input_ids=shifted, position_ids=places).logits[0].float()
+    finally:
+        for hook in hooks:
+            hook.remove()
     best = logits.log_softmax(-1).topk(2)
     found: list[int | None] = []
     for start in starts:
@@ -103,6 +159,7 @@ def holding_of_head(
     own of those that it has drafted.
 
     Args:
+        seen: [n, n] bool for n tokens, see `Watched`.
         head: `head(embeddings, hidden, places, mask, cache)` returns what the next draft reads, and what its logits are
             made of.
         target: gives embeddings and the last layer.
