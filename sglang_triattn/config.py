@@ -162,8 +162,9 @@ class Config:
 
 def is_keep_share(value: object, most: float) -> bool:
     """Whether `value` can be the setting `keep_share`, which is at most `most`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (value == 0 or LEAST_SHARE <= value <= most)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return value == 0 or LEAST_SHARE <= value <= most
 
 
 def is_header(field: str) -> bool:
