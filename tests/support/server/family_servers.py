@@ -9,6 +9,7 @@ import torch
 
 from decoder_families import INTERLEAVED
 from families import FAMILIES, HEAD_DIM, WINDOW, build_family
+from gemma3_family import build_gemma3
 from gemma4_family import VARIANTS, build_gemma4
 from harness import (
     BUDGET,
@@ -41,6 +42,7 @@ CHOSEN_BY_ITSELF = ("gemma2", "gpt-oss", "deepseek-v3")
 LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
+    "gemma3-with-images": build_gemma3,
     **OWN_CODE,
     **{family: partial(build_latent, family=family) for family in LATENT_FAMILIES},
     **{family: partial(build_mtp, family=family) for family in DRAFTING},
@@ -58,6 +60,7 @@ MODULES = {
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
+    "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
 }
 WITHOUT_ROPE = {
