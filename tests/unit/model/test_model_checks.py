@@ -141,7 +141,7 @@ ACCEPTED_FIELDS = [
     ),
     ("Gemma3ForConditionalGeneration", {"vision_config": {"x": 1}, "sliding_window": 512, "sliding_window_pattern": 2}),
     ("Lfm2VlForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"layer_types": ["conv", FULL]}}),
-    ("KimiVLForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}}),
+    ("KimiK25ForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}}),
     ("InternVLChatModel", {"vision_config": {"x": 1}, "llm_config": {"num_hidden_layers": 4}}),
     ("Mistral3ForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"sliding_window": None}}),
 ]
