@@ -120,14 +120,15 @@ def _classes(name: str, module: str) -> Iterator[type]:
 @cache
 def _transformers_types() -> dict[str, str]:
     """The configuration class of each model class of transformers, by name."""
-    from transformers.models.auto import configuration_auto, modeling_auto
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     found: dict[str, str] = {}
     tables = [table for name, table in vars(modeling_auto).items() if re.fullmatch("MODEL_.*MAPPING_NAMES", name)]
     for kind, models in (item for table in tables for item in table.items()):
         for model in (models,) if isinstance(models, str) else models:
-            if kind in configuration_auto.CONFIG_MAPPING_NAMES:
-                found.setdefault(model, configuration_auto.CONFIG_MAPPING_NAMES[kind])
+            if kind in CONFIG_MAPPING_NAMES:
+                found.setdefault(model, CONFIG_MAPPING_NAMES[kind])
     return found
 
 
