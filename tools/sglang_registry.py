@@ -71,12 +71,18 @@ def stands_for_others(module: str) -> bool:
 
 def keeps_kv(module: str) -> bool:
     """Whether a model's layers have KV: some are attention layers of SGLang's, or another module's that have it."""
-    folder = _source() / "models"
-    others = {origin.split(".")[3] for origin, _ in _imports(module).values() if origin.startswith(_MODELS)}
-    texts = (file.read_text() for other in others for file in (folder / other).glob("*.py"))
-    if any("RadixAttention(" in text for text in (_modules()[module].read_text(), *texts)):
-        return True
-    return any(keeps_kv(other) for other in others & _modules().keys() - {module})
+    # Modules import one another.
+    pending, seen = [module], set[str]()
+    while pending:
+        name = pending.pop()
+        files = [_modules()[name]] if name in _modules() else (_source() / "models" / name).glob("*.py")
+        if any("RadixAttention(" in file.read_text() for file in files):
+            return True
+        seen.add(name)
+        origins = [origin for origin, _ in _imports(name).values()] if name in _modules() else []
+        others = {origin.split(".")[3] for origin in origins if origin.startswith(_MODELS)}
+        pending += others - seen
+    return False
 
 
 def configuration(name: str, module: str) -> dict[str, Any] | None:
