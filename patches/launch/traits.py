@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_triattn.compatibility.traits import PLAIN, Traits
-from sglang_triattn.model.families import Family, family_of
+from sglang_triattn.model.families import Family, family_of, is_unknown
 from sglang_triattn.model.kinds import served_window
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def _uncovered(model: ModelConfig, family: Family) -> dict[str, str]:
         "row_length": model.use_ngram_embedding or model.use_engram,
         "widths": model.head_dim != model.v_head_dim and not latent and not family.asymmetric,
         "axes": model.model_is_mrope and family.images is None,
+        "unknown": is_unknown(model.hf_config.architectures),
     }
     return {mark: PLAIN for mark, holds in marks.items() if holds}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.rope import ropes_of_buffers
 from sglang_triattn.patches.model.latent import LatentAttention, Parts, latent_attentions
 
 if TYPE_CHECKING:
@@ -197,8 +198,15 @@ def watching_positions(model: torch.nn.Module, see: Callable[[torch.Tensor], Non
     def watch(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         see(args[0] if args else kwargs["positions"])
 
-    found = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
-    handles = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in found]
+    def watch_other(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        # As in transformers: what it finds the dtype by comes first.
+        see(args[1] if len(args) > 1 else kwargs["position_ids"])
+
+    handles = [
+        module.register_forward_pre_hook(watch if own else watch_other, with_kwargs=True)
+        for module in model.modules()
+        if (own := isinstance(module, RotaryEmbedding)) or ropes_of_buffers(module)
+    ]
     try:
         yield
     finally:

@@ -35,6 +35,7 @@ UNCOVERED = {
     "unequal_rope": "its layers rotate in different ways",
     "axes": "its rotary embedding has several position axes",
     "rope_kind": "its rotary embedding is of the kind {}, which cannot be scored yet",
+    "unknown": "SGLang's code of its architecture is not known here",
 }
 """Why a model is not compressed, by the names of `Traits.uncovered`, to complete "because ..."."""
 

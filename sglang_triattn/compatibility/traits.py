@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.families import Family, family_in
+from sglang_triattn.model.families import Family, family_in, is_unknown
 from sglang_triattn.model.fields import Fields, text_fields
 from sglang_triattn.model.kinds import (
     CHUNK,
@@ -108,7 +108,9 @@ def uncovered_in_file(config: Fields) -> dict[str, str]:
     except TriAttentionError:
         kinds = []
     by_attention, by_position = _by_attention(fields, family, kinds), _by_position(fields, family, kinds)
-    return dict([*_by_family(fields, family), *by_attention, *by_position])
+    # Last, because any other reason says more.
+    unknown = [("unknown", PLAIN)] if is_unknown(fields["architectures"]) else []
+    return dict([*_by_family(fields, family), *by_attention, *by_position, *unknown])
 
 
 def _by_family(fields: Fields, family: Family) -> Iterator[tuple[str, str]]:
@@ -118,6 +120,7 @@ def _by_family(fields: Fields, family: Family) -> Iterator[tuple[str, str]]:
 
 def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[tuple[str, str]]:
     others = [kind for kind in kinds if kind not in KINDS]
+    windows = WINDOW in kinds or fields.get("sliding_window")
     widths = fields.get("v_head_dim") not in (None, 0, fields.get("head_dim")) and not fields.get("kv_lora_rank")
     marks = {
         "encoder_decoder": fields.get("is_encoder_decoder"),
@@ -126,7 +129,8 @@ def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[
         "linear_states": _has_linear_states(fields, kinds) and not family.linear_states,
         "latent": fields.get("kv_lora_rank") and not family.latent,
         "unknown_layers": others,
-        "window_pool": WINDOW in kinds and has_window_pool(fields) and not family.pool_covered,
+        # SGLang takes the pool for the architecture, even if the file gives the window to no layer.
+        "window_pool": windows and has_window_pool(fields) and not family.pool_covered,
         "windows_alone": WINDOW in kinds and FULL not in kinds,
         "chunks": CHUNK in kinds or fields.get("attention_chunk_size") or fields.get("dual_chunk_attention_config"),
         "blocks": fields.get("sparse_config") and "minicpm4" in (fields.get("mixer_types") or ()),

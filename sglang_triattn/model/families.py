@@ -1,6 +1,8 @@
 """How SGLang serves each architecture, where its config.json does not say, and what of it rounds are known to fit.
 
-One row per architecture; one without a row is a plain decoder. From SGLang 0.5.23: sglang/srt/models,
+One row per architecture whose code in SGLang has been read; one without a row is refused, because a plain config.json
+proves little: what it leaves out (layers without RoPE, windows, a pool of their own) would be guessed. What a row says
+of layers, heads and rotation is compared with the loaded model once more. From SGLang 0.5.23: sglang/srt/models,
 `is_hybrid_swa_model` in sglang/srt/configs/model_config.py, and `_auto_choose_speculative_params` in
 sglang/srt/arg_groups/speculative_hook.py.
 """
@@ -8,7 +10,7 @@ sglang/srt/arg_groups/speculative_hook.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -84,7 +86,7 @@ class Family:
 
 NO_ROPE = "its attention has no rotary embedding"
 _LOOPS = Refused("it runs its layers several times, with KV of its own each time")
-_DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
+DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
 _NORM_AFTER_ROPE = Refused(
     "it normalises queries and keys after their rotation", lambda fields: fields.get("use_qk_norm")
 )
@@ -119,30 +121,55 @@ _SINKS = Family(window_pool=True, sinks=True)
 _INTERLEAVED = Family(interleaved=True)
 _LATENT = Family(latent=True)
 _LINEAR_STATES = Family(linear_states=True)
-_QWEN_VL = Family(windows=False, images="prompt")
-_QWEN_35 = Family(linear_states=True, images="text")
+_PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
+_PLAIN_WITH_TEXT = Family(windows=False, images="text")
+_STATES_WITH_TEXT = Family(linear_states=True, images="text")
+_LATENT_WITH_TEXT = Family(latent=True, images="text")
+_NEMOTRON_H = Family(linear_states=True, may_lack_rope=True, rope_in="none")
 _GEMMA_3 = Family(full_every=6)
+_COHERE_2 = Family(interleaved=True, window_extra=1, full_every=4, rope_in="windows")
+# RadixAttention gets the window as the number of tokens before the query.
+_EXAONE_MOE = Family(rope_in="windows", window_extra=1)
 _LONGCAT = Family(attentions=2)
 
 FAMILIES: dict[str, Family] = {
+    "AfmoeForCausalLM": Family(rope_in="windows"),
+    "ApertusForCausalLM": _PLAIN,
+    "ArceeForCausalLM": _PLAIN,
     "BaichuanForCausalLM": Family(refused=_ALIBI),
+    "BailingMM2NativeForConditionalGeneration": _PLAIN_WITH_TEXT,
+    "BailingMMNativeForConditionalGeneration": _PLAIN_WITH_TEXT,
+    "BailingMoEForCausalLM": _PLAIN,
+    "BailingMoeForCausalLM": _PLAIN,
+    "BailingMoeV2ForCausalLM": _PLAIN,
     "BeamForCausalLM": _OWN_POOL,
     "ChatGLMModel": Family(interleaved=True, rotary_share=0.5),
-    "Cohere2ForCausalLM": Family(interleaved=True, window_extra=1, full_every=4, rope_in="windows"),
+    "Cohere2ForCausalLM": _COHERE_2,
+    "Cohere2MoeForCausalLM": _COHERE_2,
+    "Cohere2VisionForConditionalGeneration": replace(_COHERE_2, images="text"),
     "CohereForCausalLM": _INTERLEAVED,
+    "Cosmos3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "DeciLMForCausalLM": _PLAIN,
+    "DeepseekForCausalLM": _PLAIN,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DiffusionGemmaForBlockDiffusion": Family(refused=DIFFUSION),
+    "Dots1ForCausalLM": Family(),
+    "DotsOCRForCausalLM": _PLAIN_WITH_IMAGES,
+    "DotsVLMForCausalLM": _LATENT_WITH_TEXT,
     "Ernie4_5ForCausalLM": _INTERLEAVED,
+    "Ernie4_5_ForCausalLM": _INTERLEAVED,
     "Ernie4_5_MoeForCausalLM": _INTERLEAVED,
     "Exaone4ForCausalLM": Family(rope_in="windows"),
-    "ExaoneMoEForCausalLM": Family(rope_in="windows"),
+    "ExaoneForCausalLM": _PLAIN,
+    "ExaoneMoEForCausalLM": _EXAONE_MOE,
+    "ExaoneMoeForCausalLM": _EXAONE_MOE,
     "FalconH1ForCausalLM": Family(linear_states=True, state_in_every_layer=True),
     "GPT2LMHeadModel": Family(refused=Refused(NO_ROPE)),
     "GPTBigCodeForCausalLM": Family(refused=Refused(NO_ROPE)),
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
-    "Gemma3ForConditionalGeneration": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="text"),
     "Gemma4ForCausalLM": Family(window_pool=True, full_heads=_GEMMA_4),
     # Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
     "Gemma4ForConditionalGeneration": Family(
@@ -154,67 +181,118 @@ FAMILIES: dict[str, Family] = {
         images="text",
     ),
     "Gemma4UnifiedForConditionalGeneration": _OWN_POOL,
+    "GemmaForCausalLM": _PLAIN,
     "Glm4ForCausalLM": _INTERLEAVED,
     "Glm4MoeForCausalLM": Family(rotary_share=0.5),
     "Glm4MoeLiteForCausalLM": _LATENT,
     "Glm4vForConditionalGeneration": Family(images="prompt"),
     "Glm4vMoeForConditionalGeneration": Family(images="prompt"),
+    "GlmOcrForConditionalGeneration": Family(images="prompt"),
     "GptOssForCausalLM": Family(window_pool=True, pool_covered=True, sinks=True),
+    "GraniteForCausalLM": Family(),
+    "GraniteMoeForCausalLM": Family(),
     "GraniteMoeHybridForCausalLM": Family(linear_states=True, may_lack_rope=True),
     "GraniteMoeSWAForCausalLM": _SINKS,
+    "GraniteMoeSharedForCausalLM": Family(),
     "GraniteSWAForCausalLM": _SINKS,
     "Grok1ForCausalLM": Family(branching_drafts=True),
+    "Grok1ModelForCausalLM": Family(branching_drafts=True),
     "Grok1VForCausalLM": Family(branching_drafts=True),
     "HrmTextForCausalLM": Family(refused=_LOOPS),
     "HunYuanDenseV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
     "HunYuanMoEV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
+    "IQuestCoderForCausalLM": _PLAIN,
     "IQuestLoopCoderForCausalLM": Family(refused=_LOOPS),
     "IQuestQ1ForCausalLM": _SINKS,
     "InklingForConditionalGeneration": _OWN_POOL,
+    "InternLM2ForCausalLM": _PLAIN,
+    "InternLM3ForCausalLM": _PLAIN,
+    "InternS1ForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "InternS2PreviewForConditionalGeneration": _STATES_WITH_TEXT,
+    "InternVLChatModel": Family(images="prompt"),
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
+    "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
     "KimiLinearForCausalLM": Family(rope_in="none"),
-    "LLaDA2MoeModelLM": Family(refused=_DIFFUSION),
+    "LLaDA2MoeModelLM": Family(refused=DIFFUSION),
     "LagunaForCausalLM": _OWN_POOL,
     "Lfm2ForCausalLM": _LINEAR_STATES,
+    "Lfm2MoeForCausalLM": _LINEAR_STATES,
+    "Lfm2VlForConditionalGeneration": _STATES_WITH_TEXT,
+    "LightOnOCRForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Llama4ForCausalLM": _INTERLEAVED,
     "Llama4ForConditionalGeneration": _OWN_POOL,
     "LlamaForCausalLM": Family(windows=False, branching_drafts=True),
+    "LocateAnythingForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "LongcatFlashForCausalLM": _LONGCAT,
     "LongcatFlashForCausalLMNextN": _LONGCAT,
     "MellumForCausalLM": Family(window_pool=True, pool_covered=True),
+    "MiDashengLMModel": _PLAIN_WITH_TEXT,
+    "MiMoForCausalLM": _PLAIN,
     "MiMoV2FlashForCausalLM": _MIMO,
     "MiMoV2ForCausalLM": _MIMO,
+    "MiniCPMForCausalLM": _PLAIN,
+    "MiniCPMO": _PLAIN_WITH_IMAGES,
+    "MiniCPMV": _PLAIN_WITH_IMAGES,
+    "MiniCPMV4_6ForConditionalGeneration": _STATES_WITH_TEXT,
+    "MiniCPMV4_7ForConditionalGeneration": _STATES_WITH_TEXT,
+    "MiniMaxM2ForCausalLM": _PLAIN,
     "MiniMaxM3SparseForCausalLM": Family(refused=Refused("its layers attend to selected blocks of tokens")),
     "Ministral3ForCausalLM": _PLAIN,
-    "Mistral3ForConditionalGeneration": _QWEN_VL,
+    "Mistral3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "MistralForCausalLM": _PLAIN,
     "MixtralForCausalLM": _PLAIN,
+    "MultiModalityCausalLM": _PLAIN_WITH_IMAGES,
     "MuseGlimmerForCausalLM": _OWN_POOL,
     "MuseGlimmerForConditionalGeneration": _OWN_POOL,
+    "NVILAForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "NVILALiteForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "NanbeigeForCausalLM": Family(refused=_LOOPS),
-    "NemotronHForCausalLM": Family(linear_states=True, may_lack_rope=True, rope_in="none"),
+    "NemotronHForCausalLM": _NEMOTRON_H,
+    "NemotronH_Nano_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
+    "NemotronH_Nano_VL_V2": replace(_NEMOTRON_H, images="text"),
+    "NemotronH_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
     "OPTForCausalLM": Family(refused=Refused(NO_ROPE)),
+    "Olmo2ForCausalLM": Family(),
     "Olmo3ForCausalLM": Family(full_every=4),
+    "OlmoForCausalLM": _PLAIN,
+    "OlmoeForCausalLM": _PLAIN,
+    "OrionForCausalLM": _PLAIN,
+    "POINTSV15ChatModel": _PLAIN_WITH_IMAGES,
+    "PaddleOCRVLForConditionalGeneration": Family(interleaved=True, images="prompt"),
+    "PersimmonForCausalLM": _PLAIN,
     "Phi3ForCausalLM": _PLAIN,
+    "PhiForCausalLM": _PLAIN,
     "PhiMoEForCausalLM": _PLAIN,
+    "QWenLMHeadModel": _PLAIN,
+    "QuantMixtralForCausalLM": _PLAIN,
+    "Qwen2AudioForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen2ForCausalLM": _PLAIN,
     "Qwen2MoeForCausalLM": _PLAIN,
-    "Qwen2VLForConditionalGeneration": _QWEN_VL,
-    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
+    "Qwen2VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
     "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25),
-    "Qwen3VLForConditionalGeneration": _QWEN_VL,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN_VL,
+    "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
+    "Qwen3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,
     # Served without images.
     "Qwen3_5ForCausalLM": Family(linear_states=True, images="prompt"),
     # Images are not tested with layers that keep a state.
-    "Qwen3_5ForConditionalGeneration": _QWEN_35,
+    "Qwen3_5ForConditionalGeneration": _STATES_WITH_TEXT,
     "Qwen3_5MoeForCausalLM": Family(linear_states=True, images="prompt"),
-    "Qwen3_5MoeForConditionalGeneration": _QWEN_35,
-    "SDARForCausalLM": Family(refused=_DIFFUSION),
-    "SDARMoeForCausalLM": Family(refused=_DIFFUSION),
+    "Qwen3_5MoeForConditionalGeneration": _STATES_WITH_TEXT,
+    "SDARForCausalLM": Family(refused=DIFFUSION),
+    "SDARMoeForCausalLM": Family(refused=DIFFUSION),
+    "Sarashina2VisionForCausalLM": _PLAIN_WITH_IMAGES,
+    "SarvamMoEForCausalLM": _PLAIN,
+    "SeedOssForCausalLM": Family(),
+    "SmolLM3ForCausalLM": Family(),
+    "SolarForCausalLM": _PLAIN,
+    "StableLmForCausalLM": _PLAIN,
     "Starcoder2ForCausalLM": _PLAIN,
+    "Step3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Step3p5ForCausalLM": Family(
         window_pool=True,
         pool_covered=True,
@@ -225,15 +303,28 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "Step3p7ForConditionalGeneration": _OWN_POOL,
+    "StepVLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "TeleFLMForCausalLM": _PLAIN,
+    "TorchNativeLlamaForCausalLM": _PLAIN,
+    "TorchNativePhi3ForCausalLM": _PLAIN,
+    "VoxtralForConditionalGeneration": _PLAIN_WITH_TEXT,
     "XllmForCausalLM": Family(refused=_OTHER_DIMS),
+    "XverseForCausalLM": _PLAIN,
+    "XverseMoeForCausalLM": _PLAIN,
     "ZayaForCausalLM": Family(refused=Refused("its attention keeps a state in addition to the KV cache")),
 }
 
 _OTHER = Family()
 
 
+def is_unknown(architectures: list[str] | None) -> bool:
+    """Whether the first of `architectures`, as a config.json lists them, has no row."""
+    return bool(architectures) and architectures[0] not in FAMILIES
+
+
 def family_of(architectures: list[str] | None) -> Family:
-    """The row of the first of `architectures`, as a config.json lists them; a plain decoder's if there is none."""
+    """The row of the first of `architectures`; if it has none, the one of a plain decoder, to describe what is
+    refused."""
     return FAMILIES.get(architectures[0], _OTHER) if architectures else _OTHER
 
 

@@ -14,7 +14,16 @@ _FLOAT = (int, float)
 _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
     **dict.fromkeys(
         (
-            *("text_config", "rope_scaling", "rope_parameters", "linear_attn_config", "attention_other_setting"),
+            *(
+                "text_config",
+                "llm_config",
+                "language_config",
+                "thinker_config",
+                "rope_scaling",
+                "rope_parameters",
+                "linear_attn_config",
+                "attention_other_setting",
+            ),
             "per_layer_config",
         ),
         ((dict,), None, "an object"),
@@ -45,7 +54,9 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
 
 
 def text_fields(config: Fields) -> dict[str, Any]:
-    """The text model's fields: those in `text_config`, else the outer ones; `architectures` is always the outer one.
+    """The text model's fields: those in its own object, else the outer ones; `architectures` is always the outer one.
+
+    Where a file has the text model: `get_hf_text_config` in sglang/srt/utils/hf_transformers/common.py.
 
     Args:
         config: content of a config.json.
@@ -54,7 +65,13 @@ def text_fields(config: Fields) -> dict[str, Any]:
         TriAttentionError: a field has another type than the readers rely on.
     """
     _check(config)
-    return {**config, **(config.get("text_config") or {}), "architectures": config.get("architectures")}
+    thinker = config.get("thinker_config") or {}
+    places = (
+        thinker.get("text_config"),
+        thinker,
+        *(config.get(f"{name}_config") for name in ("llm", "language", "text")),
+    )
+    return {**config, **next(filter(None, places), {}), "architectures": config.get("architectures")}
 
 
 def architecture(fields: Fields) -> str:

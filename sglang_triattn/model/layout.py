@@ -198,7 +198,8 @@ def head_dim(fields: Fields) -> int:
     """Width of a query and key."""
     if fields.get("head_dim") is not None:
         return count(fields, "head_dim")
-    return count(fields, "hidden_size", "n_embd") // count(fields, "num_attention_heads", "n_head")
+    width = count(fields, "hidden_size", "n_embd") // count(fields, "num_attention_heads", "n_head")
+    return count({**fields, "head_dim": width}, "head_dim")
 
 
 def kv_heads(fields: Fields, number: int = 0) -> int:

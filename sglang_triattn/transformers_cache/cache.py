@@ -206,7 +206,10 @@ def shape_of(model: Any) -> ModelShape:
         TriAttentionError: its attention cannot be compacted, or is computed in another way than "eager" or "sdpa".
     """
     config = model.config.get_text_config()
-    reason = why_uncovered(uncovered_in_file({**config.to_dict(), "architectures": [type(model).__name__]}))
+    uncovered = uncovered_in_file({**config.to_dict(), "architectures": [type(model).__name__]})
+    # Not SGLang but transformers computes it, and how its layers rotate is tried on the model itself.
+    uncovered.pop("unknown", None)
+    reason = why_uncovered(uncovered)
     if reason is None and getattr(config, "kv_lora_rank", None):
         reason = "it caches latents in place of keys (MLA)"
     if reason is not None:

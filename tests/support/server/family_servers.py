@@ -7,7 +7,9 @@ from functools import partial
 
 import torch
 
+from decoder_families import INTERLEAVED
 from families import FAMILIES, HEAD_DIM, WINDOW, build_family
+from gemma3_family import build_gemma3
 from gemma4_family import VARIANTS, build_gemma4
 from harness import (
     BUDGET,
@@ -32,7 +34,7 @@ from tiny_model import save_random_stats
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
-SEE_ONE_MORE = ("cohere2", "mimo-v2", "step-3.5")
+SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
 # The platform chooses its reference backend for these by itself; others it serves by torch_native.
@@ -40,6 +42,7 @@ CHOSEN_BY_ITSELF = ("gemma2", "gpt-oss", "deepseek-v3")
 LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
+    "gemma3-with-images": build_gemma3,
     **OWN_CODE,
     **{family: partial(build_latent, family=family) for family in LATENT_FAMILIES},
     **{family: partial(build_mtp, family=family) for family in DRAFTING},
@@ -57,20 +60,24 @@ MODULES = {
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
+    "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
 }
-WITHOUT_ROPE = {"exaone4": (1, 3), "cohere2": (1, 3), "smollm3": (3,)}
+WITHOUT_ROPE = {
+    **dict.fromkeys(("exaone4", "exaone-moe", "cohere2", "cohere2-moe", "afmoe"), (1, 3)),
+    "smollm3": (3,),
+}
 
 
 def rope_of(model: torch.nn.Module, family: str) -> Rope:
     """The rotation in the layers without a window; of no dim where the model has none."""
     if family in NEVER_ROTATED:
         return no_rotation(HEAD_DIM)
-    rotary = model.model.rotary_emb
+    rotary = getattr(model.model, "rotary_emb", None) or model.model.pos_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
     scaling = getattr(rotary, "full_attention_attention_scaling", getattr(rotary, "attention_scaling", 1.0))
-    style = "interleaved" if family == "cohere2" else "half"
+    style = "interleaved" if family in ("cohere2", *INTERLEAVED) else "half"
     return Rope(frequencies, scaling, 2 * frequencies.numel(), style)
 
 
@@ -127,7 +134,7 @@ def started(serve, tiny, family, *flags, env=None, compressed=True):
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family in STATE_FAMILIES or family == "qwen3.5-whole":
+    if family in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
         # Otherwise a share of the machine's memory.
         more += ["--max-mamba-cache-size", "192"]
     env = {

@@ -46,14 +46,15 @@ REFUSED = [
     ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"x": 1}}, "linear-attention layers"),
     ("FalconMambaForCausalLM", {"model_type": "falcon_mamba"}, "state-space"),
     ("BambaForCausalLM", {"mamba_d_state": 16, "layers_block_type": ["mamba", "attention"]}, "state-space"),
-    ("Lfm2VlForConditionalGeneration", {"conv_L_cache": 3, "layer_types": ["conv", FULL]}, "state-space"),
+    ("Zamba2ForCausalLM", {"mamba_d_state": 16, "layer_types": ["mamba", FULL]}, "state-space"),
     ("MiniCPMSALAForCausalLM", {"mixer_types": ["minicpm4", "lightning-attn"]}, "linear-attention"),
     ("MiniCPMForCausalLM", {"mixer_types": ["minicpm4"], "sparse_config": {"topk": 64}}, "selected blocks"),
     ("LongcatFlashForCausalLM", {"ngram_vocab_size_ratio": 4}, "the length of the row"),
-    ("Gemma3ForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
-    ("InternVLChatModel", {"vision_config": {"depth": 2}}, "images or sound"),
+    ("LlavaForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
     ("Llama4ForConditionalGeneration", {"vision_config": {"depth": 2}}, "images or sound"),
-    ("Qwen3OmniMoeForConditionalGeneration", {"thinker_config": {"audio_config": {"x": 1}}}, "images or sound"),
+    ("Qwen3ASRForConditionalGeneration", {"thinker_config": {"audio_config": {"x": 1}}}, "images or sound"),
+    ("NewForCausalLM", {}, "not known here"),
+    ("LagunaForCausalLM", {"sliding_window": 512, "layer_types": [FULL, FULL]}, "a KV pool of their own"),
     ("GPT2LMHeadModel", {}, "no rotary embedding"),
     ("GraniteMoeForCausalLM", {"position_embedding_type": "nope"}, "no rotary embedding"),
     ("BaichuanForCausalLM", {"hidden_size": 5120}, "ALiBi"),
@@ -138,6 +139,10 @@ ACCEPTED_FIELDS = [
             "text_config": {"rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
         },
     ),
+    ("Gemma3ForConditionalGeneration", {"vision_config": {"x": 1}, "sliding_window": 512, "sliding_window_pattern": 2}),
+    ("Lfm2VlForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"layer_types": ["conv", FULL]}}),
+    ("KimiK25ForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}}),
+    ("InternVLChatModel", {"vision_config": {"x": 1}, "llm_config": {"num_hidden_layers": 4}}),
     ("Mistral3ForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"sliding_window": None}}),
 ]
 
@@ -155,6 +160,19 @@ def test_refused_families(tmp_path, architecture, fields, words):
         check(tmp_path, BASE | {"architectures": [architecture], "model_type": architecture.lower()} | fields)
     assert words in str(caught.value)
     assert str(caught.value).count(": ") == 1
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("text_config",), ("llm_config",), ("language_config",), ("thinker_config",), ("thinker_config", "text_config")],
+)
+def test_the_text_model_is_found(tmp_path, place):
+    """Prevents judging the fields of an encoder, or none, where a file has the text model in an object of its own."""
+    inner = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    for name in reversed(place):
+        inner = {name: inner}
+    with pytest.raises(TriAttentionError, match="of the kind dynamic"):
+        check(tmp_path, BASE | inner | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

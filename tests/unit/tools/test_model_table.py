@@ -3,7 +3,8 @@
 import pytest
 
 import model_table
-from documents import generated
+import sglang_registry
+from documents import generated, section, tables
 from sglang_triattn.model.families import FAMILIES, Family, Refused
 
 
@@ -47,3 +48,76 @@ def test_it_is_written_between_its_markers(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["model_table.py"])
     model_table.main()
     assert file.read_text() == before + table + after
+
+
+def documented() -> dict[str, list[str]]:
+    """The architectures of each outcome in the table of SGLang's registry."""
+    (rows,) = tables(section(model_table.FILE, "Every architecture"))
+    found = {outcome: (int(number), names.split(", ")) for outcome, number, names in rows[1:]}
+    assert all(number == len(names) for number, names in found.values())
+    return {outcome: names for outcome, (_, names) in found.items()}
+
+
+def test_every_architecture_of_the_registry_stands_in_the_table_once():
+    """Prevents a census that leaves out what a new SGLang serves, or counts it twice."""
+    named = [name for names in documented().values() for name in names]
+    assert sorted(named) == sorted(sglang_registry.architectures())
+    assert len(named) > 250
+
+
+def test_the_share_is_that_of_the_table():
+    """Prevents a promise of more architectures than are accepted."""
+    found = [
+        model_table.Outcome(name, *(outcome.split(": ", 1) if ": " in outcome else (outcome, "")))
+        for outcome, names in documented().items()
+        for name in names
+    ]
+    assert "".join(model_table.registry_lines(found)) == generated(model_table.FILE, model_table.REGISTRY)[1]
+
+
+def test_no_architecture_without_a_row_is_accepted():
+    """Prevents compressing a model of which only a plain config.json is known."""
+    accepted = [name for outcome, names in documented().items() if "accepted" in outcome for name in names]
+    assert set(accepted) <= set(FAMILIES)
+
+
+# With a known model's file, which needs no class to be imported: (architecture, module, outcome).
+QUICK = [
+    ("LlamaForCausalLM", "llama", model_table.ACCEPTED, ""),
+    ("GraniteMoeHybridForCausalLM", "granitemoehybrid", model_table.ACCEPTED, ""),
+    ("KimiLinearForCausalLM", "kimi_linear", model_table.REFUSED, "state-space"),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", model_table.TEXT, ""),
+    ("LlamaForCausalLMEagle3", "llama_eagle3", model_table.ALONE, ""),
+    ("Qwen3Model", "qwen3_embedding", model_table.ALONE, ""),
+    ("SDARForCausalLM", "sdar", model_table.ALONE, ""),
+    ("Mamba2ForCausalLM", "mamba2", model_table.STATES, ""),
+    ("TransformersForCausalLM", "transformers", model_table.OTHERS, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "kind", "reason"), QUICK, ids=lambda value: str(value)[:20])
+def test_outcomes(name, module, kind, reason):
+    """Prevents a head that drafts, or an encoder, from counting as a model that is or is not compressed."""
+    outcome = model_table._outcome(name, module)
+    assert outcome.kind == kind
+    assert reason in outcome.reason
+
+
+def test_an_architecture_without_a_configuration_fails_closed(monkeypatch):
+    """Prevents an unknown architecture from counting as a plain decoder, and a known one as unknown."""
+    monkeypatch.setattr(sglang_registry, "configuration", lambda name, module: None)
+    unknown = model_table._outcome("PixtralForConditionalGeneration", "pixtral")
+    assert unknown.kind == model_table.NO_CONFIG + model_table.REFUSED
+    assert "not known here" in unknown.reason
+    assert model_table._outcome("OrionForCausalLM", "orion").kind == model_table.NO_CONFIG + model_table.ACCEPTED
+
+
+@pytest.mark.wide
+def test_the_table_of_the_registry_is_not_stale(monkeypatch, capsys):
+    """Prevents documents that promise an architecture which is refused, or the reverse; builds a configuration of each
+    of them."""
+    monkeypatch.setattr("sys.argv", ["model_table.py", "--registry", "--check"])
+    model_table.main()
+    monkeypatch.setitem(FAMILIES, "GemmaForCausalLM", Family(refused=Refused("it is a gemma")))
+    with pytest.raises(SystemExit, match="stale"):
+        model_table.main()

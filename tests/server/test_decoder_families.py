@@ -1,0 +1,33 @@
+"""Servers of further decoders, each of an architecture of its own in SGLang: what they keep and answer."""
+
+import pytest
+
+from decoder_families import DECODERS
+from family_servers import WITHOUT_BUFFER, compare_with_account
+
+# Models that repeat themselves: between the equal values of two equal tokens in the first layer, the order in a row
+# would choose, which an account does not know. One kept set for all layers leaves no such choice.
+REPEATING = {
+    "arcee",
+    "gemma",
+    "gemma3-with-images",
+    "glm4",
+    "granite-moe-shared",
+    "olmo",
+    "olmo2",
+    "olmoe",
+    "persimmon",
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", [*DECODERS, "gemma3-with-images"])
+def test_a_decoder(serve, tmp_path, family):
+    """Prevents an architecture that is accepted by its file alone: layers scored by a rotation that is not theirs,
+    windows that see tokens across a gap, heads of other sizes, positions that are
+    counted from 1, and a launch that refuses it after all."""
+    page_size, selection = (1, "shared-mean") if family in REPEATING else (16, "per-layer-head")
+    flags: tuple[str, ...] = ()
+    if family == "lfm2-moe":
+        page_size, flags = 1, WITHOUT_BUFFER
+    compare_with_account(serve, tmp_path, family, page_size, selection, *flags)
