@@ -130,7 +130,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         chunked: a request between two chunks of its prefill.
     """
     requests = [*sim.running, *([] if chunked is None else [chunked])]
-    before = {running: (running.positions, running.evicted) for running in requests}
+    before = {running: (running.positions, running.evicted, in_order(running)) for running in requests}
     inputs = {running: inputs_of(compression_of(running.req)) for running in requests}
     fresh = {running for running in requests if not compression_of(running.req).rounds}
     last_slots = {running: int(sim.row(running)[-1]) for running in requests}
@@ -147,7 +147,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
     freed, early, between_chunks, rounds, overdue, unclear = {True: 0, False: 0}, 0, 0, 0, 0, 0
     for running in requests:
-        old, evicted = before[running]
+        old, evicted, ordered = before[running]
         if running.settings is None:
             assert not running.evicted, "a request that declined was compacted"
             continue
@@ -180,7 +180,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
         running.positions = sim.content(sim.row(running))[:, :, 0, :, 1].permute(1, 2, 0).long()
         if running.first_tainted is None:
             running.first_tainted = length
-        check_kept(sim, running, old, stay, keep)
+        check_kept(sim, running, old, stay, keep, ordered)
         sim.input_rounds += stay[1] > 0
         slots = (-(-length // sim.page_size) - -(-(first + keep) // sim.page_size)) * sim.page_size
         freed[due or level] += slots
@@ -294,14 +294,26 @@ def entries_that_stay(sim: Simulation, running: Running, old: torch.Tensor, inpu
     return first, others
 
 
-def check_kept(sim: Simulation, running: Running, old: torch.Tensor, stay: tuple[int, int], keep: int) -> None:
+def in_order(running: Running) -> int | None:
+    """Newest entries of a row whose order is known, if a turn before may have had other settings; None for any."""
+    compression = compression_of(running.req)
+    if compression.start != "resumed" or running.inputs:
+        return None
+    return running.positions.shape[-1] - compression.held_record.unordered_len
+
+
+def check_kept(
+    sim: Simulation, running: Running, old: torch.Tensor, stay: tuple[int, int], keep: int, ordered: int | None
+) -> None:
     """A round left, of each head's entries, the frozen ones, the newest, the inputs of resumed turns, and others that
     were there before.
 
     Args:
         stay: from `entries_that_stay`.
+        ordered: from `in_order`; a round takes no more for the newest.
     """
     config, new, (first, others) = running.settings, running.positions, stay
+    recent = config.recent if ordered is None else min(config.recent, ordered)
     assert new.shape[-1] == first + others + keep, "a round kept another number of tokens"
     assert torch.equal(new[..., :first], old[..., :first]), "a frozen token was evicted"
     check_inputs(running)
@@ -313,11 +325,11 @@ def check_kept(sim: Simulation, running: Running, old: torch.Tensor, stay: tuple
             # Window layers count along the row; so does a page that holds inputs and is not full, which stays in place.
             along_row = config.window or (others and sim.page_size > 1)
             generated = was if along_row else [place for place in was if place not in running.inputs]
-            newest = sorted(generated)[-config.recent :]
+            newest = sorted(generated)[len(generated) - recent :]
             assert set(newest) <= set(kept), "a recent token was evicted"
             whole = sim.page_size == 1 or not others
             if whole and (config.recent > config.interval or sim.page_size == 1):
-                assert kept[-config.recent :] == newest, "the newest tokens are not in order"
+                assert kept[len(kept) - recent :] == newest, "the newest tokens are not in order"
             if sim.compressor.strategies == ("remap",) and not running.inputs:
                 assert kept == sorted(kept), "a row was permuted for nothing"
     if config.selection in ("union", "shared-mean"):

@@ -10,12 +10,12 @@ from checkout import ROOT
 from documents import documents
 
 COMMAND = re.compile(r"-m (benchmarks\.[a-z_.]*[a-z])")
-MAIN = 'if __name__ == "__main__":\n    main()\n'
+MAIN = re.compile(r'^if __name__ == "__main__":\n(?:    .*\n)?    main\(\)$', re.MULTILINE)
 
 
 def commands() -> set[str]:
     """Every benchmark by the name that `python -m` takes."""
-    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if MAIN in path.read_text()]
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if MAIN.search(path.read_text())]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
 
 
