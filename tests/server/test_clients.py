@@ -221,7 +221,7 @@ BAD = {
     "unknown": (
         {"bugdet": 32},
         "custom_params.triattention.bugdet is not a setting of a request; these are enabled, budget, interval, recent, "
-        "prompt, turn_inputs, conversation, release.",
+        "keep_share, prompt, turn_inputs, conversation, release.",
     ),
 }
 

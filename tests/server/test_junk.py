@@ -57,7 +57,8 @@ def test_a_client_that_goes_away(serve):
     before = client.totals()["rounds"]
     body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
     with requests.post(client.url + "/generate", json=body, stream=True, timeout=600) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         while client.totals()["rounds"] < before + 2:
             time.sleep(0.1)
     deadline = time.monotonic() + 60
