@@ -40,6 +40,7 @@ def forcing() -> str:
 
     The class is local, so that the server gets its code instead of the name of a module that it cannot import.
     """
+    import dill
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
     class Forced(CustomLogitProcessor):
@@ -51,7 +52,8 @@ def forcing() -> str:
                     logits[row, forced[done]] = 0.0
             return logits
 
-    return Forced.to_str()
+    # As `to_str`, but without the names of this module, which it would have the server import.
+    return json.dumps({"callable": dill.dumps(Forced, recurse=True).hex()})
 
 
 @dataclass
