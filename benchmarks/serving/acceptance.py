@@ -16,13 +16,14 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
 from benchmarks.serving.capacity import generate
-from benchmarks.serving.servers import VOCABULARY, prepared_model, serving, threads
+from benchmarks.serving.servers import VOCABULARY, for_a_server, prepared_model, serving, sizes_asked, threads
+from server import exit_on_signals
 
 STEPS = 3
 """Tokens drafted at each step; one more comes from the model itself."""
@@ -125,13 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, help=f"by default {value}")
     options = parser.parse_args(argv)
-    given = {key: value for key, value in vars(options).items() if value is not None and key in asdict(Sizes())}
-    sizes, rows = replace(QUICK if options.quick else Sizes(), **given), []
-    # The servers have another folder than this process.
-    model, stats, draft = (
-        str(Path(name).absolute()) if name and Path(name).exists() else name
-        for name in (options.model, options.stats, options.draft)
-    )
+    sizes, rows = sizes_asked(QUICK if options.quick else Sizes(), options), []
+    model, stats, draft = (name and for_a_server(name) for name in (options.model, options.stats, options.draft))
     with ExitStack() as stack:
         model, stats = stack.enter_context(prepared_model(model, stats, "Qwen3"))
         logs = Path(stack.enter_context(TemporaryDirectory()))
@@ -147,4 +143,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     main()

@@ -28,14 +28,14 @@ import statistics
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
 from benchmarks.serving import client
 from benchmarks.serving.client import Load, Run, spread
-from benchmarks.serving.servers import demonstration_model, prepared_model, serving, threads
+from benchmarks.serving.servers import demonstration_model, prepared_model, serving, sizes_asked, threads
 from server import exit_on_signals
 
 SERVERS = ("plain", "compressed")
@@ -87,9 +87,6 @@ QUICK = Sizes(
     budget=48, interval=24, contexts=(100, 400), chunk=64, pool=4096, requests=4, prompt=16, rounds=2, small_pool=400,
     pool_requests=6, pool_tokens=160, bursts=(4, 20), burst_lengths=(16, 12), pairs=2, pair_tokens=40,
 )  # fmt: skip
-
-
-SIZES = {entry.name for entry in fields(Sizes)}
 
 
 @dataclass(frozen=True)
@@ -314,8 +311,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str] | None = None) -> None:
     options, flags = parse(sys.argv[1:] if argv is None else argv)
-    given = {key: value for key, value in vars(options).items() if value is not None}
-    sizes = replace(QUICK if options.quick else Sizes(), **{key: given[key] for key in given.keys() & SIZES})
+    sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     if sizes.prompt + sizes.pair_tokens >= sizes.budget + sizes.interval:
         raise SystemExit(f"With a budget of {sizes.budget} and an interval of {sizes.interval} the short runs evict.")
     if options.model is None and not options.quick and not options.random:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -14,6 +17,10 @@ import prepare_model
 from server import running_server
 from tiny_model import END, TinyModel, build_tiny_model
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 # As large as in real models, whose logits take a noticeable part of a decode step.
 VOCABULARY = 32768
 
@@ -34,6 +41,17 @@ def demonstration_model() -> tuple[str, str]:
     """(model, statistics): SmolLM2-135M, as `make model` prepares it."""
     model, stats = prepare_model.prepare()
     return str(model), str(stats)
+
+
+def sizes_asked(sizes: S, options: argparse.Namespace) -> S:
+    """The sizes, a dataclass, with those in place that a command line gives; options that it does not give are None."""
+    given = {each.name: getattr(options, each.name, None) for each in fields(sizes)}
+    return replace(sizes, **{name: value for name, value in given.items() if value is not None})
+
+
+def for_a_server(name: str) -> str:
+    """A model or a file as a server finds it, which has another folder than this process; other names stay."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def write_tokenizer(tiny: TinyModel) -> None:

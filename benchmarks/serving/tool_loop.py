@@ -39,7 +39,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,7 +47,7 @@ from benchmarks.common import print_table, write
 from benchmarks.quality.cells import Unit
 from benchmarks.quality.model import load_tokenizer
 from benchmarks.quality.table import difference
-from benchmarks.serving.servers import demonstration_model, serving, threads
+from benchmarks.serving.servers import demonstration_model, for_a_server, serving, sizes_asked, threads
 from benchmarks.serving.tool_loop_run import Agent, Loop, Policy
 from benchmarks.serving.tool_loop_tasks import INPUTS, OWN, SIZES, made
 from server import exit_on_signals
@@ -260,11 +260,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
-    given = {key: value for key, value in vars(options).items() if value is not None and key in asdict(Sizes())}
-    sizes = replace(QUICK if options.quick else Sizes(), **given)
+    sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     model, stats = (options.model, options.stats or "auto") if options.model else demonstration_model()
-    # The server has another folder than this process.
-    model, stats = (str(Path(name).absolute()) if Path(name).exists() else name for name in (model, stats))
+    model, stats = map(for_a_server, (model, stats))
     agents = measure(model, stats, sizes, options.dtype)
     turns, answers, distances = turn_rows(agents, sizes), answer_rows(agents), distance_rows(agents)
     judged = goals(turns, answers, agents)

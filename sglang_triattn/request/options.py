@@ -188,12 +188,11 @@ def is_name(name: object) -> TypeGuard[str]:
 
 
 def _keep_share(asked: Mapping[str, Any], most: float) -> float:
-    name = "keep_share"
-    value = asked.get(name, most)
+    value = asked.get("keep_share", most)
     if not is_keep_share(value, most):
         numbers = f"0 or a number from {LEAST_SHARE} to {most:g}" if most else "0"
         raise RequestError(
-            f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be {numbers}, what the server was started "
+            f"custom_params.{KEY}.keep_share is {quoted(value)}, but it must be {numbers}, what the server was started "
             "with."
         )
     return value

@@ -252,7 +252,7 @@ def scored_tokens(rules: RoundRules, context: int) -> tuple[int, int]:
 
 def most_kept(rules: RoundRules, context: int) -> int:
     """Most private tokens that a round leaves, for a model with this context limit; a request can only lower it."""
-    return max(rules.budget, rules.budget_for(0, context)) + 2 * (rules.round_to - 1)
+    return rules.budget_for(0, context) + 2 * (rules.round_to - 1)
 
 
 def ceil_align(length: int, page_size: int) -> int:

@@ -44,7 +44,7 @@ class RoundRules(Config):
         return max(budget, self.recent + self.round_to - 1, self._share_of(private))
 
     def trigger(self, frozen: int, evicted: int = 0) -> int:
-        """Private tokens held at which a round is due, besides `frozen` frozen ones; `evicted` others are gone."""
+        """Private tokens at which a round is due for a request with `frozen` frozen ones and `evicted` evicted ones."""
         due = self.budget_for(frozen) + self._least_evicted
         if not self.keep_share:
             return due

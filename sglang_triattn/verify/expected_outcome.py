@@ -102,7 +102,8 @@ def is_possible(config: RoundRules, reported: Outcome, *, prompt: int, frozen: i
     """
     kept, unit = config.budget_for(frozen, logical - frozen), config.round_to
     trigger = config.trigger(frozen, reported.evicted_tokens)
-    grown = config.trigger(frozen) - config.budget_for(frozen, config.trigger(frozen))
+    first = config.trigger(frozen)
+    grown = first - config.budget_for(frozen, first)
     least = grown // unit * unit  # what a round evicts, or more
     # Tokens from one round to the next.
     spacing = math.ceil((grown + 1) / (1 - config.keep_share)) if config.keep_share else grown
