@@ -38,6 +38,15 @@ def unused_architectures(*used: str) -> str:
     return ",".join(sorted(modules - set(used)))
 
 
+ON_GPU = torch.accelerator.is_available()
+# Servers of the tests compute in float32. On GPUs, of SGLang's attention backends Triton's alone does, exactly if asked
+# to, and of its other operations those in plain torch.
+GPU_ENV = {"TRITON_F32_DEFAULT": "ieee", "SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+GPU_ARGS = ("--attention-backend", "triton", "--sampling-backend", "pytorch")
+# CUDA graphs of so many requests and tokens are enough, and captured in seconds.
+GPU_ARGS += ("--cuda-graph-max-bs-decode", "32", "--cuda-graph-max-bs-prefill", "256")
+
+
 def only_models(*modules: str) -> dict[str, str]:
     """The environment of a server of models in these of SGLang's modules alone."""
     return {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*modules)}
@@ -52,6 +61,7 @@ STRICT = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # One thread per server: two threads that spin for one another are many times slower on a busy machine.
     "SGLANG_CPU_OMP_THREADS_BIND": str(own_core()),
+    **(GPU_ENV if ON_GPU else {}),
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144
@@ -63,7 +73,7 @@ KEYS_ALONE = ("--triattention-value-share", "0")
 def plain_args() -> list[str]:
     """Arguments of a server of the tiny model without compression. Requests are token ids, so it needs no tokenizer."""
     args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--sleep-on-idle"]
-    return [*args, "--random-seed", "1"]
+    return [*args, "--random-seed", "1", *(GPU_ARGS if ON_GPU else ())]
 
 
 def compressed_args(tiny: TinyModel, *more: str) -> list[str]:

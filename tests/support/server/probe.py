@@ -27,6 +27,9 @@ def record(scheduler, batch, *_, **__) -> None:
         append({"requests": [], "mixed": lengths})
     if not batch.forward_mode.is_decode():
         return
+    if torch.cuda.is_available():
+        # The step that is queued, and the moves of its rounds.
+        torch.cuda.synchronize()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     rows = scheduler.req_to_token_pool.req_to_token
     seen = []
@@ -35,7 +38,7 @@ def record(scheduler, batch, *_, **__) -> None:
         slots = rows[request.kv.req_pool_idx, :protected].long()
         checksum = 0
         for buffer in buffers_of(pool):
-            checksum = zlib.crc32(buffer[slots].contiguous().numpy().tobytes(), checksum)
+            checksum = zlib.crc32(buffer[slots].contiguous().cpu().numpy().tobytes(), checksum)
         seen.append(
             {
                 "rid": request.rid,
@@ -70,9 +73,9 @@ def contents(pool, slots) -> dict:
 
     The key is the first layer's, [H_kv * head_dim], which depends only on its token and position.
     """
-    prints = 0
+    prints = torch.zeros((), dtype=torch.int64, device=slots.device)
     for buffer in buffers_of(pool):
         words = buffer[slots].contiguous().flatten(1).view(torch.int32).long()
-        prints = prints * 31 + (words * torch.arange(1, 2 * words.shape[1], 2)).sum(1)
+        prints = prints * 31 + (words * torch.arange(1, 2 * words.shape[1], 2, device=words.device)).sum(1)
     newest = buffers_of(pool)[0][slots[-2]].float().flatten()
     return {"slots": slots.tolist(), "prints": prints.tolist(), "newest_key": newest.tolist()}

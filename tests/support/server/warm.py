@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import server
-from harness import python_path
+from harness import ON_GPU, python_path
 from launches import Ended
 
 LARGEST_ANSWER = 1 << 12
@@ -37,16 +37,30 @@ class Forkserver:
         """env: for packages that read it on import, and for all that is started here, added to its own."""
         # What is imported into this process later writes defaults of its own to its environment.
         self._given = server.environment(env)
+        self._process = None
+        if ON_GPU:
+            return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", str(Path(__file__).with_name("forkserver.py")), str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=self._given, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process:
+    def start(self, command: Sequence[str], env: dict[str, str], folder: str, log: int) -> Process | subprocess.Popen:
         """Runs `command`, the words after `python -m`, from `folder` as leader of a session, with output to `log`.
 
-        Its environment is the one that this process had when the forkserver began, with `env`.
+        Its environment is the one that this process had when the forkserver began, with `env`. On a GPU it is a new
+        interpreter: CUDA does not work in a fork of a process that has looked for devices.
         """
+        if ON_GPU:
+            return subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**self._given, **env},
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         answer = self.ask({"command": list(command), "env": {**self._given, **env}, "folder": folder}, log)
         if isinstance(answer, str):
             raise ValueError(answer)
@@ -60,8 +74,9 @@ class Forkserver:
         return json.loads(answer)
 
     def stop(self) -> None:
-        self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._socket.close()
+            self._process.wait()
 
 
 class Process:
