@@ -6,34 +6,40 @@ servers alternate, and figures are medians over the runs. On a CPU the tokens pe
 because SGLang's attention loops over requests there; the number of running requests is what carries over to a GPU.
 
     python -m benchmarks.serving.capacity --json capacity.json
+    python -m benchmarks.serving.capacity --shape Qwen3-8B --requests 128 --pool 65536 --budget 512 --tokens 2048
+
+What follows `--` are further flags of both servers.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import requests
 
 from benchmarks.common import print_table, write
-from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
+from benchmarks.decode.model import SHAPES
+from benchmarks.serving.servers import VOCABULARY, asked_model, model_name, serving, sizes_asked
 from server import exit_on_signals
 
-REQUESTS, SHARED, OWN = 12, 64, 8
+SHARED, OWN = 64, 8
 POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens: of the pool, and of each request."""
+    """Requests, and tokens: of the pool, and of each request."""
 
+    requests: int = 12
     pool: int = 4096
     budget: int = 256
     interval: int = 64
@@ -52,10 +58,10 @@ def server_args(compressed: bool, stats: str, sizes: Sizes) -> list[str]:
     return args
 
 
-def prompts() -> list[list[int]]:
-    """Token ids: SHARED equal ones, then OWN of each request."""
+def prompts(count: int) -> list[list[int]]:
+    """Token ids of so many requests: SHARED equal ones, then OWN of each."""
     stem = [3 + 7 * i % (VOCABULARY - 3) for i in range(SHARED)]
-    return [[*stem, *(3 + (11 * i + 37 * number) % (VOCABULARY - 3) for i in range(OWN))] for number in range(REQUESTS)]
+    return [[*stem, *(3 + (11 * i + 37 * number) % (VOCABULARY - 3) for i in range(OWN))] for number in range(count)]
 
 
 def generate(url: str, ids: list[int], tokens: int) -> dict:
@@ -90,25 +96,25 @@ class Watch(threading.Thread):
         return self.seen
 
 
-def measure(url: str, tokens: int, decoders: Sequence[str] = ()) -> dict:
+def measure(url: str, sizes: Sizes, decoders: Sequence[str] = ()) -> dict:
     """One run of all requests; the shared tokens are already in the tree.
 
     Args:
         url: where requests are sent.
         decoders: URLs of the servers that decode them, if that is another.
     """
-    generate(url, prompts()[0][:SHARED], 1)
+    generate(url, prompts(1)[0][:SHARED], 1)
     watch = Watch(decoders or [url])
     watch.start()
     start = time.monotonic()
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        answers = list(pool.map(lambda ids: generate(url, ids, tokens), prompts()))
+    with ThreadPoolExecutor(sizes.requests) as pool:
+        answers = list(pool.map(lambda ids: generate(url, ids, sizes.tokens), prompts(sizes.requests)))
     seconds = time.monotonic() - start
     timeline = watch.end()
     facts = [answer["meta_info"] for answer in answers]
     drafting = [fact["spec_accept_length"] for fact in facts if "spec_accept_length" in fact]
     return {
-        "finished": sum(fact["completion_tokens"] == tokens for fact in facts),
+        "finished": sum(fact["completion_tokens"] == sizes.tokens for fact in facts),
         "retractions": sum(fact["num_retractions"] for fact in facts),
         "mean_running": statistics.fmean(running for _, running, _ in timeline),
         "peak_slots": max(used for _, _, used in timeline),
@@ -123,34 +129,43 @@ def median_of(runs: list[dict]) -> dict:
     return sorted(runs, key=lambda run: run["tokens_per_second"])[(len(runs) - 1) // 2]
 
 
-def main() -> None:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the servers' flags, which follow `--`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="a third of all lengths, one run of each server")
-    parser.add_argument("--tokens", type=int, help="generated tokens of a request, by default 1000, or 360")
+    parser.add_argument("--requests", type=int, help="that arrive at once (12)")
+    parser.add_argument("--pool", type=int, help="tokens of the pool (4096, or 1280 with --quick)")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--interval", type=int)
+    parser.add_argument("--tokens", type=int, help="generated tokens of a request (1000, or 360 with --quick)")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
-    options = parser.parse_args()
-    sizes, runs = (QUICK, 1) if options.quick else (Sizes(), options.runs)
-    if options.tokens is not None:
-        sizes = replace(sizes, tokens=options.tokens)
+    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
+    place = argv.index("--") if "--" in argv else len(argv)
+    return parser.parse_args(argv[:place]), argv[place + 1 :]
 
+
+def main() -> None:
+    options, flags = parse(sys.argv[1:])
+    runs = 1 if options.quick else options.runs
+    sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     results: dict[str, list[dict]] = {"plain": [], "compressed": []}
-    with prepared_model(options.model, options.stats) as (model, stats), TemporaryDirectory() as logs:
+    with asked_model(options) as (model, stats), TemporaryDirectory() as logs:
         for run in range(runs):
             for name, measured in results.items():
-                log = Path(logs) / f"{name}-{run}.log"
-                with serving(model, server_args(name == "compressed", stats, sizes), log) as server:
-                    measured.append(measure(server.url, sizes.tokens))
+                args = [*server_args(name == "compressed", stats, sizes), *flags]
+                with serving(model, args, Path(logs) / f"{name}-{run}.log") as server:
+                    measured.append(measure(server.url, sizes))
     medians = {name: median_of(measured) for name, measured in results.items()}
     shown = [key for key in medians["plain"] if key != "timeline"]
     print_table(["server", *shown], [[name, *(row[key] for key in shown)] for name, row in medians.items()])
     ratios = {key: medians["compressed"][key] / medians["plain"][key] for key in ("mean_running", "tokens_per_second")}
     print(f"compressed / plain: {ratios['mean_running']:.2f} running, {ratios['tokens_per_second']:.2f} tokens/s")
     setting = {
-        "model": options.model or "tiny random Llama",
-        "requests": REQUESTS,
+        "model": model_name(options),
+        "flags": flags,
         "prompt": SHARED + OWN,
         "shared": SHARED,
         **asdict(sizes),

@@ -146,7 +146,7 @@ def measure(mode: Mode, model: str, stats: str, sizes: capacity.Sizes, runs: int
     for _ in range(runs):
         for name, measured in found.items():
             with running(mode, name == "compressed", model, stats, sizes, logs) as (url, decoders):
-                measured.append(capacity.measure(url, sizes.tokens, decoders))
+                measured.append(capacity.measure(url, sizes, decoders))
     row: dict = {}
     for name, measured in found.items():
         median = capacity.median_of(measured)
@@ -192,7 +192,6 @@ def main() -> None:
     table(rows)
     setting = {
         "model": options.model or "tiny random Qwen3",
-        "requests": capacity.REQUESTS,
         "prompt": capacity.SHARED + capacity.OWN,
         **asdict(sizes),
         "runs": runs,

@@ -1,7 +1,8 @@
 """What does a user feel? A plain and a compressed server of one model, with equal flags, asked in turns.
 
     python -m benchmarks.serving.serve --json serve.json
-    python -m benchmarks.serving.serve --model FOLDER --budget 2048 --contexts 500,8000,32000 -- --load-format dummy
+    python -m benchmarks.serving.serve --model FOLDER --budget 2048 --contexts 500,8000,32000
+    python -m benchmarks.serving.serve --shape Qwen3-8B --budget 2048 --contexts 500,8000,32000
 
 What follows `--` are further flags of both servers. Both run at the same time; the one that is not asked sleeps. All of
 it is repeated with new servers, in the opposite order, and figures are medians over the repeats. Five questions:
@@ -33,9 +34,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
+from benchmarks.decode.model import SHAPES
 from benchmarks.serving import client
 from benchmarks.serving.client import Load, Run, spread
-from benchmarks.serving.servers import demonstration_model, prepared_model, serving, sizes_asked, threads
+from benchmarks.serving.servers import asked_model, demonstration_model, model_name, serving, sizes_asked, threads
 from server import exit_on_signals
 
 SERVERS = ("plain", "compressed")
@@ -200,7 +202,7 @@ def measure(
         ["--max-total-tokens", str(tokens), *flags] for tokens in (max(sizes.pool, burst_pool), sizes.small_pool)
     )
     found = {}
-    for args, questions in ((large, FIRST), ([*small, "--enable-metrics"], SECOND)):
+    for args, questions in pairs_of_servers(large, [*small, "--enable-metrics"]):
         asked = {name: ask for name, ask in questions.items() if name.partition(",")[0] in only}
         if asked:
             names = (BURST_SERVERS if "burst" in asked else SERVERS)[:: -1 if repeat % 2 else 1]
@@ -212,6 +214,13 @@ def measure(
 FIRST = {"context": contexts, "rounds": rounds, "burst": bursts, "overhead": overheads}
 SECOND = {"pool": pool, "overhead, with metrics": overheads}
 """What is asked of the servers with the large pool, and of those with the small one, by its name in the results."""
+
+
+def pairs_of_servers(large: list[str], small: list[str]) -> list[tuple[list[str], dict]]:
+    """Flags and questions of each pair; if both pools have the same size, one pair answers all questions."""
+    if small == [*large, "--enable-metrics"]:
+        return [(large, {**FIRST, "pool": pool})]
+    return [(large, FIRST), (small, SECOND)]
 
 
 @contextmanager
@@ -287,6 +296,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--quick", action="store_true", help="a tiny random model, short requests, one repeat")
     parser.add_argument("--model", help="by default SmolLM2-135M, as `make model` prepares it")
     parser.add_argument("--stats", help="its statistics; by default measured at launch")
+    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
     parser.add_argument(
         "--random", action="store_true", help="a tiny random model: steps in which host work shows most"
     )
@@ -314,10 +324,10 @@ def main(argv: list[str] | None = None) -> None:
     sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     if sizes.prompt + sizes.pair_tokens >= sizes.budget + sizes.interval:
         raise SystemExit(f"With a budget of {sizes.budget} and an interval of {sizes.interval} the short runs evict.")
-    if options.model is None and not options.quick and not options.random:
-        options.model, options.stats = demonstration_model()
     repeats = []
-    with prepared_model(options.model, options.stats) as (model, stats):
+    if options.model is None and not (options.quick or options.random or options.shape):
+        options.model, options.stats = demonstration_model()
+    with asked_model(options) as (model, stats):
         for number in range(1 if options.quick else options.repeats):
             repeats.append(measure(model, stats, sizes, options.only, flags, number))
     results = {name: medians([one[name] for one in repeats]) for name in QUESTIONS[:-1] if name in options.only}
@@ -328,7 +338,7 @@ def main(argv: list[str] | None = None) -> None:
     for rows in filter(None, results.values()):
         print_table(list(rows[0]), [list(row.values()) for row in rows])
     setting = {
-        "model": Path(options.model).name if options.model else "tiny random Llama",
+        "model": model_name(options),
         "flags": flags,
         "threads": threads(),
         **asdict(sizes),

@@ -1,4 +1,4 @@
-"""Servers for the serving benchmarks: of the tiny random model in tools/, or of any other."""
+"""Servers for the serving benchmarks: of the tiny random model in tools/, of a real model's shape, or of any other."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 import prepare_model
+from benchmarks.decode.model import SHAPES, Shape
 from server import running_server
-from tiny_model import END, TinyModel, build_tiny_model
+from tiny_model import END, TinyModel, build_tiny_model, save_random_stats
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="DataclassInstance")
 # As large as in real models, whose logits take a noticeable part of a decode step.
 VOCABULARY = 32768
+LONGEST = 131072
+"""Tokens of context of a model that has only a shape."""
 
 
 @contextmanager
@@ -35,6 +38,66 @@ def prepared_model(model: str | None, stats: str | None, architecture: str = "Ll
         tiny = build_tiny_model(Path(folder), vocabulary=VOCABULARY, architecture=architecture)
         write_tokenizer(tiny)
         yield str(tiny.path), str(tiny.stats)
+
+
+@contextmanager
+def shaped_model(name: str):
+    """(model, statistics) in the shape `name` of SHAPES, which live as long as the context.
+
+    `serving` has its servers make random weights.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shaped = build_shaped_model(Path(folder), SHAPES[name])
+        write_tokenizer(shaped, SHAPES[name].vocabulary)
+        yield str(shaped.path), str(shaped.stats)
+
+
+def build_shaped_model(folder: Path, shape: Shape) -> TinyModel:
+    """Writes a model's configuration and random statistics for it."""
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    from sglang_triattn.model.rope import rope_of_transformers
+
+    shaped = TinyModel(
+        folder / shape.name, folder / "stats.safetensors", shape.layers, shape.q_heads, shape.kv_heads, shape.head_dim
+    )
+    config = AutoConfig.for_model(
+        "qwen3" if shape.norm_heads else "llama",
+        architectures=["Qwen3ForCausalLM" if shape.norm_heads else "LlamaForCausalLM"],
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.q_heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=LONGEST,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.theta},
+        rms_norm_eps=shape.epsilon,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=0,
+    )
+    config.save_pretrained(shaped.path)
+    save_random_stats(shaped, rope_of_transformers(LlamaRotaryEmbedding(config), config))
+    return shaped
+
+
+def asked_model(options: argparse.Namespace):
+    """The context of (model, statistics) for a command line with --shape, --model and --stats."""
+    if options.shape:
+        return shaped_model(options.shape)
+    return prepared_model(options.model, options.stats)
+
+
+def model_name(options: argparse.Namespace) -> str:
+    """What the results call the model of `asked_model`."""
+    if options.shape:
+        return f"random, in the shape of {options.shape}"
+    return Path(options.model).name if options.model else "tiny random Llama"
 
 
 def demonstration_model() -> tuple[str, str]:
@@ -54,12 +117,12 @@ def for_a_server(name: str) -> str:
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 
-def write_tokenizer(tiny: TinyModel) -> None:
+def write_tokenizer(tiny: TinyModel, vocabulary: int = VOCABULARY) -> None:
     """Gives each token id a word, for servers that return text."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f" w{index}": index for index in range(VOCABULARY)}, unk_token=" w0"))
+    words = Tokenizer(models.WordLevel({f" w{index}": index for index in range(vocabulary)}, unk_token=" w0"))
     words.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f" w{END}").save_pretrained(tiny.path)
 
@@ -90,6 +153,8 @@ def on_cores(*numbers: int) -> dict[str, str]:
 def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | None = None, tokenizer: bool = False):
     """A running server that takes token ids, with the SGLang memory checks that a user has.
 
+    Where the model's folder has no weights, they are random.
+
     Args:
         env: added to the environment, which has `threads()`.
         tokenizer: whether it returns text, too.
@@ -97,5 +162,7 @@ def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | No
     common = ["--random-seed", "1", *(() if tokenizer else ("--skip-tokenizer-init",))]
     if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]
+    if not any(Path(model).glob("*.safetensors")):
+        common += ["--load-format", "dummy"]
     with running_server(model, [*common, *args], {**threads(), **(env or {})}, log) as server:
         yield server

@@ -63,6 +63,16 @@ def test_capacity(run_quick):
 
 
 @pytest.mark.wide
+def test_capacity_of_a_shape(run_quick):
+    """Prevents a shape that no server serves, and options that do not reach the requests."""
+    content = run_quick("capacity", "--shape", "Toy", "--requests", "3", "--tokens", "200")
+    assert "Toy" in content["setting"]["model"]
+    for name in ("plain", "compressed"):
+        assert content[name]["finished"] == 3
+    assert content["compressed"]["peak_slots"] < content["plain"]["peak_slots"]
+
+
+@pytest.mark.wide
 def test_modes(run_quick):
     """Prevents ratios of servers that do not finish the same requests."""
     content = run_quick("modes", "--only", "overlap off")
@@ -74,8 +84,8 @@ def test_modes(run_quick):
     assert row["ratios"] == ratios
     # Full answers do not fit into the pool together, compacted ones do.
     sizes = capacity.QUICK
-    assert capacity.SHARED + capacity.REQUESTS * (capacity.OWN + row["tokens"]) > sizes.pool
-    bound = capacity.SHARED + capacity.REQUESTS * (capacity.OWN + sizes.budget + sizes.interval)
+    assert capacity.SHARED + sizes.requests * (capacity.OWN + row["tokens"]) > sizes.pool
+    bound = capacity.SHARED + sizes.requests * (capacity.OWN + sizes.budget + sizes.interval)
     assert row["compressed"]["peak_slots"] <= bound
     assert ratios["mean_running"] > 1
 

@@ -1,0 +1,51 @@
+"""Models of a real model's shape with random weights, and which servers answer the questions of `serving.serve`."""
+
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.decode.model import SHAPES
+from benchmarks.serving import client, serve, servers
+from sglang_triattn.model.fingerprint import model_fingerprint
+from sglang_triattn.stats.file import load_stats
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_statistics_fit_the_shape(name):
+    """Prevents a shape whose statistics the launch refuses, and prompts of ids that the model does not have."""
+    shape = SHAPES[name]
+    with servers.shaped_model(name) as (model, path):
+        stats = load_stats(path)
+        assert stats.fingerprint == model_fingerprint(model)
+        assert stats.mean.shape == (shape.layers, shape.q_heads, shape.head_dim // 2)
+        assert stats.num_kv_heads == shape.kv_heads
+        assert client.vocabulary_of(model) == shape.vocabulary
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_weights_are_random_where_there_are_none(tmp_path, monkeypatch, weights):
+    """Prevents a server that looks for weights which a shape does not have, and one that ignores those of a model."""
+    if weights:
+        (tmp_path / "model.safetensors").touch()
+    started = []
+
+    @contextmanager
+    def running_server(model, args, env, log):
+        started.append(args)
+        yield
+
+    monkeypatch.setattr(servers, "running_server", running_server)
+    with servers.serving(str(tmp_path), [], tmp_path / "log"):
+        pass
+    assert ("dummy" in started[0]) != weights
+
+
+def test_pools_of_one_size_take_one_pair_of_servers():
+    """Prevents a question that no server is asked, and a pair of large servers that starts twice for nothing."""
+    large, small = ["--max-total-tokens", "100"], ["--max-total-tokens", "50", "--enable-metrics"]
+    pairs = serve.pairs_of_servers(large, small)
+    assert [args for args, _ in pairs] == [large, small]
+    ((args, questions),) = serve.pairs_of_servers(large, [*large, "--enable-metrics"])
+    assert args == large
+    names = {name.partition(",")[0] for _, both in pairs for name in both}
+    assert set(questions) == names == set(serve.QUESTIONS)
