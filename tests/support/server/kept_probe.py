@@ -20,6 +20,9 @@ def activate() -> None:
 
 
 def record(_, scheduler, batch, *__, **___) -> None:
+    if torch.cuda.is_available():
+        # The step that is queued writes entries.
+        torch.cuda.synchronize()
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     rows = scheduler.req_to_token_pool.req_to_token
     held = {}
@@ -36,4 +39,4 @@ def record(_, scheduler, batch, *__, **___) -> None:
 def number_of(entries: torch.Tensor) -> torch.Tensor:
     """[n, H_kv] int64 from all bytes of entries [n, H_kv, head_dim]."""
     words = entries.contiguous().view(torch.int32).long()
-    return (words * torch.arange(1, 2 * words.shape[-1], 2)).sum(-1)
+    return (words * torch.arange(1, 2 * words.shape[-1], 2, device=words.device)).sum(-1)
