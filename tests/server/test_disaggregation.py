@@ -123,7 +123,7 @@ def test_storm(retracting):
 
     def ask(number: int) -> dict:
         ids = [*stem, *prompt(71 + number, 10)] if number % 2 else prompt(71 + number, 20 + 9 * number)
-        rid = f"storm-{number}"
+        rid = f"storm-{number:03}"
         if number % 3 == 0:
             for each in (retracting, retracting.prefill):
                 threading.Timer(0.5 + number / 4, Client.post, (each, "/abort_request"), {"rid": rid}).start()

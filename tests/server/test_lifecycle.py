@@ -141,7 +141,7 @@ def test_storm(serve, page_size):
         stem = rng.choice(stems)[: rng.randrange(90)]
         ids = stem + prompt(200 + number, rng.randrange(1, 60))
         tokens = rng.choice([1, 7, 60, 150, 260])
-        rid = f"storm-{page_size}-{number}"
+        rid = f"storm-{page_size}-{number:03}"
         if rng.random() < 0.25:
             threading.Timer(rng.uniform(0.2, 4), lambda: client.post("/abort_request", rid=rid)).start()
         response = client.post(

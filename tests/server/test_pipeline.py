@@ -98,7 +98,7 @@ def test_storm(storm_client):
 
     def ask(i: int) -> dict:
         ids = [*stem, *prompt(71 + i, 10)] if i % 2 else prompt(71 + i, 20 + i)
-        return storm_client.post("/generate", rid=f"storm-{i}", input_ids=ids, sampling_params=greedy(260)).json()
+        return storm_client.post("/generate", rid=f"storm-{i:03}", input_ids=ids, sampling_params=greedy(260)).json()
 
     before = storm_client.totals()["rounds"]
     with ThreadPoolExecutor(8) as pool:
@@ -106,7 +106,7 @@ def test_storm(storm_client):
         while storm_client.totals()["rounds"] < before + 8:
             time.sleep(0.05)
         for i in (0, 3):
-            storm_client.post("/abort_request", rid=f"storm-{i}")
+            storm_client.post("/abort_request", rid=f"storm-{i:03}")
         answers = [future.result() for future in futures]
     whole = [answer["meta_info"] for answer in answers if answer["meta_info"]["finish_reason"]["type"] != "abort"]
     assert len(whole) == 6

@@ -51,7 +51,8 @@ def storm(
         if conversations and asked.get("enabled", True) and rng.random() < 0.5:
             asked = {**asked, "conversation": f"storm-{rng.randrange(conversations)}"}
         tokens = rng.choice([1, 7, 60, 150, 260])
-        rid = f"storm-{seed}-{number}"
+        # SGLang aborts all requests whose ids begin with the given one.
+        rid = f"storm-{seed}-{number:03}"
         if rng.random() < 0.2:
             threading.Timer(rng.uniform(0.2, 6), lambda: client.post("/abort_request", rid=rid)).start()
         response = client.post(
