@@ -26,6 +26,8 @@ S = TypeVar("S", bound="DataclassInstance")
 VOCABULARY = 32768
 LONGEST = 131072
 """Tokens of context of a model that has only a shape."""
+RANDOM_WEIGHTS = "random-weights"
+"""A file in the folder of such a model: a name on a hub, or a folder with weights of any kind, is never served so."""
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def prepared_model(model: str | None, stats: str | None, architecture: str = "Ll
 def shaped_model(name: str):
     """(model, statistics) in the shape `name` of SHAPES, which live as long as the context.
 
-    `serving` has its servers make random weights.
+    It has no weights: `serving` has its servers make random ones.
     """
     with tempfile.TemporaryDirectory() as folder:
         shaped = build_shaped_model(Path(folder), SHAPES[name])
@@ -82,6 +84,7 @@ def build_shaped_model(folder: Path, shape: Shape) -> TinyModel:
         pad_token_id=0,
     )
     config.save_pretrained(shaped.path)
+    (shaped.path / RANDOM_WEIGHTS).touch()
     save_random_stats(shaped, rope_of_transformers(LlamaRotaryEmbedding(config), config))
     return shaped
 
@@ -153,7 +156,7 @@ def on_cores(*numbers: int) -> dict[str, str]:
 def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | None = None, tokenizer: bool = False):
     """A running server that takes token ids, with the SGLang memory checks that a user has.
 
-    Where the model's folder has no weights, they are random.
+    The weights of `shaped_model` are random.
 
     Args:
         env: added to the environment, which has `threads()`.
@@ -162,7 +165,7 @@ def serving(model: str, args: Sequence[str], log: Path, env: dict[str, str] | No
     common = ["--random-seed", "1", *(() if tokenizer else ("--skip-tokenizer-init",))]
     if not torch.accelerator.is_available():
         common += ["--dtype", "float32"]
-    if not any(Path(model).glob("*.safetensors")):
+    if (Path(model) / RANDOM_WEIGHTS).exists():
         common += ["--load-format", "dummy"]
     with running_server(model, [*common, *args], {**threads(), **(env or {})}, log) as server:
         yield server

@@ -22,11 +22,8 @@ def test_statistics_fit_the_shape(name):
         assert client.vocabulary_of(model) == shape.vocabulary
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_weights_are_random_where_there_are_none(tmp_path, monkeypatch, weights):
+def test_weights_of_a_shape_alone_are_random(tmp_path, monkeypatch):
     """Prevents a server that looks for weights which a shape does not have, and one that ignores those of a model."""
-    if weights:
-        (tmp_path / "model.safetensors").touch()
     started = []
 
     @contextmanager
@@ -35,9 +32,11 @@ def test_weights_are_random_where_there_are_none(tmp_path, monkeypatch, weights)
         yield
 
     monkeypatch.setattr(servers, "running_server", running_server)
-    with servers.serving(str(tmp_path), [], tmp_path / "log"):
-        pass
-    assert ("dummy" in started[0]) != weights
+    with servers.shaped_model("Toy") as (shaped, _):
+        for model in (shaped, str(tmp_path), "Qwen/Qwen3-8B"):
+            with servers.serving(model, [], tmp_path / "log"):
+                pass
+    assert ["dummy" in args for args in started] == [True, False, False]
 
 
 def test_pools_of_one_size_take_one_pair_of_servers():
