@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MODEL_PASS = "eager_batch.py, _forward"
+"""What `_place` says of an error inside SGLang while `EagerBatch` runs the model."""
+
 
 def runs_kernels(device: torch.device | str) -> bool:
     """Whether rounds on this device run Triton kernels rather than the torch references."""
@@ -113,8 +116,14 @@ def refusal_for(error: Exception) -> TriAttentionError:
     if isinstance(error, ValueError):
         # Ours: something that kernels cannot read, or statistics that contradict each other.
         return UnsupportedModel(gist)
+    place, what = _place(error), f"{type(error).__name__}: {gist}"
+    if place == MODEL_PASS:
+        return TriAttentionError(
+            f"A pass through the model failed, probably as it would without TriAttention ({what}): choose another "
+            "--dtype or --attention-backend, or start without --enable-triattention to see whether SGLang serves it."
+        )
     return TriAttentionError(
-        f"TriAttention cannot run on this device, because {_place(error)} failed ({type(error).__name__}: {gist}): "
+        f"TriAttention cannot run on this device, because {place} failed ({what}): "
         "install the versions of torch and triton that this SGLang requires, start with --log-level debug to see the "
         "whole error, or start without --enable-triattention."
     )

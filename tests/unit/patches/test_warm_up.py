@@ -13,6 +13,7 @@ from sglang_triattn.kernels.score.tables import build_tables
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.kernels.workspace import WorkspacePlan
 from sglang_triattn.patches import compression as scheduler_patch
+from sglang_triattn.patches.model.eager_batch import EagerBatch
 from sglang_triattn.patches.rounds import rehearsal
 from sglang_triattn.rounds.rules import complete
 
@@ -237,6 +238,25 @@ def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
     assert_one_sentence(refusal)
     assert "keep_kernel.py, keep failed" in refusal
     assert "--log-level debug" in refusal
+
+
+def test_a_model_that_cannot_run_is_not_blamed_on_kernels(monkeypatch):
+    """Prevents advice to change Triton where SGLang has no kernel for the model's dtype."""
+
+    def build(*_):
+        batch = EagerBatch.__new__(EagerBatch)
+        batch._batch = None
+        batch._scheduler = SimpleNamespace(
+            tp_worker=SimpleNamespace(model_runner=None),
+            dp_attn_adapter=SimpleNamespace(maybe_prepare_mlp_sync_batch=unforeseen),
+        )
+        batch._forward()
+
+    refusal = start(monkeypatch, build)
+    assert_one_sentence(refusal)
+    assert "A pass through the model failed" in refusal
+    assert "no kernel image is available" in refusal
+    assert "triton" not in refusal
 
 
 def test_triton_says_last_what_happened():
