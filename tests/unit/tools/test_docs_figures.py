@@ -23,7 +23,12 @@ def test_cost_and_gains():
     """Prevents figures that are in no results file, and a date or machine that is not theirs."""
     capacity, agents = (results(name) for name in ("capacity", "agents"))
     cost, gains = tables(section(README, "Cost and gains"))
-    (running, prefilled) = gains[1:]
+    served, steps, running, prefilled = gains[1:]
+    h100 = results("serve-nvidia-h100-80gb-hbm3")
+    assert served[1:] == [f"{row['tokens_per_second']:,.0f}" for row in h100["pool"]]
+    lines = {(row["server"], row["context"]): f"{row['itl_p50_ms']:.1f}" for row in h100["context"]}
+    assert steps[1:] == [f"{lines[name, 500]}, {lines[name, 8000]}" for name in ("plain", "compressed")]
+    assert (h100["date"][:10], h100["machine"]["gpu"]) == ("2026-11-26", "NVIDIA H100 80GB HBM3")
     assert running[1:] == [f"{capacity[kind]['mean_running']:.3g}" for kind in ("plain", "compressed")]
     assert prefilled[1:] == [f"{agents[kind]['prefilled_tokens_per_turn'][-1]:.0f}" for kind in ("exact", "continued")]
     for found in (capacity, agents):
