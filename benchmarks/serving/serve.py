@@ -37,7 +37,15 @@ from benchmarks.common import print_table, write
 from benchmarks.decode.model import SHAPES
 from benchmarks.serving import client
 from benchmarks.serving.client import Load, Run, spread
-from benchmarks.serving.servers import asked_model, demonstration_model, model_name, serving, sizes_asked, threads
+from benchmarks.serving.servers import (
+    asked_model,
+    demonstration_model,
+    model_name,
+    options_and_flags,
+    serving,
+    sizes_asked,
+    threads,
+)
 from server import exit_on_signals
 
 SERVERS = ("plain", "compressed")
@@ -315,8 +323,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--pool-requests", type=int, help="requests that share it")
     parser.add_argument("--pool-tokens", type=int, help="generated tokens of each of them")
     parser.add_argument("--only", default=list(QUESTIONS), nargs="+", choices=QUESTIONS, help="leave out the others")
-    place = argv.index("--") if "--" in argv else len(argv)
-    return parser.parse_args(argv[:place]), argv[place + 1 :]
+    return options_and_flags(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -115,6 +115,12 @@ def sizes_asked(sizes: S, options: argparse.Namespace) -> S:
     return replace(sizes, **{name: value for name, value in given.items() if value is not None})
 
 
+def options_and_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The benchmark's options, and the servers' flags, which follow `--`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return parser.parse_args(argv[:place]), argv[place + 1 :]
+
+
 def for_a_server(name: str) -> str:
     """A model or a file as a server finds it, which has another folder than this process; other names stay."""
     return str(Path(name).absolute()) if Path(name).exists() else name
