@@ -59,6 +59,26 @@ def pytest_testnodedown(node):
     costs.merge(TOTAL, getattr(node, "workeroutput", {}).get("costs", {}))
 
 
+def pytest_configure(config):
+    # A process of pytest-xdist shows nothing itself: the one that the user started does.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(config), "failures-at-once")
+
+
+class Failures:
+    """Shows each failure's message when it happens: pytest shows them at its end, which a stopped run never has."""
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid} failed at its {report.when}:\n{report.longreprtext}")
+
+
 @pytest.fixture(scope="session")
 def reference_files() -> Path:
     """Folder with published statistics and the reference implementation's scores; its README describes them."""
