@@ -289,25 +289,12 @@ _IMAGES = _only(
 )
 
 _WINDOW_POOL = _only(
-    (
-        Rule(
-            "enable_hierarchical_cache",
-            _set,
-            "the copies that it makes of the window layers' own KV pool are not tested with rounds",
-        ),
-        Rule("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),
-    ),
+    (Rule("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),),
     lambda server: server.traits.window_pool,
-)
-
-_LATENT = _only(
-    (Rule("enable_hierarchical_cache", _set, "the copies that it makes of latent KV are not tested with rounds"),),
-    lambda server: server.traits.latent,
 )
 
 _LINEAR_STATES = _only(
     (
-        Rule("enable_hierarchical_cache", _set, "the copies that it makes of states are not tested with rounds"),
         Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
         Rule("attn_dp_size", _many, "layers that keep a state are not tested in groups with batches of their own"),
         Rule("enable_mixed_chunk", _set, "layers that keep a state are not tested in steps that prefill and decode"),
@@ -448,7 +435,7 @@ _DRAFTS = (
 FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
-    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LATENT, *_LINEAR_STATES),
+    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LINEAR_STATES),
     *(*_MEASURING, *_LEVEL, *_AUTO_CONVERSATIONS, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""

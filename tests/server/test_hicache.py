@@ -11,7 +11,10 @@ from itertools import cycle
 
 import pytest
 
-from harness import BUDGET, INTERVAL, Client, compression, prompt
+from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
+from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt, served_logprobs
+from oracle import TOLERANCE
+from sets import wide
 
 HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report", "--max-total-tokens", "1024")
 # Page size, when the tree's nodes are copied to the host (at once, or when they are evicted), layout on the host.
@@ -153,3 +156,54 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
     cold = client.generate(turn, 8, logprobs=True)
     assert cold["meta_info"]["cached_tokens"] == 0
     assert_same_answer(warm, cold)
+
+
+WRITE_BACK = ("--hicache-write-policy", "write_back")
+# A pool of states that five prompts outgrow.
+FEW_STATES = ("--max-mamba-cache-size", "16")
+OTHER_POOLS = [
+    ("deepseek-v3", WAYS["write_back"]),
+    wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
+    ("gpt-oss", WAYS["write_back"]),
+    wide("gpt-oss", (*WRITE_BACK, *WAYS["write_through"])),
+    ("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
+    wide("falcon-h1", (*WRITE_BACK, *WITHOUT_BUFFER, *FEW_STATES, "--page-size", "1")),
+]
+
+
+@pytest.mark.parametrize(("family", "flags"), OTHER_POOLS)
+def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
+    """Prevents latents, a window's K/V or states from coming back altered or over the rows of compressed requests, and
+    rounds that score or evict what has come back.
+
+    Prompts that share stems, more than the pool holds, are requested in turn while two requests go through rounds.
+    """
+    tiny, account = prepared(tmp_path, family)
+    client = started(serve, tiny, family, *HOST_TIER, "--hicache-ratio", "4", *flags, env=RESERVE)
+    stems = [prompt(300 + i, 256) for i in range(5)]
+    texts = [stem + prompt(400 + i, 20) for i, stem in enumerate(stems)]
+    cold = [client.generate(ids, 8, logprobs=True) for ids in texts]
+    client.flush()
+    for stem in stems:
+        assert client.generate(stem, 1)["meta_info"]["cached_tokens"] == 0
+    others = [prompt(310 + i, 40) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(client.generate, ids, 300, logprobs=True) for ids in others]
+        answers = ask_in_turn(client, texts, running)
+    assert len([response for _, response in answers if hits(response)["host"] >= 192]) >= 5
+    for index, response in answers:
+        assert_same_answer(response, cold[index])
+
+    # One prompt is on the host now, and its request goes on for several rounds.
+    fill_the_pool(client, 340)
+    last = client.generate(texts[0], 300, logprobs=True)
+    assert hits(last)["host"] >= 192
+    for ids, response in zip([*others, texts[0]], [*(future.result() for future in running), last], strict=True):
+        report = compression(response)
+        everything = ids + response["output_ids"][:-1]
+        expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
+        assert report["rounds"] == rounds >= 4
+        values, top = served_logprobs(response)
+        assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
+    assert_pool_is_whole(client)
+    serve.stop(client)
