@@ -253,7 +253,9 @@ OTHER_MODULES = {
     _SPEED: ("nightly_utils", "nightly_bench_utils", "performance_test_runner"),
     "needs a larger model, one that calls tools": ("tool_call_test_runner",),
     "needs LoRA adapters of larger models; tests/server/test_lora.py makes its own": ("lora_utils",),
-    "a draft model with the hierarchical cache is refused with compression": ("hicache_spec_storage_common",),
+    "needs larger models, one of which drafts; tests/server/test_hicache.py has small ones": (
+        "hicache_spec_storage_common",
+    ),
     "for other machines than CPUs and NVIDIA's GPUs": ("ascend", "xpu", "hicache_xpu_common"),
     "tests kernels, layers or transfers of SGLang, not a server": (
         "kernels", "cpu_test_utils", "layer_ut_utils", "quant_ref_utils", "test_deepep_utils", "test_marlin_utils",

@@ -378,7 +378,6 @@ _DRAFTS = (
                 "drafts of a model are not tested with rounds if they branch",
                 _USE_CHAIN,
             ),
-            Rule("enable_hierarchical_cache", _set, "the copies that it makes of a draft model's KV are not tested"),
             Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
             Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
             Rule(

@@ -12,7 +12,16 @@ from itertools import cycle
 import pytest
 
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
-from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt, served_logprobs
+from harness import (
+    BUDGET,
+    INTERVAL,
+    KEYS_ALONE,
+    Client,
+    assert_pool_is_whole,
+    compression,
+    prompt,
+    served_logprobs,
+)
 from oracle import TOLERANCE
 from sets import wide
 
@@ -158,6 +167,10 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
     assert_same_answer(warm, cold)
 
 
+DRAFTS = (
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
 WRITE_BACK = ("--hicache-write-policy", "write_back")
 # A pool of states that five prompts outgrow.
 FEW_STATES = ("--max-mamba-cache-size", "16")
@@ -205,5 +218,26 @@ def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
         assert report["rounds"] == rounds >= 4
         values, top = served_logprobs(response)
         assert (expected.gather(1, top) - values).abs().max() < TOLERANCE
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.parametrize("flags", [WAYS["write_back"], wide((*WRITE_BACK, *WAYS["write_through"]))])
+def test_drafts_return_from_the_host(serve, tiny, flags):
+    """Prevents K/V of a draft model from staying on the host, or from coming back for other tokens: it would draft
+    other tokens than for the same prompt when that was new."""
+    drafts = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(tiny.path), *DRAFTS)
+    client = serve(*drafts, *HOST_TIER, "--hicache-ratio", "4", *flags, *KEYS_ALONE, env=RESERVE)
+    texts = [prompt(300 + i, 280) for i in range(4)]
+    client.flush()
+    cold = [client.generate(ids, 200, logprobs=True) for ids in texts]
+    for ids, new in zip(texts, cold, strict=True):
+        again = client.generate(ids, 200, logprobs=True)
+        assert hits(again)["host"] >= 256
+        assert compression(again)["rounds"] == compression(new)["rounds"] >= 3
+        assert_same_answer(again, new)
+        drafted, before = (each["meta_info"]["spec_num_correct_drafts"] for each in (again, new))
+        # Before its first round a model that drafts for itself is always right.
+        assert drafted == before > 3 * BUDGET // 4
     assert_pool_is_whole(client)
     serve.stop(client)
