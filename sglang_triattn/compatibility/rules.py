@@ -297,7 +297,6 @@ _LINEAR_STATES = _only(
     (
         Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
         Rule("attn_dp_size", _many, "layers that keep a state are not tested in groups with batches of their own"),
-        Rule("enable_mixed_chunk", _set, "layers that keep a state are not tested in steps that prefill and decode"),
         Rule(
             "mamba_radix_cache_strategy",
             lambda value: value == "extra_buffer_lazy",

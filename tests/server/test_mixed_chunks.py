@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
-from oracle import TOLERANCE, oracle_of
+from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
+from harness import BUDGET, INTERVAL, KEYS_ALONE, Client, assert_pool_is_whole, compression, prompt
+from oracle import TOLERANCE, Oracle, oracle_of
+from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 MIXED = "--enable-mixed-chunk"
+CHUNKS = ("--chunked-prefill-size", "64")
 
 
 @pytest.mark.parametrize(("page_size", "selection"), [(1, "shared-mean"), (16, "per-layer-head")])
 def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     """Prevents requests that grow past their bound for as long as prompts are being prefilled, rounds at other moments
-    than in pure decode steps, and wrong positions in mixed steps.
+    than in pure decode steps, and wrong positions in mixed steps."""
+    flags = ("--page-size", str(page_size), "--triattention-selection", selection, *KEYS_ALONE)
+    client, steps = probed(MIXED, *flags, *CHUNKS)
+    account = oracle_of(tiny)
+    account.selection, account.value_share = selection, 0.0
+    hold_mixed_steps_to_account(client, steps, account, page_size)
 
-    SGLang mixes nothing while log-probabilities are asked for, so the account's best tokens are compared.
+
+@pytest.mark.parametrize("flags", [WITH_BUFFER, wide(WITHOUT_BUFFER)])
+def test_states_in_mixed_steps(probed, tmp_path, flags):
+    """Prevents states of decoding requests that a prefill in the same step changes, or that see a token twice."""
+    tiny, account = prepared(tmp_path, "qwen3-next")
+    account.selection, account.window = "shared-mean", 0
+    reads = []
+
+    def serve_probed(*arguments, **options):
+        client, read = probed(*arguments, **options)
+        reads.append(read)
+        return client
+
+    selection = ("--triattention-selection", "shared-mean")
+    client = started(serve_probed, tiny, "qwen3-next", MIXED, *selection, *CHUNKS, *flags)
+    hold_mixed_steps_to_account(client, reads[0], account, 1)
+
+
+def hold_mixed_steps_to_account(client: Client, steps: Callable[[], list[dict]], account: Oracle, page_size: int):
+    """Serves three requests while prompts are prefilled all the time, and compares their best tokens with the account.
+
+    SGLang mixes nothing while log-probabilities are asked for.
+
+    Args:
+        steps: returns what the probe wrote since the last call.
     """
-    flags = ("--triattention-selection", selection, *KEYS_ALONE, "--chunked-prefill-size", "64")
-    client, steps = probed(MIXED, "--page-size", str(page_size), *flags)
     client.flush()
     steps()
     stem = prompt(51, 32)
@@ -33,17 +64,16 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
         answers = answers.result()
         assert all(len(other.result()["output_ids"]) == 2 for other in others)
 
-    account = oracle_of(tiny)
-    account.selection, account.value_share = selection, 0.0
     mixed = [step["mixed"] for step in steps() if "mixed" in step]
     for ids, response in zip(prompts, answers, strict=True):
-        frozen, output = len(ids) - len(ids) % page_size, response["output_ids"]
+        output, report = response["output_ids"], compression(response)
         lengths = [lengths[response["meta_info"]["id"]] for lengths in mixed if response["meta_info"]["id"] in lengths]
         # Long enough for several rounds, while nothing but mixed steps ran.
         assert len(lengths) > 3 * INTERVAL
-        assert max(lengths) <= frozen + BUDGET + INTERVAL
-        expected, rounds = account.logprobs(ids + output[:-1], len(ids), frozen)
-        assert compression(response)["rounds"] == rounds >= 5
+        assert max(lengths) <= report["frozen_length"] + account.budget + INTERVAL
+        assert report["frozen_length"] == len(ids) - len(ids) % page_size
+        expected, rounds = account.logprobs(ids + output[:-1], len(ids), report["frozen_length"])
+        assert report["rounds"] == rounds >= 5
         best = expected.max(-1)
         chosen = expected.gather(1, expected.new_tensor(output).long()[:, None])[:, 0]
         assert (best.values - chosen).max() < 2 * TOLERANCE

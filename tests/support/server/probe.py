@@ -59,7 +59,8 @@ def record(scheduler, batch, *_, **__) -> None:
 
 
 def buffers_of(pool) -> list:
-    """Keys and values of all layers, or the latents that are both."""
+    """Keys and values of all layers that have some, or the latents that are both."""
+    pool = getattr(pool, "full_kv_pool", pool)
     return getattr(pool, "kv_buffer", None) or [*pool.k_buffer, *pool.v_buffer]
 
 
