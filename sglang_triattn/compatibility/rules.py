@@ -296,7 +296,6 @@ _WINDOW_POOL = _only(
 _LINEAR_STATES = _only(
     (
         Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
-        Rule("attn_dp_size", _many, "layers that keep a state are not tested in groups with batches of their own"),
         Rule(
             "mamba_radix_cache_strategy",
             lambda value: value == "extra_buffer_lazy",

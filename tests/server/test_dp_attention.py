@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from family_servers import compare_with_account, modules_of, prepared, started
+from family_servers import WITH_BUFFER, WITHOUT_BUFFER, compare_with_account, modules_of, prepared, started
 from harness import (
     KEYS_ALONE,
     assert_pool_is_whole,
@@ -27,13 +27,16 @@ CASES = [
     (FAMILY, TWO_GROUPS, 1, "shared-mean"),
     wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
     wide("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
+    # With layers that keep a state.
+    ("qwen3-next", (*TWO_GROUPS, *WITH_BUFFER), 16, "per-layer-head"),
+    wide("qwen3-next", (*TWO_GROUPS, *WITHOUT_BUFFER), 1, "shared-mean"),
 ]
 
 
 @pytest.mark.parametrize(("family", "groups", "page_size", "selection"), CASES)
 def test_logits(serve, tmp_path, family, groups, page_size, selection):
-    """Prevents heads of another group's batch from being scored, and a merge that waits for a group without a round, or
-    takes in another group's ranks."""
+    """Prevents heads of another group's batch from being scored, a merge that waits for a group without a round, or
+    takes in another group's ranks, and states that see what another group computes."""
     env = two_cores(ranks=4 if groups is GROUPS_OF_TWO else 2)
     compare_with_account(serve, tmp_path, family, page_size, selection, *groups, *KEYS_ALONE, env=env)
 
@@ -65,10 +68,11 @@ def test_answers_and_rounds_of_one_group(serve, tmp_path):
 
 
 @pytest.mark.wide
-def test_storm(serve, tmp_path):
-    """Prevents leaks in either group's pool, and a group that waits for the other for ever."""
-    tiny, account = prepared(tmp_path, FAMILY)
-    client = started(serve, tiny, FAMILY, *SMALL_POOL, env={**two_cores(), **RETRACTING})
+@pytest.mark.parametrize(("family", "flags"), [(FAMILY, ()), ("qwen3-next", WITH_BUFFER)])
+def test_storm(serve, tmp_path, family, flags):
+    """Prevents leaks in either group's pools, and a group that waits for the other for ever."""
+    tiny, account = prepared(tmp_path, family)
+    client = started(serve, tiny, family, *SMALL_POOL, *flags, env={**two_cores(), **RETRACTING})
     _, finished = storm(client, 1, 60, (48, account.budget), 900, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3
