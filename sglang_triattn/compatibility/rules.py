@@ -383,7 +383,6 @@ _DRAFTS = (
                 _set,
                 "draft models with a window are not tested with rounds",
             ),
-            Rule("enable_lora", _set, "adapters are not tested with a draft model"),
             Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
             *(
                 Rule(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from adapters import build_adapter, install_unpinned, merge, serving
 from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, build_eagle, load_eagle
 from family_servers import modules_of, prepared
@@ -21,6 +22,7 @@ from harness import (
     compression,
     only_models,
     prompt,
+    python_path,
     served_logprobs,
     two_cores,
 )
@@ -184,6 +186,23 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
     taken = [end - start for start, end in pairwise(done)]
     assert len(taken) > 100
     assert set(taken) == {STEPS + 1}
+
+
+def test_adapters(probed, pairs, tmp_path, monkeypatch):
+    """Prevents drafts for an adapter's requests, which the base model's draft model makes, from being verified without
+    the adapter, or at wrong places after a round."""
+    pair = pairs["EAGLE"]
+    pair = replace(pair, account=merge(oracle_of(pair.target), pair.target))
+    monkeypatch.setenv("PYTHONPATH", python_path(install_unpinned(tmp_path / "unpinned")))
+    adapter = build_adapter(tmp_path, pair.target)
+    flags = (*pair.args, *serving(adapter), *MODES["moved"], *KEYS_ALONE)
+    client, steps = probed(*flags, model=pair.target, env=pair.env)
+    client.flush()
+    steps()
+    (ids,) = pair.texts()
+    response = client.generate(ids, 430, logprobs=True, lora="other")
+    assert drafts_with_account(pair, "moved", ids, response, steps(), len(ids))
+    assert compression(response)["rounds"] >= 10
 
 
 def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
