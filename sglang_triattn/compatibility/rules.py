@@ -383,7 +383,6 @@ _DRAFTS = (
                 _set,
                 "draft models with a window are not tested with rounds",
             ),
-            Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested with a draft model"),
             *(
                 Rule(
                     f"{kind}attention_backend",

@@ -39,6 +39,7 @@ DRAFTS = (
     *("--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", str(STEPS + 1)),
 )
+TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
 MODES = {
     "moved": ("--page-size", "1"),
@@ -46,6 +47,7 @@ MODES = {
     "remapped": ("--page-size", "1", "--triattention-selection", "shared-mean"),
     "ranks": ("--tp-size", "2", "--triattention-selection", "union"),
     "overlap off": ("--disable-overlap-schedule",),
+    "groups": (*TWO_GROUPS, "--page-size", "1", "--triattention-selection", "shared-mean"),
 }
 CASES = [
     wide("STANDALONE", "moved"),
@@ -60,6 +62,7 @@ CASES = [
     wide("NEXTN latent", "moved"),
     ("NEXTN latent", "pages"),
     wide("NEXTN latent", "remapped"),
+    ("NEXTN latent", "groups"),
 ]
 # Models with a draft layer of their own.
 WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}
@@ -110,7 +113,7 @@ class Pair:
             "round_to": page_size,
             "page_size": page_size,
         }
-        sizes["remaps"] = mode in ("remapped", "ranks")
+        sizes["remaps"] = mode in ("remapped", "ranks", "groups")
         account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
         return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
 
@@ -153,7 +156,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     """Prevents wrong positions of drafted and verified tokens after a round, K/V of accepted ones that a round loses,
     and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
     pair = pairs[name]
-    env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
+    env = {**pair.env, **(two_cores() if mode in ("ranks", "groups") else {})}
     client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
     found = []
