@@ -50,9 +50,9 @@ FAULTS = {
     "free twice": (lambda pool, peers: replace(peers, free=np.append(peers.free, 2)), "is free twice"),
     "lost": (lambda pool, peers: replace(peers, free=peers.free[1:]), "has no owner and is not free"),
     "freed": (lambda pool, peers: replace(peers, free=np.append(peers.free, 1)), "belongs to request r1 and is free"),
-    "left behind": (lambda pool, peers: with_peer(peers, pool.free[0] * pool.page_size, 8), "is free, but still has"),
+    "left over": (lambda pool, peers: with_peer(peers, pool.free[0] * pool.page_size, 8), "is free, but still has"),
     "the tree counts more": (lambda pool, peers: replace(peers, tree=9), "the tree counts 9 slots"),
-    "cursor behind": (
+    "cursor too low": (
         lambda pool, peers: replace(peers, cursor=peers.cursor - pool.page_size),
         "has no peer",
     ),
@@ -66,8 +66,8 @@ FAULTS = {
 def test_faults(fault, page):
     """Prevents a slot of this pool from being lost, given away or read after it was freed without anybody noticing."""
     pool, holders, peers = books(page)
-    change, said = FAULTS[fault]
-    assert said in find_peer_fault(pool, holders, change(pool, peers))
+    change, message = FAULTS[fault]
+    assert message in find_peer_fault(pool, holders, change(pool, peers))
 
 
 def test_half_a_page_of_peers():
