@@ -106,7 +106,7 @@ def _left_out() -> Iterator[str]:
 def _tests(named: Mapping[str, Sequence[str]]) -> str:
     """Cases, each with these of its tests; without any, whole."""
     cells = [_named(case) + (": " if tests else "") + ", ".join(map(_named, tests)) for case, tests in named.items()]
-    return "; ".join(cells)
+    return ("; " if any(named.values()) else ", ").join(cells)
 
 
 def _named(name: str) -> str:
