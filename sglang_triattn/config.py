@@ -1,4 +1,4 @@
-"""Settings of one server: the single table behind the flags, the `Engine` keywords and `/server_info`."""
+"""Settings of one server: the single table that makes the flags, the `Engine` keywords and `/server_info`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Config:
     `keep_share` is the least share of a request's private tokens so far, evicted ones included, that a round keeps: the
     budget is what it keeps of short answers, and grows with long ones.
 
-    `value_share` is the share of the kept tokens, apart from the newest, that are chosen by how far their values lie
+    `value_share` is the share of the kept tokens, without the newest, that are chosen by how far their values lie
     from the mean value of the newest tokens.
 
     Two defaults depend on the other fields and on the model, and are left open here (`rounds.rules.complete`): `recent`
@@ -241,7 +241,7 @@ OPTIONS = (
         "value_share",
         float,
         "SHARE",
-        "share of the kept tokens besides the newest that are chosen by how far their values lie from the newest "
+        "share of the kept tokens, without the newest, that are chosen by how far their values lie from the newest "
         "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
         default_note=f"{VALUE_SHARE} with the selection per-layer-head, else 0; 0 for latent KV",
     ),
@@ -260,7 +260,7 @@ OPTIONS = (
         "what the budget counts: private (the frozen prefix comes on top) or total (the prefix counts too, as in the "
         "paper; at least the recent tokens stay)",
     ),
-    Option("sinks", int, "TOKENS", "first tokens of a request that are never evicted, whatever their score"),
+    Option("sinks", int, "TOKENS", "first tokens of a request that are never evicted at any score"),
     Option(
         "prompt",
         str,

@@ -6,7 +6,7 @@ python tools/conformance_table.py --check    fails if what stands there is stale
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import conformance_kits as kits
@@ -38,12 +38,12 @@ def failures(run: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
 
 
 def lines() -> Iterator[str]:
-    """The tables in Markdown."""
+    """The tables in Markdown; the two longest are folded."""
     run = results()
     yield from _source(run)
-    yield from _cases(run)
     yield from _failures(run)
-    yield from _left_out()
+    yield from _folded("Run: passed of all tests", _cases(run))
+    yield from _folded("Not run, and why", _left_out())
 
 
 def _source(run: dict[str, Any]) -> Iterator[str]:
@@ -53,46 +53,60 @@ def _source(run: dict[str, Any]) -> Iterator[str]:
     yield f"{versions['sglang']}, torch {versions['torch']}.\n"
 
 
+def _folded(title: str, table: Iterator[str]) -> Iterator[str]:
+    yield f"<details><summary>{title}</summary>\n\n"
+    yield from table
+    yield "\n</details>\n\n"
+
+
 def _cases(run: dict[str, Any]) -> Iterator[str]:
-    yield f"\n**Run: passed of all tests**\n\n| tests | model | settings that differ {HEADER} compaction rounds |\n"
-    yield "|---|---|---|---|---|---|---|\n"
-    total = dict.fromkeys(SERVERS, 0)
-    count = 0
+    yield f"| tests | model | settings that differ {HEADER} compaction rounds |\n|---|---|---|---|---|---|---|\n"
     for case in run["cases"]:
-        servers = case["servers"]
-        cells = []
-        for server in SERVERS:
-            tests = servers[server]["tests"]
-            passed = sum(words == PASSED for words in tests.values())
-            total[server] += passed
-            cells.append(f"{passed} of {len(tests)}")
-        count += len(servers["plain"]["tests"])
+        counts = [_passed([case], server) for server in SERVERS]
         settings = ", ".join(f"`{name}={value}`" for name, value in case["settings"].items())
         model = kits.LAUNCHES[case["launch"]].model
-        row = [_named(case["case"]), model, settings, *cells, f"{servers['small']['rounds']:,}"]
+        row = [_named(case["case"]), model, settings, *counts, f"{case['servers']['small']['rounds']:,}"]
         yield f"| {' | '.join(row)} |\n"
-    sums = " | ".join(f"{total[server]} of {count}" for server in SERVERS)
+    sums = " | ".join(_passed(run["cases"], server) for server in SERVERS)
     rounds = sum(case["servers"]["small"]["rounds"] for case in run["cases"])
     yield f"| all | | | {sums} | {rounds:,} |\n"
 
 
+def _passed(cases: list[dict[str, Any]], server: str) -> str:
+    words = [words for case in cases for words in case["servers"][server]["tests"].values()]
+    return f"{words.count(PASSED)}/{len(words)}"
+
+
 def _failures(run: dict[str, Any]) -> Iterator[str]:
     yield f"\n**Not passed, and why**\n\n| test {HEADER} why |\n|---|---|---|---|---|\n"
+    named: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for (case, test), servers in failures(run).items():
-        cells = " | ".join("fails" if server in servers else "passes" for server in SERVERS)
-        yield f"| {_named(case)}: `{test}` | {cells} | {FAILURES[case][test]} |\n"
+        found = ["fails" if server in servers else "passes" for server in SERVERS]
+        named.setdefault((*found, FAILURES[case][test]), {}).setdefault(case, []).append(test)
+    for cells, cases in named.items():
+        yield f"| {_tests(cases)} | {' | '.join(cells)} |\n"
+    sums = " | ".join(f"{_passed(run['cases'], server)} passed" for server in SERVERS)
+    yield f"| all | {sums} | |\n\n"
 
 
 def _left_out() -> Iterator[str]:
-    yield "\n**Not run, and why**\n\n| tests | reason |\n|---|---|\n"
+    yield "| tests | reason |\n|---|---|\n"
+    named: dict[str, dict[str, list[str]]] = {}
     for case in kits.CASES:
         for test, reason in case.left_out.items():
-            yield f"| {_named(case.name)}: `{test}` | {reason} |\n"
+            named.setdefault(reason, {}).setdefault(case.name, []).append(test)
     for kit, reason in kits.NOT_RUN.items():
-        yield f"| {_named(kit.removeprefix('kits.'))} | {reason} |\n"
+        named.setdefault(reason, {})[kit.removeprefix("kits.")] = []
     for reason, modules in kits.OTHER_MODULES.items():
-        yield f"| {', '.join(f'`{name}`' for name in modules)} | {reason} |\n"
-    yield "\n"
+        named.setdefault(reason, {}).update((module, []) for module in modules)
+    for reason, tests in named.items():
+        yield f"| {_tests(tests)} | {reason} |\n"
+
+
+def _tests(named: Mapping[str, Sequence[str]]) -> str:
+    """Cases, each with these of its tests; without any, whole."""
+    cells = [_named(case) + (": " if tests else "") + ", ".join(map(_named, tests)) for case, tests in named.items()]
+    return ("; " if any(named.values()) else ", ").join(cells)
 
 
 def _named(name: str) -> str:

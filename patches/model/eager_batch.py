@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_triattn.patches.ranks.pipeline import is_staged, runs_beside
+from sglang_triattn.patches.ranks.pipeline import has_forward_stream, is_staged
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -46,7 +46,7 @@ def eager(model_runner: ModelRunner) -> Iterator[None]:
 
 def forward_stream_of(scheduler: Scheduler) -> torch.Stream:
     """The stream on which SGLang runs forward passes, and rounds with them."""
-    return scheduler.forward_stream if runs_beside(scheduler) else scheduler.schedule_stream
+    return scheduler.forward_stream if has_forward_stream(scheduler) else scheduler.schedule_stream
 
 
 @contextmanager

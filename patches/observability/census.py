@@ -26,7 +26,7 @@ from sglang_triattn.census_windows import find_peer_fault
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.observability.census_lengths import Lengths, read_lengths
 from sglang_triattn.patches.observability.census_peers import read_peers, to_host
-from sglang_triattn.patches.ranks.pipeline import batches_in_flight, requests_beside
+from sglang_triattn.patches.ranks.pipeline import batches_in_flight, requests_of_other_batches
 from sglang_triattn.patches.request.compressed import evicted_of
 from sglang_triattn.patches.request.fields import beams_of, decoded_in
 from sglang_triattn.patches.request.window_pool import has_window_pool, row_allocator
@@ -150,7 +150,7 @@ class Census:
             *running_batch.reqs,
             *(last_batch.reqs if last_batch is not None else ()),
             *((chunked,) if chunked is not None else ()),
-            *requests_beside(scheduler),
+            *requests_of_other_batches(scheduler),
             *requests_in_transfer(scheduler),
             *scheduler.waiting_queue,
         ]

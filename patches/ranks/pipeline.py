@@ -30,14 +30,14 @@ def is_staged(scheduler: Scheduler) -> bool:
     return scheduler.pp_group.world_size > 1
 
 
-def runs_beside(scheduler: Scheduler) -> bool:
+def has_forward_stream(scheduler: Scheduler) -> bool:
     """Whether forward passes run on a stream of their own (`Scheduler.run_batch`, `_pp_launch_batch`)."""
     return scheduler.enable_overlap or is_staged(scheduler)
 
 
 def after_queued_step(scheduler: Scheduler, *borrowed: torch.Tensor) -> AbstractContextManager:
     """Context in which work is enqueued after the queued step; `borrowed` tensors stay allocated for it."""
-    if not runs_beside(scheduler):
+    if not has_forward_stream(scheduler):
         return nullcontext()
     scheduler.forward_stream.wait_stream(scheduler.schedule_stream)
     lend(scheduler.forward_stream, *borrowed)
@@ -51,7 +51,7 @@ def lend(stream: torch.Stream, *tensors: torch.Tensor) -> None:
             tensor.record_stream(stream)
 
 
-def keeps_alike(scheduler: Scheduler, selection: str) -> bool:
+def keeps_equal_sets(scheduler: Scheduler, selection: str) -> bool:
     """Whether every rank of every stage keeps the same tokens, so that all may give the tree the same part of a row."""
     return not is_staged(scheduler) and (selection_named(selection).shared or scheduler.dp_tp_group.world_size == 1)
 
@@ -84,7 +84,7 @@ def batches_in_flight(scheduler: Scheduler) -> list[ScheduleBatch]:
     return [batch for running, batch in pairs if batch is not None and running is not scheduler.running_batch]
 
 
-def requests_beside(scheduler: Scheduler) -> list[Req]:
+def requests_of_other_batches(scheduler: Scheduler) -> list[Req]:
     """Requests of the other microbatches that hold a row, those whose prefill has further chunks left out."""
     others = [batch for batch in running_batches(scheduler) if batch is not scheduler.running_batch]
     found = {id(req): req for batch in (*others, *batches_in_flight(scheduler)) for req in batch.reqs}

@@ -43,7 +43,7 @@ def hooks() -> list[Hook]:
         Hook(
             f"{target}.Req.init_next_round_input",
             "around",
-            _show_ids_behind_row,
+            _init_next_round,
             "self tree_cache cow_mamba",
             why="lets a prefill continue on a row that rounds have shortened",
         ),
@@ -64,13 +64,13 @@ def hooks() -> list[Hook]:
     ]
 
 
-def _show_ids_behind_row(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
+def _init_next_round(original: Callable, req: Req, *args: object, **kwargs: object) -> None:
     show_all_ids(req)
     original(req, *args, **kwargs)
-    show_ids_behind(req)
+    hide_evicted_ids(req)
 
 
-def show_ids_behind(request: Req) -> None:
+def hide_evicted_ids(request: Req) -> None:
     """Hides from SGLang as many of a request's first ids as its row has evicted."""
     evicted = evicted_of(request)
     if evicted:

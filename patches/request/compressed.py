@@ -68,7 +68,7 @@ def evicted_of(request: Req) -> int:
     return compression_of(request).evicted_tokens
 
 
-def tokens_tell_all(request: Req) -> bool:
+def ids_determine_kv(request: Req) -> bool:
     """Whether token ids alone determine a request's K/V, so that another request with the same ids may reuse it."""
     return not compression_of(request).withheld and request.input_embeds is None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sglang_triattn.patches.request.chunked_prefill import show_ids_behind
+from sglang_triattn.patches.request.chunked_prefill import hide_evicted_ids
 from sglang_triattn.patches.request.compressed import compression_of, frozen_of, write_tree_rule
 from sglang_triattn.request.lifecycle import CompressedRequest
 from sglang_triattn.request.row_record import FirstEvicted
@@ -124,7 +124,7 @@ def take_row(request: Req, kv: ReqKvInfo, last_node: NodeId) -> None:
         last_node: node of the tree where its frozen part ends.
     """
     request.kv = kv
-    show_ids_behind(request)
+    hide_evicted_ids(request)
     request.prefix_len = kv.kv_allocated_len
     request.last_node = request.best_match_node = request.last_host_node = last_node
     request.host_hit_length = request.swa_host_hit_length = request.mamba_host_hit_length = 0

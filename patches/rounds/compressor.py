@@ -6,9 +6,9 @@ The safe point is the entry of `Scheduler.get_next_batch_to_run` for step n+1. T
 
 - the result of step n-1 has been processed, so prompts are in the tree and finished requests are marked;
 - step n is queued on the forward stream. It reads the rows' slots as they were, and writes its newest token's K/V when
-  it runs. If it verifies drafts, nobody knows how many of them hold: its tokens are not counted, and their slots stay
-  (`queued_drafts`). Everything that reads or writes K/V is therefore enqueued on the forward stream too, after step n
-  and before step n+1;
+  it runs. If it verifies drafts, how many of them hold is not yet known: its tokens are not counted, and their slots
+  stay (`queued_drafts`). Everything that reads or writes K/V is therefore enqueued on the forward stream too, after
+  step n and before step n+1;
 - the schedule stream may rewrite a row as soon as step n has read it, which SGLang's own barrier has awaited
   (`Scheduler._apply_war_barrier`). What a round needs of the row is copied on the schedule stream first;
 - freed slots may be handed out at once: whoever gets them writes them on the forward stream, in a later step, or, if a
@@ -36,7 +36,13 @@ from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.kernels.round_times import Untimed
 from sglang_triattn.kernels.scorer import Scorer, WorkspacePlan
 from sglang_triattn.patches.model.pinned import read_later
-from sglang_triattn.patches.ranks.pipeline import after_queued_step, is_staged, keeps_alike, lend, runs_beside
+from sglang_triattn.patches.ranks.pipeline import (
+    after_queued_step,
+    has_forward_stream,
+    is_staged,
+    keeps_equal_sets,
+    lend,
+)
 from sglang_triattn.patches.request.batch_lengths import shortened
 from sglang_triattn.patches.request.bounds import reserved_of
 from sglang_triattn.patches.request.compressed import compression_of, may_be_due
@@ -101,7 +107,7 @@ class Compressor:
         self._page_size = self._allocator.page_size
         self._mover, self._follower = mover, follower
         self._conversations = conversations
-        self._alike_on_ranks = keeps_alike(scheduler, config.selection)
+        self._equal_on_ranks = keeps_equal_sets(scheduler, config.selection)
         self._queues_drafts = queues_drafts(scheduler)
         self._looks = DueLooks(tokens_per_step(scheduler))
         self._leveller = Leveller(config, tokens_per_step(scheduler))
@@ -156,9 +162,9 @@ class Compressor:
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
             around: a context to run planned rounds in; not entered if there are none.
         """
-        # Those of a mixed batch do not decode in the running batch for as long as prompts are being prefilled.
-        beside = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
-        requests = [*batch.reqs, *beside] if beside else batch.reqs
+        # In a mixed batch, decoding requests are not part of the running batch.
+        joined = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
+        requests = [*batch.reqs, *joined] if joined else batch.reqs
         try:
             attempt = self._plan_step(requests, joining, chunked)
         except Exception as error:
@@ -172,7 +178,7 @@ class Compressor:
         # slots it frees stay reserved for the same request's growth.
         closed = batch.batch_is_full
         reserved = sum(reserved_of(row) for row, _ in rounds) if closed else 0
-        batches = [each for each in (batch, joining if beside else None) if each is not None and each.reqs]
+        batches = [each for each in (batch, joining if joined else None) if each is not None and each.reqs]
         with around, self.times.host():
             try:
                 self._compact(attempt, batches)
@@ -296,7 +302,7 @@ class Compressor:
     def _record(self, row: CompressedRow, plan: Plan, shape: RoundShape, first_evicted: FirstEvicted) -> None:
         """Records the round with its request, and adds it to the sums."""
         unordered_len = shape.unordered_len(plan, row.compression.held_record.unordered_before(plan))
-        row.record(plan, first_evicted if self._alike_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
+        row.record(plan, first_evicted if self._equal_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
         moved = 0 if self._mover is None else shape.most_moves(plan) * self._mover.token_bytes
         if self._follower is not None:
             moved += shape.most_followed(plan) * self._follower.mover.token_bytes
@@ -305,7 +311,7 @@ class Compressor:
     def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:
         """Lets the schedule stream use tensors made on the forward stream."""
         scheduler = self._scheduler
-        if not runs_beside(scheduler):
+        if not has_forward_stream(scheduler):
             return
         scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
         lend(scheduler.schedule_stream, *borrowed)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.ranks.pipeline import requests_beside
+from sglang_triattn.patches.ranks.pipeline import requests_of_other_batches
 from sglang_triattn.patches.request.bounds import can_prefill_in_rounds, longest_answer
 from sglang_triattn.patches.request.compressed import (
     attach_options,
@@ -105,7 +105,7 @@ class Admission:
         self._scheduler, self._reserve = scheduler, reserve_per_row(scheduler)
 
     def _bound_adder(self, adder: type[PrefillAdder], _: object) -> type[PrefillAdder]:
-        return bounded_adder(adder, self._conversations, lambda: requests_beside(self._scheduler))
+        return bounded_adder(adder, self._conversations, lambda: requests_of_other_batches(self._scheduler))
 
     def _attach_and_limit(self, original: Callable, scheduler: Scheduler, req: Req) -> None:
         """Reads a new request's settings, and lifts the cap that the size of the pool puts on its answer."""

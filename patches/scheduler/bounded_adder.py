@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def bounded_adder(
-    adder: type[PrefillAdder], conversations: Conversations, beside: Callable[[], Iterable[Req]] = tuple
+    adder: type[PrefillAdder], conversations: Conversations, elsewhere: Callable[[], Iterable[Req]] = tuple
 ) -> type[PrefillAdder]:
     """A subclass of SGLang's PrefillAdder that reserves for compressed requests up to their bound.
 
-    Rows of idle conversations make way for requests that are admitted; `beside` returns those of other microbatches.
+    Rows of idle conversations make way for requests that are admitted; `elsewhere` returns those of other microbatches.
     """
 
     class BoundedPrefillAdder(adder):
@@ -45,7 +45,7 @@ def bounded_adder(
             with replaced(running_batch, "reqs", others) if running_batch else nullcontext():
                 super().__init__(page_size, tree_cache, token_to_kv_pool_allocator, running_batch, *args, **kwargs)
             # SGLang reserves nothing for what runs in other microbatches.
-            self.memory_budget.total_offset += growth + growth_in(list(beside()), page_size)[0]
+            self.memory_budget.total_offset += growth + growth_in(list(elsewhere()), page_size)[0]
             if conversations.windows is not None:
                 # SGLang reserves nothing there for what runs.
                 self.memory_budget.swa_offset += conversations.windows.growth_in(running)
@@ -118,7 +118,7 @@ def bounded_adder(
             fits, limit = self._check_rows(req, chunk_limit)
             if not fits or conversations.windows is None:
                 return fits, limit
-            # What the window layers' pool needs does not depend on the bound; of the other pool it was just told.
+            # What the window layers' pool needs does not depend on the bound; the other pool's part has just been set.
             fits, capped = super()._check_prefill_budget(req, **{**demand, "total_tokens": 0}, chunk_limit=limit)
             if capped != limit and self._chunk_in_progress:
                 return False, None
@@ -147,7 +147,7 @@ def bounded_adder(
             return min(self._room(), int(self.memory_budget.remaining_swa))
 
         def _make_room(self, wanted) -> None:
-            """Idle rows give way to a prefill that would not find `wanted` slots, for which nobody else might."""
+            """Idle rows give way to a prefill that would not find `wanted` slots, for which nothing else might."""
             while int(self.cur_rem_tokens) - self.page_size < wanted and conversations.drop_one():
                 pass
 

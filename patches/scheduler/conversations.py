@@ -44,7 +44,7 @@ from sglang_triattn.patches.request.chunked_prefill import show_all_ids
 from sglang_triattn.patches.request.compressed import (
     compression_of,
     compressions_of,
-    tokens_tell_all,
+    ids_determine_kv,
     write_tree_rule,
 )
 from sglang_triattn.patches.request.fields import rows_of
@@ -321,7 +321,7 @@ class Conversations:
         elif compression.start != RESUMED or compression.options.release:
             self._drop_replaced(compression)
         in_place = self._idle.get(compression.conversation)
-        if compression.options.release or not tokens_tell_all(request) or in_place not in (None, spare):
+        if compression.options.release or not ids_determine_kv(request) or in_place not in (None, spare):
             return False
         if not compression.evicted_tokens and (compression.options.auto or not tree.disable):
             # All of it is exact, so the tree takes it, for everybody.

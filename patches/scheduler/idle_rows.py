@@ -15,9 +15,9 @@ from sglang_triattn.patches.request.bounds import logical_end
 from sglang_triattn.patches.request.compressed import (
     compression_of,
     frozen_of,
+    ids_determine_kv,
     settings_in_use,
     settings_of,
-    tokens_tell_all,
 )
 from sglang_triattn.patches.request.fields import wants_prompt_logprobs
 from sglang_triattn.patches.request.integrity import all_or_nothing, unbroken
@@ -205,7 +205,7 @@ def resumable_length(idle: Conversation, request: Req, windows: WindowPool | Non
     """
     if (
         wants_prompt_logprobs(request)
-        or not tokens_tell_all(request)
+        or not ids_determine_kv(request)
         or idle.owner != reuse_key(request)
         or settings_of(request) is None
     ):

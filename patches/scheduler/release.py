@@ -17,9 +17,9 @@ from sglang_triattn.patches.request.chunked_prefill import keep_private, show_al
 from sglang_triattn.patches.request.compressed import (
     compression_of,
     frozen_of,
+    ids_determine_kv,
     protected_of,
     settings_of,
-    tokens_tell_all,
     write_tree_rule,
 )
 from sglang_triattn.patches.request.fields import end_of_chunk
@@ -102,7 +102,7 @@ class Rows:
         elif req.finished():
             exact = compression.publish(report)
             write_tree_rule(req)
-            if exact is not None and checkpoint and tokens_tell_all(req):
+            if exact is not None and checkpoint and ids_determine_kv(req):
                 publish_start(req, exact, tree_cache)
             give_back(original, req, tree_cache, checkpoint=checkpoint)
         else:

@@ -17,7 +17,7 @@ A request's row, in KV entries:
 
 - [0, protected) belongs to the radix tree; the request holds a lock on it.
 - [protected, physical) belongs to the request; compaction rounds touch nothing before `frozen` (`plan.frozen_length`).
-- Evicted tokens belong to nobody: their slots go back to the allocator in the same step.
+- Evicted tokens have no owner: their slots go back to the allocator in the same step.
 
 Only exact K/V, which the token ids alone determine, may enter the tree: the whole row if nothing was evicted, else the
 entries before the first evicted position. Anything computed after an eviction attended to a row with holes.
@@ -50,7 +50,7 @@ class Stage(Enum):
 
     ARRIVED = "waits without a row"
     SUSPENDED = "waits while the host has a copy of its row"
-    ACQUIRED = "waits behind its conversation's row, for one attempt at admission"
+    ACQUIRED = "waits with its conversation's row, for one attempt at admission"
     ADMITTED = "holds a row"
     PARKED = "left its row to its conversation"
     PUBLISHED = "gave its row back"
@@ -62,7 +62,7 @@ class CompressedRequest:
     Attributes:
         options: its options; `options.settings` is None if it is not compressed.
         withheld: whether its row stays out of the tree, because SGLang says so or a round failed.
-        reserve: slots that its row has behind its computed entries while it decodes, for drafted tokens; 0 without
+        reserve: slots that its row has after its computed entries while it decodes, for drafted tokens; 0 without
             speculative decoding.
         stage: its current stage.
         record: record of the row it holds; None without a row.

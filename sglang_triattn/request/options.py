@@ -53,7 +53,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
 
     Args:
         config: the server's settings.
-        custom_params: whatever the request's sampling parameters hold; keys other than KEY are ignored. A field that is
+        custom_params: what the request's sampling parameters hold; keys other than KEY are ignored. A field that is
             null counts as not given.
 
     Raises:
@@ -103,7 +103,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
         if conversation is not None:
             raise RequestError(
                 f"custom_params.{KEY}.conversation does not work with enabled false, because only compressed requests "
-                "leave a row behind: leave one of the two out.",
+                "leave a row: leave one of the two out.",
                 CONFLICT,
             )
         return CompressionOptions(None)
@@ -116,7 +116,7 @@ def read_request(config: RoundRules, custom_params: object) -> CompressionOption
 
 
 def with_media(options: CompressionOptions, kinds: Collection[str]) -> CompressionOptions:
-    """The options of a request that has images or the like: its prompt is frozen, whatever they say.
+    """The options of a request that has images or the like: its prompt is frozen in any case.
 
     Args:
         kinds: what it has, in lower case: image, video, audio.

@@ -31,7 +31,7 @@ class Plan:
         old_length: physical length before the round.
         new_length: physical length after it.
         next_position: logical length, i.e. how many tokens stand before the request's next one. It is that token's RoPE
-            position, except behind images with several position axes.
+            position, except after images with several position axes.
         freed_slots: slots returned to the allocator, whole pages at page sizes above 1.
         moved: stretches of the row, input tokens of resumed turns, that move to directly before `frozen` first, see
             `rounds.inputs`.

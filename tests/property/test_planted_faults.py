@@ -148,11 +148,11 @@ def free_what_the_tree_has(patch):
 
 
 def publish_what_sglang_bars(patch):
-    patch.setattr(rows, "tokens_tell_all", lambda request: True)
+    patch.setattr(rows, "ids_determine_kv", lambda request: True)
 
 
 def keep_what_sglang_bars(patch):
-    patch.setattr(conversations, "tokens_tell_all", lambda request: True)
+    patch.setattr(conversations, "ids_determine_kv", lambda request: True)
 
 
 def leave_the_tree_locked(patch):
@@ -422,7 +422,7 @@ FAULTS = [
     Fault("barred rows are published", publish_what_sglang_bars, "but may have", BARRED),
     Fault("barred rows are kept", keep_what_sglang_bars, "do not determine", {"varied": True}),
     Fault("a dropped conversation leaves its lock", leave_the_tree_locked, "of the tree are locked", REMAP),
-    Fault("a conversation's row is freed twice", free_a_row_twice, "a row is owned by nobody", REMAP),
+    Fault("a conversation's row is freed twice", free_a_row_twice, "a row has no owner", REMAP),
     Fault("rounds reach into the frozen part", compact_what_is_frozen, "wrote to a slot|due round|frozen|kept", PAGES),
     Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
     Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP),

@@ -18,7 +18,7 @@ from simulation import Simulation
 
 
 def metadata(sim: Simulation, rows: torch.Tensor, requests: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
-    """indptr and indices, which FlashInfer's and Triton's backends build alike, and the plan of Triton's split.
+    """indptr and indices, which FlashInfer's and Triton's backends both build, and the plan of Triton's split.
 
     Args:
         rows: [rows, context] int32, slots.

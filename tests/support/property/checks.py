@@ -39,8 +39,8 @@ def check_books(sim: Simulation) -> None:
     for name, kv in idle.items():
         slots = sim.rows.req_to_token[kv.req_pool_idx, kv.cache_protected_len : kv.kv_allocated_len]
         claim(owned, pages(slots, page), name)
-    assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row is owned by nobody"
-    assert len(owned) == sim.pool_size // page, "a page is owned by nobody"
+    assert sim.rows.available_size() + len(sim.running) + len(idle) == ROWS, "a row has no owner"
+    assert len(owned) == sim.pool_size // page, "a page has no owner"
     check_reserved(sim)
     if sim.window:
         check_windows(sim)
@@ -55,7 +55,7 @@ def private_slots(sim: Simulation, running: Running) -> torch.Tensor:
 
 
 def check_pages(sim: Simulation, running: Running) -> None:
-    """Behind its frozen part, whole pages follow one another in a row, up to the end of its reserve."""
+    """After its frozen part, whole pages follow one another in a row, up to the end of its reserve."""
     kv, slots = running.req.kv, private_slots(sim, running)
     place = torch.arange(kv.cache_protected_len, kv.kv_allocated_len)
     assert (slots % sim.page_size == place % sim.page_size).all(), f"{running.req.rid} has a torn page"
@@ -110,7 +110,7 @@ def check_row(sim: Simulation, running: Running) -> None:
     assert not wrong, f"{running.req.rid}: entries {wrong} hold other content"
     kv = running.req.kv
     assert kv.kv_committed_len == positions.shape[-1], "the request's lengths differ"
-    assert sim.reserve or kv.kv_committed_len == kv.kv_allocated_len, "slots behind the row belong to nobody"
+    assert sim.reserve or kv.kv_committed_len == kv.kv_allocated_len, "slots after the row have no owner"
     assert kv.kv_committed_len + running.evicted == len(tokens) - 1, "held and evicted tokens are not all"
     check_inputs(running)
 
@@ -142,7 +142,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     queued = queue_drafts(sim)
     batch = sim.compress(chunked)
     for running, content in queued.items():
-        found = sim.content(slots_behind(sim, running)[: len(content)])
+        found = sim.content(slots_after(sim, running)[: len(content)])
         assert torch.equal(found, content), f"{running.req.rid} lost K/V of the queued step"
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
     freed, early, between_chunks, rounds, overdue, unclear = {True: 0, False: 0}, 0, 0, 0, 0, 0
@@ -208,17 +208,17 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
 
 
 def queue_drafts(sim: Simulation) -> dict[Running, torch.Tensor]:
-    """A step that is queued writes K/V of its drafts behind each row: returns what it writes."""
+    """A step that is queued writes K/V of its drafts after each row: returns what it writes."""
     written = {}
     for running in sim.running if sim.queued else ():
-        slots = slots_behind(sim, running)[: sim.queued].long()
+        slots = slots_after(sim, running)[: sim.queued].long()
         for buffer in (*sim.pool.k_buffer, *sim.pool.v_buffer):
             buffer[slots] = slots[:, None, None] + 0.5
         written[running] = sim.content(slots)
     return written
 
 
-def slots_behind(sim: Simulation, running: Running) -> torch.Tensor:
+def slots_after(sim: Simulation, running: Running) -> torch.Tensor:
     """The reserve of a row."""
     kv = running.req.kv
     return sim.rows.req_to_token[kv.req_pool_idx, kv.kv_committed_len : kv.kv_allocated_len]

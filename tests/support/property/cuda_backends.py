@@ -67,7 +67,7 @@ def without_gpu() -> Iterator[None]:
             for name in names:
                 stack.enter_context(mock.patch.object(place, name, _standin(), create=True))
         for name in ALLOCATING:
-            # What nobody writes has to be equal in two plans.
+            # What is not written has to be equal in two plans.
             allocate = torch.zeros if name == "empty" else getattr(torch, name)
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(allocate)))
         flashmla = importlib.import_module(f"{FOLDER}.flashmla_backend")

@@ -67,7 +67,7 @@ def _around(function: Any, original: Any) -> Any:
 
 
 class Scene:
-    """Three requests, all of which have had rounds, with slots for drafts behind their rows.
+    """Three requests, all of which have had rounds, with slots for drafts after their rows.
 
     Attributes:
         lengths, evicted: [3] int64.
@@ -200,7 +200,7 @@ def draft_runner(backend: Any) -> EAGLEDraftCudaGraphRunner:
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", LISTING)
 def test_steps_read_the_shortened_rows(name, graph, page_size):
-    """Prevents a draft model from reading slots of the requests beside it, or past the end of the list: SGLang's kernel
+    """Prevents a draft model from reading slots of other requests, or past the end of the list: SGLang's kernel
     takes positions for the lengths of rows."""
     scene = Scene(page_size)
     for shift, hooks in ((scene.evicted, hooked()), (torch.zeros_like(scene.evicted), nullcontext())):
@@ -220,7 +220,7 @@ def test_steps_read_the_shortened_rows(name, graph, page_size):
 
 @pytest.mark.parametrize("name", LISTING)
 def test_they_would_not_without_the_hooks(name):
-    """Prevents the test before this one from passing whatever the hooks do."""
+    """Prevents the test before this one from passing without the hooks."""
     scene = Scene(1)
     backend = scene.backend(name, LISTING)
     plan_now(backend, scene.batch(scene.evicted))

@@ -46,9 +46,9 @@ class Memory:
         force_miss: SGLang's SGLANG_RADIX_FORCE_MISS: every prompt is computed again, and the tree receives a copy of
             what it already has, as it does for prompts that are admitted together.
         eviction: SGLang's --radix-eviction-policy.
-        window: tokens that a query of a window layer sees, one layer beside the others with a KV pool of its own; 0 for
+        window: tokens that a query of a window layer sees, one layer more, with a KV pool of its own; 0 for
             none.
-        reserve: slots behind a row's computed entries while it decodes, as for drafted tokens.
+        reserve: slots after a row's computed entries while it decodes, as for drafted tokens.
         queued: how many slots of the reserve a queued step writes while rounds run, at most.
         decodes_alone: whether this is a decode server, whose prompts another one prefills.
         settings: fields of the server's Config.
@@ -164,7 +164,7 @@ class Memory:
         return window_pool.row_allocator(self.allocator)
 
     def slide(self, req: Req) -> None:
-        """SGLang's freeing of what a window has left behind, before a decode step."""
+        """SGLang's freeing of what a window has left, before a decode step."""
         if not self.window:
             return
         batch = SimpleNamespace(forward_mode=ForwardMode.DECODE, tree_cache=self.tree)

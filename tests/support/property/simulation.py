@@ -2,7 +2,7 @@
 
 Every K/V row that a request computes is a content oracle: it says which layer, head, token and logical position it
 belongs to, and whether it was computed before its request's first eviction (exact) or, after that, by which request
-(tainted). Whatever moves, reading a row back shows whose content it holds.
+(tainted). After any move, reading a row back shows whose content it holds.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Simulation(Memory):
             self.stash(req)
 
     def _next_input(self, req: Req, *tree) -> None:
-        chunked_prefill._show_ids_behind_row(Req.init_next_round_input, req, *tree)
+        chunked_prefill._init_next_round(Req.init_next_round_input, req, *tree)
 
     def decode(self, running: Running) -> bool:
         """One more token; False if its answer is complete, or the context or the pool has no room for it."""
@@ -407,5 +407,5 @@ class Simulation(Memory):
             self.window_keys[self.allocator.full_to_swa_index_mapping[slots.long()]] = content[:, 0, 0]
 
     def _next_token(self, running: Running) -> int:
-        # Depends only on what came before, so that retracted and repeated requests continue alike.
+        # Depends only on what came before, so that retracted and repeated requests continue as they were.
         return 1 + (sum(running.tokens) * 31 + len(running.tokens)) % 5

@@ -124,7 +124,7 @@ def plan(scene: Scene, name: str, mode: str, shift: torch.Tensor) -> dict[str, t
 @pytest.mark.parametrize("name", BACKENDS)
 def test_plans_do_not_follow_positions(name, mode):
     """Prevents a backend from reading as many slots as a request has tokens: what it plans with follows from physical
-    lengths, whatever the positions in the batch."""
+    lengths, at any positions in the batch."""
     scene = Scene(1)
     logical = plan(scene, name, mode, scene.evicted)
     physical = plan(scene, name, mode, torch.zeros_like(scene.evicted))

@@ -9,7 +9,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.rope import Rope
 from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.model.served_shape import join_stages
-from sglang_triattn.patches.ranks.pipeline import batches_in_flight, keeps_alike, requests_beside
+from sglang_triattn.patches.ranks.pipeline import batches_in_flight, keeps_equal_sets, requests_of_other_batches
 from sglang_triattn.patches.ranks.tensor_parallel import agreed
 from sglang_triattn.stats.file import ModelShape, QueryStats
 
@@ -55,10 +55,10 @@ def test_all_stages_refuse_where_one_does(stages):
 
 def test_stages_never_keep_the_same():
     """Prevents stages whose trees hold different parts of one row."""
-    assert keeps_alike(SimpleNamespace(dp_tp_group=group(), pp_group=group()), "per-head")
-    assert keeps_alike(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "union")
-    assert not keeps_alike(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "per-head")
-    assert not keeps_alike(SimpleNamespace(dp_tp_group=group(), pp_group=group(None)), "union")
+    assert keeps_equal_sets(SimpleNamespace(dp_tp_group=group(), pp_group=group()), "per-head")
+    assert keeps_equal_sets(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "union")
+    assert not keeps_equal_sets(SimpleNamespace(dp_tp_group=group(None), pp_group=group()), "per-head")
+    assert not keeps_equal_sets(SimpleNamespace(dp_tp_group=group(), pp_group=group(None)), "union")
 
 
 def request(*, holds_kv: bool = True, finished: bool = False) -> SimpleNamespace:
@@ -71,7 +71,7 @@ def test_requests_of_other_microbatches():
     batches = [SimpleNamespace(reqs=reqs) for reqs in ([own], [decoding, request(holds_kv=False)])]
     prefill = SimpleNamespace(reqs=[filling, chunked, request(finished=True)])
     scheduler = SimpleNamespace(running_batch=batches[0], chunked_req=chunked)
-    assert requests_beside(scheduler) == batches_in_flight(scheduler) == []
+    assert requests_of_other_batches(scheduler) == batches_in_flight(scheduler) == []
     scheduler.running_mbs, scheduler.mbs = batches, [batches[0], prefill]
-    assert requests_beside(scheduler) == [decoding, filling]
+    assert requests_of_other_batches(scheduler) == [decoding, filling]
     assert batches_in_flight(scheduler) == [prefill]

@@ -29,7 +29,8 @@ def books(page: int) -> tuple[Pool, Holders, Peers]:
     pool = Pool(page, SIZE, free, slots[:page], table, [])
     row = {"row": np.array([1]), "length": np.array([length]), "frozen": np.array([page]), "covered": np.array([page])}
     holders = Holders(lambda _: "request r1", **row, path=slots[:page])
-    return pool, holders, Peers(8, np.array([2, 3, 5, 7, 8]), of, page, np.array([2 * page]), page)
+    left = np.array([2, 3, 5, 7, 8])
+    return pool, holders, Peers(8, left, of, page, np.array([2 * page]), page, np.array([length]))
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -50,14 +51,18 @@ FAULTS = {
     "free twice": (lambda pool, peers: replace(peers, free=np.append(peers.free, 2)), "is free twice"),
     "lost": (lambda pool, peers: replace(peers, free=peers.free[1:]), "has no owner and is not free"),
     "freed": (lambda pool, peers: replace(peers, free=np.append(peers.free, 1)), "belongs to request r1 and is free"),
-    "left behind": (lambda pool, peers: with_peer(peers, pool.free[0] * pool.page_size, 8), "is free, but still has"),
+    "left over": (lambda pool, peers: with_peer(peers, pool.free[0] * pool.page_size, 8), "is free, but still has"),
     "the tree counts more": (lambda pool, peers: replace(peers, tree=9), "the tree counts 9 slots"),
-    "cursor behind": (
+    "cursor too low": (
         lambda pool, peers: replace(peers, cursor=peers.cursor - pool.page_size),
         "has no peer",
     ),
     "cursor ahead": (lambda pool, peers: replace(peers, cursor=peers.cursor + pool.page_size), "still has a peer"),
     "window lost": (lambda pool, peers: replace(peers, reach=3 * pool.page_size), "the next query sees it"),
+    "window lost before drafts": (
+        lambda pool, peers: replace(peers, computed=peers.computed - 2 * pool.page_size),
+        "the next query sees it",
+    ),
 }
 
 
@@ -66,8 +71,8 @@ FAULTS = {
 def test_faults(fault, page):
     """Prevents a slot of this pool from being lost, given away or read after it was freed without anybody noticing."""
     pool, holders, peers = books(page)
-    change, said = FAULTS[fault]
-    assert said in find_peer_fault(pool, holders, change(pool, peers))
+    change, message = FAULTS[fault]
+    assert message in find_peer_fault(pool, holders, change(pool, peers))
 
 
 def test_half_a_page_of_peers():

@@ -50,7 +50,7 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
 
 
 def test_newest_tokens_of_window_layers_are_never_copied():
-    """Prevents window layers from reading K/V that a round has left behind."""
+    """Prevents window layers from reading the K/V of other tokens after a round."""
     check_newest_stay(complete(Config("s", budget=64, interval=32, recent=48), window=48, page_size=16))
 
 

@@ -44,7 +44,7 @@ class Server:
                 steps_until_overdue([left if left > 0 else INTERVAL for left in steps], lot),
             )
         else:
-            assert not early, "a step in which nobody looks would have needed an early round"
+            assert not early, "a step without a look would have needed an early round"
         chosen = [*due, *early]
         for index in chosen:
             self.early.append(BUDGET + INTERVAL - self.private[index])
