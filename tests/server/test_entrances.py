@@ -12,7 +12,6 @@ import yaml
 
 import warm
 from harness import BUDGET, INTERVAL, RECENT, STRICT, Client, compressed_args, compression, prompt, two_cores
-from launches import launch
 from server import free_port
 from sglang_triattn.config import OPTIONS, SWITCH, Config, flag
 
@@ -53,9 +52,11 @@ def test_data_parallel_replicas(serve):
     serve.stop(client)  # its controller polls without a pause
 
 
-def test_help_names_every_flag():
+def test_help_names_every_flag(forkserver, tmp_path):
     """Prevents settings that a user cannot find."""
-    text = " ".join(launch("--help").output.split())
+    text = " ".join(
+        warm.run_module(forkserver, ["sglang.launch_server", "--help"], {}, tmp_path / "help").output.split()
+    )
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     assert SWITCH in text
     for option in OPTIONS:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import warm
 from harness import altered_stats, compressed_args, install_plugin, plain_args, python_path
 from launches import launch, resolve
+from sets import wide
 from sglang_triattn.compatibility.rules import FIRST_RULES, Server
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import Config
@@ -52,6 +53,11 @@ SETTINGS = [
     (["--model-impl", "mindspore"], {}, ["--model-impl mindspore", "use --model-impl auto"]),
     ([], {"SGLANG_RUST_SERVER": "1"}, ["SGLANG_RUST_SERVER"]),
     ([], {"SGLANG_USE_HND_KVCACHE": "1"}, ["SGLANG_USE_HND_KVCACHE"]),
+    (
+        [],
+        {"SGLANG_TRIATTN_CHECK": "on"},
+        ["SGLANG_TRIATTN_CHECK is 'on': set it to 1 to check every slot at every round, or to 0."],
+    ),
     (["--triattention-budget", "0"], {}, ["--triattention-budget", "at least 1"]),
     (["--triattention-recent", "65"], {}, ["--triattention-recent (65)", "--triattention-budget (64)"]),
     (["--triattention-interval", "-3"], {}, ["--triattention-interval", "at least 1"]),
@@ -92,19 +98,30 @@ FROM_ENVIRONMENT = [
 ]
 
 
+DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+
+
 @pytest.fixture(scope="module")
 def outcomes(tiny):
-    """How resolution ends for each of SETTINGS, for plain command lines and a good one, and for FROM_ENVIRONMENT."""
-    command = ["--model-path", tiny.path, *compressed_args(tiny)]
-    cases = [([*command, *flags], env) for flags, env, _ in SETTINGS]
-    cases += [
-        (["--model-path", tiny.path, "--triattention-budget", "7"], {}),
-        (["--model-path", tiny.path, *plain_args(), "--enable-triattention"], {}),
-        (command, {}),
-        (["--model-path", tiny.path, "--enable-two-batch-overlap"], {}),
-        *([["--model-path", tiny.path, *flags], {VARIABLE: text}] for flags, text, _ in FROM_ENVIRONMENT),
-    ]
-    return resolve(cases)
+    """How resolution ends, by kind: for each of SETTINGS; for plain command lines, a good one among them; for each of
+    FROM_ENVIRONMENT; for drafts of a model, without numbers, with one of the three, and with all."""
+    plain = ["--model-path", tiny.path]
+    command = [*plain, *compressed_args(tiny)]
+    drafting = [*command, "--speculative-draft-model-path", tiny.path, "--speculative-algorithm", "EAGLE3"]
+    kinds = {
+        "settings": [([*command, *flags], env) for flags, env, _ in SETTINGS],
+        "switch": [
+            ([*plain, "--triattention-budget", "7"], {}),
+            ([*plain, *plain_args(), "--enable-triattention"], {}),
+            (command, {}),
+            ([*plain, "--enable-two-batch-overlap"], {}),
+        ],
+        "environment": [([*plain, *flags], {VARIABLE: text}) for flags, text, _ in FROM_ENVIRONMENT],
+        "drafts": [([*drafting, *words.split()], {}) for words in ("", "--speculative-eagle-topk 1", DRAFTS)],
+    }
+    # All in one process, because importing SGLang takes longer than resolving.
+    found = iter(resolve([case for cases in kinds.values() for case in cases]))
+    return {kind: [next(found) for _ in cases] for kind, cases in kinds.items()}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +129,7 @@ def outcomes(tiny):
 )
 def test_setting_is_refused(outcomes, index):
     """Prevents a server from starting in a mode in which it would corrupt KV or silently run dense."""
-    ended = outcomes[index]
+    ended = outcomes["settings"][index]
     assert ended.code == 2
     assert "Traceback" not in ended.output
     for word in SETTINGS[index][2]:
@@ -130,7 +147,7 @@ def test_blocks_of_scaled_keys_are_refused(dtype):
 
 def test_flags_need_the_switch_and_nothing_else(outcomes):
     """Prevents settings without effect, and a switch that does not suffice."""
-    without_switch, alone, good, plain = outcomes[len(SETTINGS) : -len(FROM_ENVIRONMENT)]
+    without_switch, alone, good, plain = outcomes["switch"]
     assert without_switch.code == 2
     assert "--enable-triattention" in without_switch.error
     assert alone.code == good.code == plain.code == 0, (alone.output, good.output, plain.output)
@@ -139,27 +156,16 @@ def test_flags_need_the_switch_and_nothing_else(outcomes):
 @pytest.mark.parametrize("index", range(len(FROM_ENVIRONMENT)))
 def test_a_command_line_reads_the_environment(outcomes, index):
     """Prevents a dense server whose settings stand in the environment alone, and one with two sources of settings."""
-    ended, (_, _, expected) = outcomes[index - len(FROM_ENVIRONMENT)], FROM_ENVIRONMENT[index]
+    ended, (_, _, expected) = outcomes["environment"][index], FROM_ENVIRONMENT[index]
     assert ended.code == (2 if expected else 0), ended.output
     for words in expected:
         assert words in ended.error
 
 
-DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-
-
-@pytest.fixture(scope="module")
-def drafting(tiny):
-    """How resolution ends for drafts of a model: without numbers, with one of the three, and with all."""
-    command = ["--model-path", tiny.path, *compressed_args(tiny), "--speculative-draft-model-path", tiny.path]
-    command += ["--speculative-algorithm", "EAGLE3"]
-    return resolve([([*command, *words.split()], {}) for words in ("", "--speculative-eagle-topk 1", DRAFTS)])
-
-
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_a_refused_draft_is_advised_is_accepted(drafting, index):
+def test_what_a_refused_draft_is_advised_is_accepted(outcomes, index):
     """Prevents advice that ends in a bare assertion of SGLang, which takes the numbers of a draft together."""
-    refused, good = drafting[index], drafting[2]
+    refused, good = outcomes["drafts"][index], outcomes["drafts"][2]
     assert refused.code == 2
     assert "Traceback" not in refused.output
     assert refused.error.strip().endswith(f": use {DRAFTS}.")
@@ -170,7 +176,7 @@ def test_what_a_refused_draft_is_advised_is_accepted(drafting, index):
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
     ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
-    ("MiniCPM3ForCausalLM", {"model_type": "minicpm3", "kv_lora_rank": 256}, "latent attention"),
+    wide("MiniCPM3ForCausalLM", {"model_type": "minicpm3", "kv_lora_rank": 256}, "latent attention"),
 ]
 
 
