@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernel_cases import GOLDEN_SCORES, KernelCase, may_race, published_means, score_tolerance
-from sets import wide
+from sets import matrix, wide
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.reference import CHUNK
 from sglang_triattn.kernels.score.score_kernel import score_triton
@@ -138,8 +138,7 @@ def test_every_dtype_and_shape(device, cross):
     check(case, "mean", recent=7)
 
 
-@pytest.mark.parametrize("others", [8, 24, 48, 64, 72])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "others"), matrix(DTYPES, [8, 24, 48, 64, 72], strength=1), ids=str)
 def test_every_dtype_with_unrotated_dims(device, dtype, others):
     """Prevents dims after the rotated ones from being decoded, padded or masked wrongly, or left out."""
     case = KernelCase(lengths=[37, 10], device=device, dtype=dtype, head_dim=32 + others, rotary_dim=32, group=5,

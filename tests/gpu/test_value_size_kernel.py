@@ -50,8 +50,11 @@ def check(case: KernelCase, recent: int = 8) -> None:
         assert (sizes[r, ..., candidates:] == SENTINEL).all()
 
 
-@pytest.mark.parametrize("value_dim", [16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 576, 1024])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("value_dim", "dtype"),
+    matrix([16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 576, 1024], DTYPES, strength=1),
+    ids=str,
+)
 def test_every_dtype_and_width(device, dtype, value_dim):
     """Prevents a dtype or head size from being decoded or masked wrongly, and poison from leaking."""
     check(KernelCase(lengths=[37, 11], device=device, dtype=dtype, head_dim=16, value_dim=value_dim, seed=value_dim))
