@@ -77,7 +77,13 @@ def test_logits_of_turns_that_are_found(serve, tiny, flags):
 
 @pytest.mark.parametrize(
     ("family", "flags"),
-    [wide("gpt-oss", ()), ("qwen3-next", WITHOUT_BUFFER), wide("deepseek-v3", ()), wide("gemma3", ())],
+    [
+        ("lfm2", ()),
+        wide("gpt-oss", ()),
+        wide("qwen3-next", WITHOUT_BUFFER),
+        wide("deepseek-v3", ()),
+        wide("gemma3", ()),
+    ],
 )
 def test_logits_of_turns_that_are_found_in_other_models(serve, tmp_path, family, flags):
     """Prevents a row from being cut where its state, or its window, has seen more."""
@@ -227,8 +233,9 @@ def abort_after_a_round(client, ids: list[int], params: dict) -> None:
     [
         (None, ("--page-size", "1"), None),
         (None, ("--page-size", "16"), "failing"),
-        ("gpt-oss", ("--page-size", "1"), "failing"),
-        ("qwen3-next", ("--page-size", "1", *WITHOUT_BUFFER), None),
+        wide("gpt-oss", ("--page-size", "1"), "failing"),
+        ("lfm2", ("--page-size", "1"), None),
+        wide("qwen3-next", ("--page-size", "1", *WITHOUT_BUFFER), None),
         wide("qwen3-next", ("--page-size", "64"), None),
         wide("gpt-oss", ("--page-size", "16"), None),
         wide("deepseek-v3", ("--page-size", "1"), None),

@@ -64,7 +64,7 @@ CASES = [
     Case("nemotron-nas", 16, "per-layer-head"),
     wide(Case("gpt-oss", 1, "shared-mean", measured=False, plain=True)),
     Case("gpt-oss", 16, "per-layer-head", plain=True),
-    Case("mimo-v2", 16, "per-layer-head"),
+    wide(Case("mimo-v2", 16, "per-layer-head")),
     wide(Case("step-3.5", 64, "per-layer-head")),
     wide(Case("mellum", 16, "per-layer-head", plain=True)),
     wide(Case("gemma-4", 16, "per-layer-head")),
@@ -76,7 +76,7 @@ CASES = [
     wide(Case("qwen3.5", 16, "union", WITH_BUFFER, plain=True)),
     wide(Case("qwen3.5-whole", 1, "shared-mean", WITH_BUFFER)),
     Case("lfm2", 1, "per-layer-head", plain=True),
-    Case("falcon-h1", 16, "per-layer-head", (*WITH_BUFFER, *KEYS_ALONE), plain=True),
+    wide(Case("falcon-h1", 16, "per-layer-head", (*WITH_BUFFER, *KEYS_ALONE), plain=True)),
     wide(Case("granite-4-h", 1, "per-layer-head", WITH_BUFFER, plain=True)),
     wide(Case("nemotron-h", 16, "shared-mean", WITH_BUFFER, plain=True)),
 ]

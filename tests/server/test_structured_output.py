@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 
 import prepare_model
-from harness import STRICT, Client, compression
+from harness import STRICT, Client, compressed_args, compression
+from tiny_model import build_tiny_model
 from warm import running_server
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+ITS_SIZE = 49_152
 
 
 @pytest.fixture(scope="module")
-def smollm(forkserver, tmp_path_factory):
-    model, stats = prepare_model.prepare()
-    args = ["--enable-triattention", "--triattention-stats", str(stats), "--triattention-budget", "64"]
-    # In bfloat16, processors without bfloat16 arithmetic would answer for minutes.
-    args += ["--triattention-interval", "32", "--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32"]
-    with running_server(forkserver, model, args, STRICT, tmp_path_factory.mktemp("logs") / "log") as server:
+def speller(forkserver, tmp_path_factory):
+    """The Client of a server of a random model with a trained model's tokenizer, which spells any text."""
+    trained, _ = prepare_model.prepare()
+    folder = tmp_path_factory.mktemp("speller")
+    model = build_tiny_model(folder, vocabulary=ITS_SIZE)
+    for name in TOKENIZER:
+        shutil.copy(trained / name, model.path)
+    # A random model would fill its answers with white space.
+    args = compressed_args(model, "--constrained-json-disable-any-whitespace")
+    args.remove("--skip-tokenizer-init")
+    with running_server(forkserver, model.path, args, STRICT, folder / "log") as server:
         yield Client(server)
 
 
-def test_structured_output(smollm):
+def test_structured_output(speller):
     """Prevents a grammar from losing its place when tokens that it has accepted are evicted."""
-    response = smollm.post(
+    response = speller.post(
         "/generate",
         text="Some three-letter words:",
         sampling_params={"max_new_tokens": 176, "temperature": 0.8, "regex": "([a-z]{3} [0-9]{2}, ){100}"},
@@ -34,16 +44,19 @@ def test_structured_output(smollm):
     assert re.fullmatch("([a-z]{3} [0-9]{2}, )+", response["text"][:whole])
 
 
-def test_json_schema_in_a_chat(smollm):
+def test_json_schema_in_a_chat(speller):
     """Prevents an answer that breaks the schema it was promised to follow."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 36}
     schema = {"type": "object", "properties": {"numbers": numbers | {"maxItems": 36}}, "required": ["numbers"]}
-    response = smollm.post(
+    response = speller.post(
         "/v1/chat/completions",
         model="default",
         messages=[{"role": "user", "content": "Thirty-six numbers, please."}],
         max_tokens=900,
+        return_meta_info=True,
         temperature=0.8,
         response_format={"type": "json_schema", "json_schema": {"name": "numbers", "schema": schema}},
     ).json()
-    assert len(json.loads(response["choices"][0]["message"]["content"])["numbers"]) == 36
+    answer = response["choices"][0]
+    assert compression(answer)["rounds"] >= 2
+    assert len(json.loads(answer["message"]["content"])["numbers"]) == 36

@@ -80,7 +80,8 @@ def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
     [
         ("gpt-oss", 1, ()),
         wide("gemma3", 16, ()),
-        ("qwen3-next", 1, WITHOUT_BUFFER),
+        ("lfm2", 1, ()),
+        wide("qwen3-next", 1, WITHOUT_BUFFER),
         wide("deepseek-v3", 1, ()),
     ],
 )
