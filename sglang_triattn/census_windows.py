@@ -27,6 +27,7 @@ class Peers:
         tree: how many of its slots the radix tree counts as its own.
         cursor: [holders] int64: the first entry after the frozen ones that has a peer.
         reach: tokens before its own that a query sees.
+        computed: [holders] int64: the entry at which the next query stands; later ones are for drafted tokens.
     """
 
     pages: int
@@ -35,6 +36,7 @@ class Peers:
     tree: int
     cursor: np.ndarray
     reach: int
+    computed: np.ndarray
 
 
 def find_peer_fault(pool: Pool, holders: Holders, peers: Peers) -> str | None:
@@ -77,7 +79,7 @@ def _entry_faults(holders: Holders, entries: Entries, peers: Peers) -> Iterator[
     number, position = entries.holder, entries.position
     has = peers.of[entries.slots] > 0
     left_window = entries.private & (position < peers.cursor[number])
-    seen = position >= (holders.length - peers.reach)[number]
+    seen = position >= (np.minimum(holders.length, peers.computed) - peers.reach)[number]
     for wrong, what in (
         (left_window & has, "still has a peer, although the window is past it"),
         (entries.private & ~left_window & ~has, "has no peer, although the window is not past it"),

@@ -37,6 +37,7 @@ def read_peers(scheduler: Scheduler, records: Sequence[ReqKvInfo]) -> Peers:
         tree=tree.swa_evictable_size() + tree.swa_protected_size(),
         cursor=np.array([cursor_of(kv, page_size) for kv in records], np.int64),
         reach=WindowPool(scheduler).reach,
+        computed=np.array([kv.kv_committed_len for kv in records], np.int64),
     )
 
 

@@ -16,6 +16,9 @@ A round empties slots, moves K/V between slots, or permutes a row, all of it bef
 least as many of those as a window is wide. So it first frees the peers of everything before them. Then emptied slots
 have none, and what moves from slot to slot is of the full layers alone. Afterwards the cursor moves up the row with the
 tokens after it.
+
+Slots of a reserve (`draft_reserve`) have peers too, but a window ends at the computed entries. At their end, as the
+host counts them, the queued step's first drafted token stands, and it sees the window before.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.layers import UnsupportedModel
 from sglang_triattn.patches.request.compressed import evicted_of
+from sglang_triattn.patches.request.draft_reserve import reserve_per_row
 from sglang_triattn.patches.request.integrity import all_or_nothing
 from sglang_triattn.rounds.plan import ceil_align
 
@@ -93,6 +97,7 @@ class WindowPool:
         self._allocator = cast("SWATokenToKVPoolAllocator", scheduler.token_to_kv_pool_allocator)
         self._rows = scheduler.req_to_token_pool.req_to_token
         self.page_size = self._allocator.page_size
+        self._reserve = reserve_per_row(scheduler)
 
     @property
     def reach(self) -> int:
@@ -107,7 +112,8 @@ class WindowPool:
     @property
     def peak(self) -> int:
         """Most slots, in whole pages, that a decoding request holds when memory is short, see `make_room`."""
-        return ceil_align(max(self.reach, self.page_size), self.page_size) + 2 * self.page_size
+        window = ceil_align(max(self.reach, self.page_size), self.page_size)
+        return window + ceil_align(self._reserve, self.page_size) + 2 * self.page_size
 
     def growth_in(self, requests: Sequence[Req]) -> int:
         """Slots, in whole pages, that decoding requests may still take, all of them together.
@@ -117,6 +123,7 @@ class WindowPool:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         total, page_size, peak, window = 0, self.page_size, self.peak, ComponentType.SWA
+        step = self._reserve or 1
         for request in requests:
             kv = request.kv
             if kv.req_pool_idx is None:
@@ -130,7 +137,7 @@ class WindowPool:
             freed = kv.component_evicted_seqlens.get(window, 0) - first
             growth = peak - held + protected + (freed if freed > 0 else 0)
             # SGLang sets a limit for requests that come without one.
-            left = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0) + 1  # pyright: ignore[reportOptionalOperand]
+            left = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0) + step  # pyright: ignore[reportOptionalOperand]
             if growth > left:
                 growth = min(growth, left if page_size == 1 else ceil_align(left, page_size))
             if growth > 0:
@@ -202,8 +209,8 @@ def slide_window(request: Req, tree_cache: BasePrefixCache) -> None:
     SGLang does so now and then in decode and, where the tree takes the chunks, in a prefill.
     """
     if tree_cache.supports_swa():
-        # With overlap, the queued step's last query is that of the last entry.
-        tree_cache.evict_sliding_windows(request, request.kv.kv_allocated_len - 1)
+        # With overlap, the queued step's first query is that of the last entry, or of the one after it if it drafts.
+        tree_cache.evict_sliding_windows(request, request.kv.kv_committed_len - 1)
 
 
 def hooks() -> list[Hook]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.patches.request import window_pool
 from sglang_triattn.patches.request.window_pool import WindowPool, check_reach
 from sglang_triattn.patches.rounds.launches import RoundShape
 from sglang_triattn.patches.rounds.window_peers import free_peers
@@ -21,6 +22,7 @@ def scheduler(*, size=400, page_size=16, reach=127):
         token_to_kv_pool_allocator=allocator,
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 8)),
         tree_cache=SimpleNamespace(swa_retain_window=reach),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True),
     )
 
 
@@ -29,6 +31,24 @@ def test_a_pool_too_small_for_one_request_is_refused():
     check_reach(scheduler(), 128)
     with pytest.raises(TriAttentionError, match=r"160 of them .* --swa-full-tokens-ratio"):
         check_reach(scheduler(size=180), 128)
+
+
+def test_a_pool_too_small_for_drafts_is_refused(monkeypatch):
+    """Prevents the same where each step also needs slots for the tokens that it drafts."""
+    check_reach(scheduler(size=200), 128)
+    monkeypatch.setattr(window_pool, "reserve_per_row", lambda _: 10)
+    with pytest.raises(TriAttentionError, match="176 of them"):
+        check_reach(scheduler(size=200), 128)
+
+
+def test_a_window_ends_at_computed_entries():
+    """Prevents slots for drafted tokens from counting as computed ones, for which K/V that the next query sees would be
+    given back."""
+    ends = []
+    tree = SimpleNamespace(supports_swa=lambda: True, evict_sliding_windows=lambda _, end: ends.append(end))
+    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=100, kv_allocated_len=112))
+    window_pool.slide_window(request, tree)
+    assert ends == [99]
 
 
 def test_a_window_wider_than_what_rounds_keep_is_refused():

@@ -29,7 +29,8 @@ def books(page: int) -> tuple[Pool, Holders, Peers]:
     pool = Pool(page, SIZE, free, slots[:page], table, [])
     row = {"row": np.array([1]), "length": np.array([length]), "frozen": np.array([page]), "covered": np.array([page])}
     holders = Holders(lambda _: "request r1", **row, path=slots[:page])
-    return pool, holders, Peers(8, np.array([2, 3, 5, 7, 8]), of, page, np.array([2 * page]), page)
+    left = np.array([2, 3, 5, 7, 8])
+    return pool, holders, Peers(8, left, of, page, np.array([2 * page]), page, np.array([length]))
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -58,6 +59,10 @@ FAULTS = {
     ),
     "cursor ahead": (lambda pool, peers: replace(peers, cursor=peers.cursor + pool.page_size), "still has a peer"),
     "window lost": (lambda pool, peers: replace(peers, reach=3 * pool.page_size), "the next query sees it"),
+    "window lost before drafts": (
+        lambda pool, peers: replace(peers, computed=peers.computed - 2 * pool.page_size),
+        "the next query sees it",
+    ),
 }
 
 
