@@ -71,7 +71,9 @@ def most_of_next_step(scheduler: Scheduler, request: Req, page_size: int) -> int
         request: any of the running requests.
     """
     rows = scheduler.req_to_token_pool
-    return (rows.size - rows.available_size()) * (ceil_align(compression_of(request).reserve, page_size) + page_size)
+    # A decode server has more of them, for requests whose K/V another server is sending.
+    taken = rows.size + rows.pre_alloc_size - rows.available_size()
+    return taken * (ceil_align(compression_of(request).reserve, page_size) + page_size)
 
 
 def slots_of_next_step(requests: Sequence[Req], joining: ScheduleBatch | None, page_size: int) -> int:
