@@ -28,7 +28,7 @@ CASES = [
     wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
     wide("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
     # With layers that keep a state.
-    ("qwen3-next", (*TWO_GROUPS, *WITH_BUFFER), 16, "per-layer-head"),
+    wide("qwen3-next", (*TWO_GROUPS, *WITH_BUFFER), 16, "per-layer-head"),
     wide("qwen3-next", (*TWO_GROUPS, *WITHOUT_BUFFER), 1, "shared-mean"),
 ]
 

@@ -62,7 +62,7 @@ CASES = [
     wide("NEXTN latent", "moved"),
     ("NEXTN latent", "pages"),
     wide("NEXTN latent", "remapped"),
-    ("NEXTN latent", "groups"),
+    wide("NEXTN latent", "groups"),
 ]
 # Models with a draft layer of their own.
 WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}
