@@ -104,8 +104,7 @@ class Servers:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    # Nine tenths of a server's decode step are spent in the model's layers: as few as can differ from one another.
-    return build_tiny_model(tmp_path_factory.mktemp("model"), num_layers=2)
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
