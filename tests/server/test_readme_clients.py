@@ -105,18 +105,18 @@ def test_agent(agent_server, tmp_path):
     ends = '"ignore_eos": messages[-1]["role"] == "tool"'
     source = source.replace("extra_body={", f"temperature=0, extra_body={{{grammar}, {ends}, ")
     # It is slow, too, so answers and budget are shorter.
-    source = source.replace("max_tokens=400", "max_tokens=60")
-    source = source.replace('"budget": 256, "interval": 64', '"budget": 32, "interval": 8')
+    source = source.replace("max_tokens=400", "max_tokens=80")
+    source = source.replace('"budget": 256, "interval": 64', '"budget": 48, "interval": 8')
     reports = [ast.literal_eval(line) for line in run(tmp_path, source)]
     assert [report["conversation"] for report in reports] == ["new", "new", "resumed", "resumed"]
     assert [report["conversation_kept"] for report in reports] == [False, True, True, True]
     called, answered, again, last = reports
     assert called["rounds"] == 0
-    assert answered["rounds"] == (59 - 32) // 8
+    assert answered["rounds"] == (79 - 48) // 8
     # The second task and the second result of the tool stay, on top of the budget.
     assert last["frozen_length"] == again["frozen_length"] == answered["frozen_length"]
     assert last["protected_length"] > again["protected_length"] > answered["protected_length"] == 0
-    assert last["physical_length"] <= last["frozen_length"] + last["protected_length"] + 32 + 8
+    assert last["physical_length"] <= last["frozen_length"] + last["protected_length"] + 48 + 8
     assert_pool_is_whole(agent_server)
 
 

@@ -13,7 +13,7 @@ from harness import STRICT, Client, compressed_args, compression
 from tiny_model import build_tiny_model
 from warm import running_server
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ITS_SIZE = 49_152
 
 
