@@ -25,10 +25,9 @@ from warm import run_command, running_server
 from words import with_tokenizer
 
 BUDGET, INTERVAL = 96, 32
-CHAIN = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 DRAFTS = {
     "NGRAM": "--page-size 1 --speculative-num-draft-tokens 6",
-    "STANDALONE": f"{CHAIN} --speculative-draft-model-path",
+    "STANDALONE": f"{' '.join(harness.DRAFTS)} --speculative-draft-model-path",
 }
 
 

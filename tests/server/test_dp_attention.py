@@ -7,6 +7,7 @@ import pytest
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, compare_with_account, modules_of, prepared, started
 from harness import (
     KEYS_ALONE,
+    TWO_GROUPS,
     assert_pool_is_whole,
     compression,
     only_models,
@@ -18,7 +19,6 @@ from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 FAMILY = "qwen3-moe-all"
-TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
 BACKEND = ("--attention-backend", "torch_reference")
 

@@ -15,9 +15,12 @@ from draft_heads import AUXILIARY, build_eagle, load_eagle
 from family_servers import modules_of, prepared
 from harness import (
     BUDGET,
+    DRAFTS,
     INTERVAL,
     KEYS_ALONE,
     RECENT,
+    STEPS,
+    TWO_GROUPS,
     assert_pool_is_whole,
     compression,
     only_models,
@@ -34,12 +37,6 @@ from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel
 
-STEPS = 3
-DRAFTS = (
-    *("--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", str(STEPS + 1)),
-)
-TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
 MODES = {
     "moved": ("--page-size", "1"),

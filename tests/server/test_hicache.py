@@ -14,6 +14,7 @@ import pytest
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
 from harness import (
     BUDGET,
+    DRAFTS,
     INTERVAL,
     KEYS_ALONE,
     Client,
@@ -167,10 +168,6 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
     assert_same_answer(warm, cold)
 
 
-DRAFTS = (
-    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", "4"),
-)
 WRITE_BACK = ("--hicache-write-policy", "write_back")
 # A pool of states that five prompts outgrow.
 FEW_STATES = ("--max-mamba-cache-size", "16")

@@ -1,70 +1,26 @@
-"""Adapters: their requests are compressed like others, together with requests for the base model.
+"""Adapters: their requests are compressed like others, together with requests for the base model."""
 
-SGLang's LoRA pins memory, which needs an accelerator; without one, the plugin `unpinned` disables that.
-"""
-
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-import unpinned
-from harness import BUDGET, INTERVAL, compression, install_plugin, prompt, python_path, served_logprobs
+from adapters import build_adapter, install_unpinned, merge, serving
+from harness import BUDGET, INTERVAL, compression, prompt, python_path, served_logprobs
 from oracle import TOLERANCE, Oracle, oracle_of
-from tiny_model import TinyModel
-
-RANK, SCALE = 4, 2.0
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
-def adapter_weights(tiny: TinyModel) -> dict[str, torch.Tensor]:
-    """lora_A and lora_B of each projection in each layer, large enough that the adapter gives other answers."""
-    generator = torch.Generator().manual_seed(5)
-    found = {}
-    for name, weight in tiny.load().state_dict().items():
-        if name.split(".")[-2] in MODULES:
-            stem = "base_model.model." + name.removesuffix(".weight")
-            rows, columns = weight.shape
-            found[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(RANK, columns, generator=generator)
-            found[f"{stem}.lora_B.weight"] = 0.1 * torch.randn(rows, RANK, generator=generator)
-    return found
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK * SCALE, "lora_dropout": 0.0,
-        "target_modules": list(MODULES), "bias": "none", "base_model_name_or_path": str(tiny.path),
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(adapter_weights(tiny), folder / "adapter_model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def serve_lora(serve, adapter, tmp_path_factory):
+def serve_lora(serve, tiny, tmp_path_factory):
     """`serve_lora(compressed=True)` returns the Client of a server with the adapter "other"."""
-    folder = tmp_path_factory.mktemp("unpinned")
-    install_plugin(folder, "unpinned", Path(unpinned.__file__).read_text())
-    env = {"PYTHONPATH": python_path(folder)}
-    flags = ("--enable-lora", "--lora-paths", f"other={adapter}", "--lora-backend", "torch_native")
+    flags = serving(build_adapter(tmp_path_factory.mktemp("adapter"), tiny))
+    env = {"PYTHONPATH": python_path(install_unpinned(tmp_path_factory.mktemp("unpinned")))}
     return lambda **options: serve(*flags, env=env, **options)
 
 
 @pytest.fixture(scope="module")
-def adapted_oracle(tiny, adapter) -> Oracle:
+def adapted_oracle(tiny) -> Oracle:
     """An oracle with the base model's statistics and a model into which the adapter is merged."""
-    oracle = oracle_of(tiny)
-    weights, state = adapter_weights(tiny), oracle.model.state_dict()
-    for name in weights:
-        if "lora_A" in name:
-            delta = SCALE * weights[name.replace("lora_A", "lora_B")] @ weights[name]
-            state[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
-    return oracle
+    return merge(oracle_of(tiny), tiny)
 
 
 def test_adapter_and_base_requests_together(serve_lora, tiny, adapted_oracle):

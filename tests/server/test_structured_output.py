@@ -9,27 +9,22 @@ import shutil
 import pytest
 
 import prepare_model
-from harness import STRICT, Client, compressed_args, compression
+from harness import compression
 from tiny_model import build_tiny_model
-from warm import running_server
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 ITS_SIZE = 49_152
 
 
 @pytest.fixture(scope="module")
-def speller(forkserver, tmp_path_factory):
+def speller(serve, tmp_path_factory):
     """The Client of a server of a random model with a trained model's tokenizer, which spells any text."""
     trained, _ = prepare_model.prepare()
-    folder = tmp_path_factory.mktemp("speller")
-    model = build_tiny_model(folder, vocabulary=ITS_SIZE)
+    model = build_tiny_model(tmp_path_factory.mktemp("speller"), vocabulary=ITS_SIZE)
     for name in TOKENIZER:
         shutil.copy(trained / name, model.path)
     # A random model would fill its answers with white space.
-    args = compressed_args(model, "--constrained-json-disable-any-whitespace")
-    args.remove("--skip-tokenizer-init")
-    with running_server(forkserver, model.path, args, STRICT, folder / "log") as server:
-        yield Client(server)
+    return serve("--constrained-json-disable-any-whitespace", model=model, tokenizer=True)
 
 
 def test_structured_output(speller):

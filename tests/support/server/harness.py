@@ -68,6 +68,14 @@ POOL = 6144
 # Equal tokens have equal values in the first layer: where it is scored, or where chance decides what is computed
 # together, the last bits of sums would decide which of them stay.
 KEYS_ALONE = ("--triattention-value-share", "0")
+# Groups of one rank with batches of their own.
+TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+# Tokens that a draft model drafts in a step, one after another.
+STEPS = 3
+DRAFTS = (
+    *("--speculative-num-steps", str(STEPS), "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", str(STEPS + 1)),
+)
 
 
 def plain_args() -> list[str]:
