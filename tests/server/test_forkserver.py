@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import forkserver as server_of_forks
@@ -83,3 +86,35 @@ def test_what_comes_too_late_is_refused(forkserver, tmp_path):
     ended = warm.run_module(forkserver, ["this"], {"PYTHONPATH": str(tmp_path)}, tmp_path / "log")
     assert ended.code == 1
     assert "has other modules than those imported as ['torch']" in ended.output
+
+
+LONELY = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import forkserver
+sys.path.pop(0)
+forkserver.PACKAGES = ()
+forkserver.main()
+"""
+
+
+def test_servers_end_with_their_test_process(tmp_path):
+    """Prevents servers of a test run that was killed or interrupted from keeping their memory and their cores."""
+    (tmp_path / "sleeper.py").write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
+    log = tmp_path / "log"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    folder = str(Path(server_of_forks.__file__).parent)
+    command = [sys.executable, "-P", "-c", LONELY, str(theirs.fileno()), folder]
+    with ours, log.open("w") as output:
+        lonely = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        request = {"command": ["sleeper"], "env": env, "folder": str(tmp_path)}
+        socket.send_fds(ours, [json.dumps(request).encode()], [output.fileno()])
+        sleeper = psutil.Process(json.loads(ours.recv(1 << 12)))
+        deadline = time.monotonic() + 60
+        while "asleep" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert lonely.wait(60) == 0
+    assert not sleeper.is_running() or sleeper.status() == psutil.STATUS_ZOMBIE

@@ -9,12 +9,14 @@ which has read variables too. A command that sets one of those to another value 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -94,10 +96,13 @@ def run_forkserver(ours: socket.socket) -> None:
     # Servers forked from an image become this process's children.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     images: list[Image] = []
+    started: set[int] = set()
     ended: dict[int, int] = {}
     while True:
         data, files, *_ = socket.recv_fds(ours, LARGEST_MESSAGE, MOST_FILES)
         if not data:
+            reap(ended)
+            end_servers(started - set(ended))
             sys.exit()
         request = json.loads(data)
         answer = None
@@ -120,9 +125,18 @@ def run_forkserver(ours: socket.socket) -> None:
                 become_server(request, files)
                 return
             ended.pop(answer, None)
+            if isinstance(answer, int):
+                started.add(answer)
         for file in files:
             os.close(file)
         ours.send(json.dumps(answer).encode())
+
+
+def end_servers(servers: set[int]) -> None:
+    """Kills what a test process has started and not ended: it was itself killed or interrupted."""
+    for server in servers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server, signal.SIGKILL)
 
 
 def reap(ended: dict[int, int]) -> None:
