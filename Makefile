@@ -6,6 +6,8 @@ MODEL = smollm2-135m
 ARGS ?=
 
 export HF_HUB_OFFLINE := 1
+# Where it is set, each process of every server compiles this project's modules again: a fifth of a start.
+unexport PYTHONDONTWRITEBYTECODE
 # First step of nearly every target: the python of this checkout's environment, prepared if need be.
 ENV = py="$$($(PYTHON) tools/env.py)"
 
@@ -44,17 +46,18 @@ check: ruff ## ruff, then side by side the type checker and the short tests of t
 # everything is many times slower.
 PYTEST = OMP_NUM_THREADS=1 "$$py" -P -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Compiles kernels, then runs tests that report it.
-TEST = $(ENV) && summary="$$(mktemp)" && "$$py" tools/compile_kernels.py --summary "$$summary" && \
+TEST = $(ENV) && summary="$$(mktemp)" && "$$py" tools/compile_kernels.py $(COMPILED) --summary "$$summary" && \
 	kernels="$$(cat "$$summary")" && rm "$$summary" && $(PYTEST) --kernels "$$kernels"
 
-test: lint ## lint, compile the kernels, then every test that is not marked wide; ARGS="..." are more pytest options
+test: COMPILED = --architectures 90
+test: lint ## lint, compile the kernels for sm_90, then every test that is not marked wide; ARGS="..." are more pytest options
 	@$(TEST) -m "not wide" $(ARGS)
 
-test-all: lint ## the same with every test, those marked wide included
+test-all: lint ## lint, compile the kernels, then every test, those marked wide included
 	@$(TEST) $(ARGS)
 
-test-wide: ## only the tests marked wide; QUARTER=0 to 3 runs a quarter of them
-	@$(ENV) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)
+test-wide: ## compile the kernels, then only the tests marked wide; QUARTER=0 to 3 takes a quarter of both
+	@$(ENV) && "$$py" tools/compile_kernels.py $(if $(QUARTER),--quarter $(QUARTER)) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)
 
 test-for: ## only the tests that a change can break: of FILES="a.py b.py", else of what differs from HEAD or BASE=...
 	@$(ENV) && chosen="$$("$$py" tools/tests_for.py $(if $(BASE),--base $(BASE)) $(FILES))" && printf '%s\n' "$$chosen" && \

@@ -1,6 +1,8 @@
 """Compile every Triton kernel for sm_80, sm_90 and sm_100 without a GPU; print registers, spills and shared memory.
 
-    python tools/compile_kernels.py
+    python tools/compile_kernels.py                         everything
+    python tools/compile_kernels.py --architectures 90      of one kind of GPUs
+    python tools/compile_kernels.py --quarter 0             every fourth combination, of any kind
 
 Compiles every combination of compile-time arguments that a launch can ask for; kernels are specialised on nothing else.
 Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again. Exits with 1
@@ -212,11 +214,16 @@ def measured(architecture: int, name: str, settings: dict, path: Path) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the Triton kernels for every supported GPU, without one.")
+    parser.add_argument(
+        "--architectures", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, help="default: all"
+    )
+    parser.add_argument("--quarter", type=int, choices=range(4), help="only a quarter of the combinations")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="compile everything again, even what is kept")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write the last line to this file, too")
     arguments = parser.parse_args()
-    jobs = [(a, *c, cache_file(a, *c)) for a in ARCHITECTURES for c in combinations(a)]
+    jobs = [(a, *c, cache_file(a, *c)) for a in arguments.architectures for c in combinations(a)]
+    jobs = jobs if arguments.quarter is None else jobs[arguments.quarter :: 4]
     missing = [job for job in jobs if arguments.fresh or not job[-1].exists()]
     made = {}
     if missing:

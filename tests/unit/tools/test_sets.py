@@ -48,7 +48,9 @@ def test_the_sets_are_chosen_by_the_marker_alone():
     recipe = dict(re.findall(r"^([a-z-]+):[^\n]*##[^\n]*\n\t@(.*)$", recipes(), re.MULTILINE))
     assert recipe["test"] == '$(TEST) -m "not wide" $(ARGS)'
     assert recipe["test-all"] == "$(TEST) $(ARGS)"
-    assert recipe["test-wide"] == "$(ENV) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)"
+    quarter = "$(if $(QUARTER),--quarter $(QUARTER))"
+    kernels = f'"$$py" tools/compile_kernels.py {quarter}'
+    assert recipe["test-wide"] == f"$(ENV) && {kernels} && $(PYTEST) -m wide {quarter} $(ARGS)"
     common = re.search(r"^PYTEST = .*\n(?:#.*\n)*TEST = (?:.*\\\n)*.*$", recipes(), re.MULTILINE)
     assert common
     assert not re.search(r"--ignore|--deselect| -k |-m (?!pytest)", common[0])
