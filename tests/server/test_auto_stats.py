@@ -14,7 +14,6 @@ import torch
 
 import harness
 import prepare_model
-from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.select import SELECTIONS
@@ -85,7 +84,8 @@ def test_the_next_launch_finds_them(forkserver, first_launch, worded, cache, tmp
     assert "expects this to take" not in log
 
 
-@pytest.mark.parametrize("algorithm", ["NGRAM", wide("STANDALONE")])
+@pytest.mark.wide
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
 def test_a_launch_that_drafts_measures_too(forkserver, worded, tmp_path, algorithm):
     """Prevents a server with drafts that refuses to start until statistics are in the cache: a batch that measures
     decodes one token at a time, where the server's own batches reserve slots for drafts instead."""

@@ -44,6 +44,7 @@ def test_logits(serve, tmp_path, family, groups, page_size, selection):
 SMALL_POOL = (*TWO_GROUPS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
 
 
+@pytest.mark.wide
 def test_answers_and_rounds_of_one_group(serve, tmp_path):
     """Prevents answers below the budget from differing from plain SGLang's, and a group without requests that waits for
     rounds of the other."""

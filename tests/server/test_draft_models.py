@@ -48,12 +48,12 @@ MODES = {
 }
 CASES = [
     wide("STANDALONE", "moved"),
-    ("STANDALONE", "pages"),
+    wide("STANDALONE", "pages"),
     wide("STANDALONE", "remapped"),
     ("EAGLE", "moved"),
     wide("EAGLE", "pages"),
     ("EAGLE3", "pages"),
-    ("EAGLE", "ranks"),
+    wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
     wide("NEXTN latent", "moved"),

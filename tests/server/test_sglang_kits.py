@@ -44,8 +44,13 @@ def launched(forkserver, tmp_path_factory):
 
 
 QUICK = [case for case in kits.CASES if case.quick]
-# tests/server/test_sessions.py pauses, too. The trained model takes minutes.
-LATER = ("radix_cache_server_kit (100 nodes, retracting)", "pause_generation_kit.PauseResumeInPlaceMixin")
+# Other files of tests/server pause, abort and share prefixes, too. The trained model takes minutes.
+LATER = (
+    "abort_timeout_kit.AbortAllMixin",
+    "pause_generation_kit.PauseResumeInPlaceMixin",
+    "radix_cache_server_kit (100 nodes)",
+    "radix_cache_server_kit (100 nodes, retracting)",
+)
 CASES = [wide(case) if case.launch == "text" or case.name in LATER else case for case in QUICK]
 
 

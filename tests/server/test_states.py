@@ -20,7 +20,7 @@ from sets import wide
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
 
 CASES = [
-    ("qwen3-next", "shared-mean", WITH_BUFFER),
+    wide("qwen3-next", "shared-mean", WITH_BUFFER),
     wide("falcon-h1", "union", (*WITHOUT_BUFFER, *KEYS_ALONE)),
 ]
 

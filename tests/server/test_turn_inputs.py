@@ -42,7 +42,7 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
     "flags",
     [
         ("--page-size", "1"),
-        ("--page-size", "1", "--triattention-selection", "shared-mean"),
+        wide(("--page-size", "1", "--triattention-selection", "shared-mean")),
         ("--page-size", "16"),
         wide(("--page-size", "16", "--triattention-recent", "40")),
         wide(("--page-size", "1", "--tp-size", "2")),
