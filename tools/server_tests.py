@@ -11,12 +11,13 @@ FOLDER = "tests/server/"
 CORE = ("test_capacity", "test_exactness", "test_known_failures", "test_lifecycle", "test_memory", "test_oracle")
 """What every compaction round of every server goes through."""
 CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_families")
+DRAFTING = ("--speculative-algorithm", "draft_pairs", "ngram_account")
 MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
 
 EXERCISED: dict[str, tuple[str, ...]] = {
     "kernels": CORE,
     "kernels/device_round.py": ("test_draft_models", "test_latent", "test_states"),
-    "kernels/follower.py": ("--speculative-algorithm",),
+    "kernels/follower.py": DRAFTING,
     "kernels/round_times.py": ("test_metrics",),
     "kernels/score/latent_kernel.py": ("test_latent",),
     "kernels/score/reference.py": ("test_latent", "test_jitter"),
@@ -28,13 +29,13 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/cpu/attention_dp.py": ("test_dp_attention",),
     "patches/cpu/convolution.py": ("test_states",),
     "patches/cpu/delta_rule.py": ("test_states",),
-    "patches/cpu/draft_model.py": ("--speculative-algorithm",),
-    "patches/cpu/drafts.py": ("--speculative-algorithm",),
+    "patches/cpu/draft_model.py": DRAFTING,
+    "patches/cpu/drafts.py": DRAFTING,
     "patches/cpu/experts.py": ("test_window_pools",),
     "patches/cpu/host_tier.py": ("test_hicache",),
     "patches/cpu/platform.py": ("test_entrances", "test_wheel"),
     "patches/cpu/process_memory.py": ("test_disaggregation",),
-    "patches/cpu/speculation.py": ("--speculative-algorithm",),
+    "patches/cpu/speculation.py": DRAFTING,
     "patches/cpu/state_layers.py": ("test_states",),
     "patches/cpu/state_space.py": ("test_states",),
     "patches/doctor/hook_list.py": (),
@@ -53,7 +54,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/launch/workers.py": ("--tokenizer-worker-num",),
     "patches/model": ("test_oracle",),
     "patches/model/buffers.py": MODELS,
-    "patches/model/draft.py": ("--speculative-algorithm",),
+    "patches/model/draft.py": DRAFTING,
     "patches/model/eager_batch.py": CALIBRATED,
     "patches/model/inspect.py": MODELS,
     "patches/model/latent.py": ("test_latent", "test_families"),
@@ -77,25 +78,23 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/ranks/pipeline.py": ("--pp-size",),
     "patches/ranks/tensor_parallel.py": ("--tp-size",),
     "patches/request": CORE,
-    "patches/request/batch_lengths.py": ("--speculative-algorithm", "test_disaggregation", "test_beam_search"),
+    "patches/request/batch_lengths.py": (*DRAFTING, "test_disaggregation", "test_beam_search"),
     "patches/request/chunked_prefill.py": ("--chunked-prefill-size", "test_long_requests", "test_mixed_chunks"),
     "patches/request/compressed.py": (
         *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
     ),
-    "patches/request/draft_reserve.py": ("--speculative-algorithm",),
+    "patches/request/draft_reserve.py": DRAFTING,
     "patches/request/failure.py": ("test_served_failures",),
     "patches/request/fields.py": (
         *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
     ),
     "patches/request/integrity.py": ("test_served_failures",),
     "patches/request/linear_states.py": ("test_states",),
-    "patches/request/positions.py": (
-        *("--speculative-algorithm", "test_mixed_chunks", "test_seeded_sampling", "test_vision"),
-    ),
+    "patches/request/positions.py": (*(*DRAFTING, "test_mixed_chunks", "test_seeded_sampling", "test_vision"),),
     "patches/request/row.py": (
         *("test_beam_search", "test_conversations", "test_reasoning", "test_sglang_kits", "test_structured_output"),
     ),
-    "patches/request/window_pool.py": ("test_window_pools", "test_window_pool_storms"),
+    "patches/request/window_pool.py": ("test_window_pools", "test_window_pool_storms", "test_window_drafts"),
     "patches/request_validation.py": (
         *("chat_client", "test_beam_search", "test_conversations", "test_junk", "test_programs", "test_readme_clients"),
     ),
@@ -106,10 +105,10 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/rounds/launches.py": ("test_beam_search", "test_mixed_chunks", "test_turn_inputs"),
     "patches/rounds/leveller.py": ("test_level_rounds", "storm"),
     "patches/rounds/memory_pressure.py": ("storm",),
-    "patches/rounds/queued_drafts.py": ("--speculative-algorithm",),
+    "patches/rounds/queued_drafts.py": DRAFTING,
     "patches/rounds/recovery.py": ("test_served_failures",),
     "patches/rounds/rehearsal.py": ("test_launch_warm_up",),
-    "patches/rounds/window_peers.py": ("test_window_pools", "test_window_pool_storms"),
+    "patches/rounds/window_peers.py": ("test_window_pools", "test_window_pool_storms", "test_window_drafts"),
     "patches/scheduler": CORE,
     "patches/scheduler/circuit_breaker.py": ("test_served_failures",),
     "patches/scheduler/conversations.py": ("conversation", "test_sessions"),

@@ -356,6 +356,10 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
+def _has_windows(server: Server) -> bool:
+    return bool(server.traits.window or server.traits.window_pool)
+
+
 _DRAFTS = (
     *_only(
         (
@@ -408,19 +412,37 @@ _DRAFTS = (
         lambda server: _has_draft_model(server) and server.drafts != "STANDALONE",
         "speculative_algorithm",
     ),
+    *_only(
+        tuple(
+            Rule(
+                f"{kind}attention_backend",
+                lambda value: value == "flashinfer",
+                "where it verifies drafted tokens, its layers with a sliding window read a row's first tokens in place "
+                "of the newest",
+                "use triton",
+            )
+            for kind in ("", "prefill_", "decode_")
+        ),
+        lambda server: server.drafts is not None and _has_windows(server),
+        "speculative_algorithm",
+        names_model=True,
+    ),
     *(
-        Rule("speculative_algorithm", _set, reason, "leave --speculative-algorithm out", when, names_model=True)
-        for reason, when in (
+        Rule("speculative_algorithm", _set, reason, f"{other}leave --speculative-algorithm out", when, names_model=True)
+        for reason, other, when in (
             (
-                "its layers with a sliding window are not tested with drafted tokens",
-                lambda server: bool(server.traits.window or server.traits.window_pool),
+                "its layers with a sliding window are not tested with a draft model",
+                "use --speculative-algorithm NGRAM, or ",
+                lambda server: _has_draft_model(server) and _has_windows(server),
             ),
             (
                 "its layers that keep a state instead of KV are not tested with drafted tokens",
+                "",
                 lambda server: server.traits.linear_states,
             ),
             (
                 "positions that follow images are not tested with drafted tokens",
+                "",
                 lambda server: server.traits.images,
             ),
         )

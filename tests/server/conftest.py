@@ -17,7 +17,7 @@ from tiny_model import TinyModel, build_tiny_model
 from words import with_tokenizer
 
 # A failed assertion in these says what it compared.
-pytest.register_assert_rewrite("family_servers", "measured_statistics", "plain_answers")
+pytest.register_assert_rewrite("draft_pairs", "family_servers", "measured_statistics", "ngram_account", "plain_answers")
 # Each takes 1.3 GB of memory of its own, and there are two test processes.
 KEPT_RUNNING = 4
 

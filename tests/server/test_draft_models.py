@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-import torch
 
 from adapters import build_adapter, install_unpinned, merge, serving
-from draft_account import Watched, WatchedLatent, holding, holding_of_head
-from draft_heads import AUXILIARY, build_eagle, load_eagle
-from family_servers import modules_of, prepared
+from draft_heads import build_eagle
+from draft_pairs import MODES, WITH_LAYER, Pair, computed_before, drafts_with_account
+from family_servers import prepared
 from harness import (
     BUDGET,
-    DRAFTS,
     INTERVAL,
     KEYS_ALONE,
-    RECENT,
     STEPS,
-    TWO_GROUPS,
     assert_pool_is_whole,
     compression,
-    only_models,
     prompt,
     python_path,
-    served_logprobs,
     two_cores,
 )
-from latent_family import LatentOracle
-from mtp_family import MtpHead
-from oracle import TOLERANCE, Oracle, oracle_of
+from oracle import oracle_of
 from repeating import build_repeating_model, in_circle
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
-from tiny_model import TinyModel
 
-# Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
-MODES = {
-    "moved": ("--page-size", "1"),
-    "pages": ("--page-size", "16", "--triattention-selection", "union"),
-    "remapped": ("--page-size", "1", "--triattention-selection", "shared-mean"),
-    "ranks": ("--tp-size", "2", "--triattention-selection", "union"),
-    "overlap off": ("--disable-overlap-schedule",),
-    "groups": (*TWO_GROUPS, "--page-size", "1", "--triattention-selection", "shared-mean"),
-}
 CASES = [
     wide("STANDALONE", "moved"),
     wide("STANDALONE", "pages"),
@@ -61,71 +42,6 @@ CASES = [
     wide("NEXTN latent", "remapped"),
     wide("NEXTN latent", "groups"),
 ]
-# Models with a draft layer of their own.
-WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}
-
-
-@dataclass(frozen=True, eq=False)
-class Pair:
-    """A model and the one that drafts for it.
-
-    Attributes:
-        name: SGLang's name for this way of drafting, and what is particular about it.
-        target: the model.
-        account: its oracle.
-        path: of the model that drafts; None if it comes with the target.
-    """
-
-    name: str
-    target: TinyModel
-    account: Oracle
-    path: Path | None
-
-    @property
-    def args(self) -> tuple[str, ...]:
-        path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
-        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path)
-
-    @property
-    def env(self) -> dict[str, str]:
-        family = WITH_LAYER.get(self.name)
-        modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3")
-        return only_models(*modules)
-
-    def texts(self) -> list[list[int]]:
-        """Prompts after which some drafts hold and some do not."""
-        if self.name == "STANDALONE":
-            return [prompt(60 + number, 40) for number in range(3)]
-        return [prompt(5, 12) + in_circle(38)]
-
-    def watched(self, mode: str) -> Watched:
-        """The account of a server in this mode."""
-        selection = MODES[mode][-1] if "--triattention-selection" in MODES[mode] else "per-layer-head"
-        # Steps are queued, before which rounds empty whole pages.
-        page_size = 16 if mode == "pages" else 1
-        sizes = {
-            "budget": BUDGET,
-            "interval": INTERVAL,
-            "recent": RECENT,
-            "round_to": page_size,
-            "page_size": page_size,
-        }
-        sizes["remaps"] = mode in ("remapped", "ranks", "groups")
-        account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
-        return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
-
-    def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
-        """How many of the tokens drafted at each step hold by an account, see `draft_account`."""
-        model, sure = self.account.model, 2 * TOLERANCE
-        if self.name == "STANDALONE":
-            return holding(model, ids, account.seen, starts, STEPS, sure)
-        # It has one layer, and follows the last one's first head.
-        seen = account.seen[-1, 0]
-        third, hidden = self.name == "EAGLE3", account.hidden
-        if third:
-            hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
-        head = load_eagle(self.path, model, third=third) if self.path else MtpHead(self.target.path)
-        return holding_of_head(head, model, ids, seen, hidden, starts, STEPS, sure)
 
 
 @pytest.fixture(scope="module")
@@ -220,42 +136,6 @@ def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     assert compression(response)["rounds"] >= 5
 
 
-def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts; each rank reports each step.
-
-    With overlap, a step reports the start of the one before it: the first step, that of the prefill.
-    """
-    starts = {request["known"] - 1 for step in steps for request in step["requests"]}
-    return sorted(start for start in starts if start >= prompt_length)
-
-
-def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
-    """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
-    everything = ids + response["output_ids"][:-1]
-    recorded = computed_before(steps, len(ids))
-    values, tokens = served_logprobs(response)
-    account, overlap, differ = pair.watched(mode), mode != "overlap off", []
-    # Nothing records where the last step began, which may be before a round or after it.
-    ends = range(recorded[-1] + 1, min(recorded[-1] + STEPS + 2, len(everything)))
-    for done in (recorded, *([*recorded, last] for last in ends)):
-        runs = list(zip(done, [*done[1:], len(everything)], strict=True))
-        expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, late=overlap)
-        differ.append((expected.gather(1, tokens) - values).abs().max())
-        if compression(response)["rounds"] == rounds and differ[-1] < TOLERANCE:
-            break
-    else:
-        pytest.fail(f"No account fits: log-probabilities differ by {differ} at least.")
-    found = []
-    # Where the last recorded step ended is not known for certain.
-    for (start, end), held in list(zip(runs, pair.holding(everything, account, done), strict=True))[
-        : len(recorded) - 1
-    ]:
-        if held is not None:
-            assert end - start == held + 1, start
-            found.append(held)
-    return found
-
-
 @pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent")])
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
@@ -292,7 +172,12 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [wide("STANDALONE", "moved"), ("EAGLE", "pages"), wide("NEXTN latent", "pages")]
+    ("name", "mode"),
+    [
+        wide("STANDALONE", "moved"),
+        ("EAGLE", "pages"),
+        wide("NEXTN latent", "pages"),
+    ],
 )
 def test_storm(serve, pairs, name, mode):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while

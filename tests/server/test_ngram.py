@@ -14,21 +14,16 @@ from harness import (
     compression,
     only_models,
     prompt,
-    served_logprobs,
 )
-from oracle import TOLERANCE, Oracle, oracle_of
+from ngram_account import DRAFTED, NGRAM, OVERLAP, PAGES, answer_by_account
+from oracle import Oracle, oracle_of
 from repeating import build_repeating_model, in_circle, outside_circle
 from sets import matrix, wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel
 
-DRAFTED = 6
 # It repeats itself, too. Its own draft layer is not used here.
 LATENT = "deepseek-v3-mtp"
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFTED))
-# SGLang drafts trees, and chains where pages are larger than one slot.
-PAGES = {1: ("--page-size", "1"), 16: ("--page-size", "16", "--speculative-ngram-max-bfs-breadth", "1")}
-OVERLAP = {"overlap": (), "overlap off": ("--disable-overlap-schedule",)}
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +39,6 @@ def drafting(probed, repeating):
         return probed(*NGRAM, *PAGES[page_size], *KEYS_ALONE, *flags, model=model, **served)
 
     return draft
-
-
-def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts.
-
-    With overlap, a step reports the start of the one before it: the first step, that of the prefill.
-    """
-    starts = [request["known"] - 1 for step in steps for request in step["requests"]]
-    return [start for start in starts if start >= prompt_length]
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), matrix([1, 16], ["overlap", "overlap off"], strength=1))
@@ -74,33 +60,14 @@ def test_latents(drafting, tmp_path, page_size):
 
 def hold_to_account(client, steps, account: Oracle, page_size: int, schedule: str) -> None:
     """Holds an answer that goes round the circle, and how many of its drafts held, to an account."""
-    client.flush()
-    steps()
     ids = prompt(5, 12) + in_circle(38)
-    response = client.generate(ids, 460, logprobs=True)
-    report, frozen = compression(response), len(ids) - len(ids) % page_size
-    assert report["frozen_length"] == frozen
-    output = response["output_ids"]
-    everything = ids + output[:-1]
-    assert output == in_circle(460, 38)
-
-    done = computed_before(steps(), len(ids))
-    assert done[0] == len(ids)
-    account.value_share = 0.0
-    overlap = schedule == "overlap"
-    account.round_to = page_size if overlap else 1
-    runs = list(zip(done, [*done[1:], len(everything)], strict=True))
-    expected, rounds = account.logprobs(everything, len(ids), frozen, pauses=runs, late=overlap)
-    assert report["rounds"] == rounds >= 10
-    values, tokens = served_logprobs(response)
-    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
-    dense = type(account)(**{**vars(account), "budget": 10_000})
-    unmasked, _ = dense.logprobs(everything, len(ids), frozen, pauses=runs, late=overlap)
-    assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+    answer = answer_by_account(client, steps, account, page_size, schedule, ids, 460)
+    assert answer.output == in_circle(460, 38)
+    assert answer.rounds >= 10
 
     # All that a step drafts holds, from where the circle has been seen to the end, before and after rounds.
-    accepted = [end - start for start, end in runs if start > len(ids) + 24]
-    assert set(accepted[:-1]) == {DRAFTED}
+    accepted = [end - start for start, end in answer.runs[:-1] if start > len(ids) + 24]
+    assert set(accepted) == {DRAFTED}
 
 
 @pytest.mark.wide

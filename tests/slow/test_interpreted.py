@@ -27,4 +27,8 @@ def test_what_rounds_leave():
 
 def test_plans_of_attention():
     """Prevents attention on a GPU, a draft model's too, that reads other slots than its requests'."""
-    assert_pass_interpreted("tests/support/property/draft_metadata.py", "tests/support/property/target_metadata.py")
+    assert_pass_interpreted(
+        "tests/support/property/draft_metadata.py",
+        "tests/support/property/target_metadata.py",
+        "tests/support/property/window_metadata.py",
+    )

@@ -142,7 +142,7 @@ def check_rounds(sim: Simulation, chunked: Running | None = None) -> None:
     queued = queue_drafts(sim)
     batch = sim.compress(chunked)
     for running, content in queued.items():
-        found = sim.content(slots_after(sim, running)[: len(content)])
+        found = drafted_content(sim, slots_after(sim, running)[: len(content)])
         assert torch.equal(found, content), f"{running.req.rid} lost K/V of the queued step"
     assert torch.equal(sim.content(tree_slots), tree_bytes), "a round wrote to a slot of the tree"
     freed, early, between_chunks, rounds, overdue, unclear = {True: 0, False: 0}, 0, 0, 0, 0, 0
@@ -214,8 +214,18 @@ def queue_drafts(sim: Simulation) -> dict[Running, torch.Tensor]:
         slots = slots_after(sim, running)[: sim.queued].long()
         for buffer in (*sim.pool.k_buffer, *sim.pool.v_buffer):
             buffer[slots] = slots[:, None, None] + 0.5
-        written[running] = sim.content(slots)
+        if sim.window:
+            sim.window_keys[sim.allocator.full_to_swa_index_mapping[slots]] = slots[:, None, None] + 0.25
+        written[running] = drafted_content(sim, slots)
     return written
+
+
+def drafted_content(sim: Simulation, slots: torch.Tensor) -> torch.Tensor:
+    """[n, values]: what all layers hold at `slots`, in both pools if there are two."""
+    held = [sim.content(slots).flatten(1)]
+    if sim.window:
+        held.append(sim.window_keys[sim.allocator.full_to_swa_index_mapping[slots.long()]].flatten(1))
+    return torch.cat(held, 1)
 
 
 def slots_after(sim: Simulation, running: Running) -> torch.Tensor:
@@ -256,7 +266,7 @@ def check_reserved(sim: Simulation) -> None:
             most = max(most_entries(sim, running), kv.kv_committed_len + max(sim.reserve, 1))
             expected += max(-(-most // page) * page - held, 0)
         if sim.window:
-            left = max(params.max_new_tokens - len(running.req.output_ids), 0) + 1
+            left = max(params.max_new_tokens - len(running.req.output_ids), 0) + max(sim.reserve, 1)
             growth = sim.conversations.windows.peak - kv_private_swa_tokens(kv, page)
             windows += max(min(growth, -(-left // page) * page), 0)
     requests = [running.req for running in sim.running]

@@ -99,8 +99,16 @@ def _divided(lengths: torch.Tensor, *_: object, **__: object) -> tuple[torch.Ten
     return lengths.sum().expand(1, 8), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def runner_of(sim: Simulation, *, latent: bool) -> SimpleNamespace:
-    """What backends read of SGLang's ModelRunner, over the simulation's memory; `latent` for a model with MLA."""
+def runner_of(sim: Simulation, *, latent: bool, reach: int | None = None, draft: bool = False) -> SimpleNamespace:
+    """What backends read of SGLang's ModelRunner, over the simulation's memory.
+
+    Args:
+        latent: for a model with MLA.
+        reach: tokens before its own that a query of a window layer sees; None without such layers.
+        draft: for the steps of a draft model, which has K/V for all slots that rows list, and for no others.
+    """
+    pool = sim.pool if draft else sim.allocator.get_kvcache()
+    two_pools = pool is not sim.pool
     text = transformers.LlamaConfig(num_attention_heads=Q_HEADS, num_key_value_heads=KV_HEADS)
     text.architectures = ["LlamaForCausalLM"]
     model = SimpleNamespace(
@@ -122,13 +130,13 @@ def runner_of(sim: Simulation, *, latent: bool) -> SimpleNamespace:
         hf_text_config=text,
         is_encoder_decoder=False,
         is_local_attention_model=False,
-        is_hybrid_swa=False,
+        is_hybrid_swa=two_pools,
         is_multimodal=False,
     )
     translator = KVIndexTranslator(
         req_to_token=sim.rows.req_to_token,
         token_to_kv_pool_allocator=sim.allocator,
-        token_to_kv_pool=sim.pool,
+        token_to_kv_pool=pool,
         page_size=sim.page_size,
         device="cpu",
     )
@@ -137,12 +145,12 @@ def runner_of(sim: Simulation, *, latent: bool) -> SimpleNamespace:
         model=torch.nn.Module(),
         server_args=get_server_args(),
         req_to_token_pool=sim.rows,
-        token_to_kv_pool=sim.pool,
+        token_to_kv_pool=pool,
         token_to_kv_pool_allocator=sim.allocator,
         kv_index_translator=translator,
         page_size=sim.page_size,
         max_running_requests=ROWS,
-        sliding_window_size=None,
+        sliding_window_size=reach,
         device="cpu",
         gpu_id=0,
         dtype=torch.bfloat16,
@@ -150,7 +158,7 @@ def runner_of(sim: Simulation, *, latent: bool) -> SimpleNamespace:
         kv_cache_dtype_str="auto",
         use_mla_backend=latent,
         is_draft_worker=True,
-        is_hybrid_swa=False,
+        is_hybrid_swa=two_pools,
         attn_cp_size=1,
         dcp_size=1,
         decode_num_tokens_per_req=lambda: STEPS + 1,

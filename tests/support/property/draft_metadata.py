@@ -69,12 +69,17 @@ def _around(function: Any, original: Any) -> Any:
 class Scene:
     """Three requests, all of which have had rounds, with slots for drafts after their rows.
 
+    Args:
+        reach: tokens before its own that a query of a window layer sees; None without such layers.
+        settings: of the Simulation, in addition.
+
     Attributes:
         lengths, evicted: [3] int64.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.sim = sim = Simulation(page_size, reserve=STEPS + 1)
+    def __init__(self, page_size: int, reach: int | None = None, **settings: int) -> None:
+        self.reach = reach
+        self.sim = sim = Simulation(page_size, **{"reserve": STEPS + 1, **settings})
         running = [sim.request([5] * 8 + [tail] * (1 + 3 * tail)) for tail in range(3)]
         for request in running:
             assert sim.admit(request, 1000)
@@ -102,15 +107,19 @@ class Scene:
         forward.kv_loc_plan = self.plan(self.lengths)
         return forward
 
-    def plan(self, lengths: torch.Tensor) -> Any:
-        """SGLang's plan of where rows of these lengths are read."""
-        return runner_of(self.sim, latent=False).kv_index_translator.plan(
-            req_pool_indices=self.rows, seq_lens=lengths, seq_lens_cpu=lengths, write_virtual=None
+    def plan(self, lengths: torch.Tensor, written: torch.Tensor | None = None) -> Any:
+        """SGLang's plan of where rows of these lengths are read, and of the slots that are written."""
+        return self.runner().kv_index_translator.plan(
+            req_pool_indices=self.rows, seq_lens=lengths, seq_lens_cpu=lengths, write_virtual=written
         )
+
+    def runner(self, *, latent: bool = False) -> SimpleNamespace:
+        """What the served model's backend reads of SGLang's ModelRunner."""
+        return runner_of(self.sim, latent=latent, reach=self.reach)
 
     def backend(self, name: str, names: dict[str, str]) -> Any:
         module, owner = names[name].rsplit(".", 1)
-        runner = runner_of(self.sim, latent="latent" in name)
+        runner = runner_of(self.sim, latent="latent" in name, draft=True)
         return getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(runner, 1, STEPS)
 
     def expected(self, step: int) -> tuple[list[int], list[int]]:
@@ -202,7 +211,11 @@ def draft_runner(backend: Any) -> EAGLEDraftCudaGraphRunner:
 def test_steps_read_the_shortened_rows(name, graph, page_size):
     """Prevents a draft model from reading slots of other requests, or past the end of the list: SGLang's kernel
     takes positions for the lengths of rows."""
-    scene = Scene(page_size)
+    assert_listed(Scene(page_size), name, graph=graph)
+
+
+def assert_listed(scene: Scene, name: str, *, graph: bool) -> None:
+    """Holds what one of LISTING plans to the rows."""
     for shift, hooks in ((scene.evicted, hooked()), (torch.zeros_like(scene.evicted), nullcontext())):
         backend = scene.backend(name, LISTING)
         with hooks:
@@ -232,7 +245,11 @@ def test_they_would_not_without_the_hooks(name):
 @pytest.mark.parametrize("name", PAGED)
 def test_tables_do_not_follow_positions(name, graph, page_size):
     """Prevents the other backends from planning with logical lengths, which they too find in the batch."""
-    scene = Scene(page_size)
+    assert_tables_equal(Scene(page_size), name, graph=graph)
+
+
+def assert_tables_equal(scene: Scene, name: str, *, graph: bool) -> None:
+    """Holds what one of PAGED plans at logical positions to what it plans at physical ones."""
     plans = []
     for shift in (scene.evicted, torch.zeros_like(scene.evicted)):
         backend = scene.backend(name, PAGED)

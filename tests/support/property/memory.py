@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_serving, get_spec
+from sglang.srt.runtime_context import get_schedule, get_serving, get_spec
 
 from content import HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS
 from sglang_triattn.config import Config
@@ -48,7 +48,7 @@ class Memory:
         eviction: SGLang's --radix-eviction-policy.
         window: tokens that a query of a window layer sees, one layer more, with a KV pool of its own; 0 for
             none.
-        reserve: slots after a row's computed entries while it decodes, as for drafted tokens.
+        reserve: slots after a row's computed entries while it decodes, as for drafted tokens; an even number.
         queued: how many slots of the reserve a queued step writes while rounds run, at most.
         decodes_alone: whether this is a decode server, whose prompts another one prefills.
         settings: fields of the server's Config.
@@ -97,9 +97,6 @@ class Memory:
                 eviction_policy=eviction,
             )
         )
-        generator = torch.Generator().manual_seed(0)
-        mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
-        inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
         scheduler = SimpleNamespace(
             enable_overlap=False,
             spec_algorithm=SimpleNamespace(is_none=lambda: not reserve),
@@ -115,9 +112,17 @@ class Memory:
             max_total_num_tokens=1 << 20,
         )
         self.conversations = Conversations(ttl=600)
-        self.conversations.attach(scheduler)
+        with self.flags():
+            self.conversations.attach(scheduler)
+            self.compressor = self._compressor(scheduler, kernels)
         self.ends = Rows(self.conversations)
-        self.compressor = Compressor(
+        self.conversations.copier = self._copier(scheduler, kernels)
+
+    def _compressor(self, scheduler: SimpleNamespace, kernels: bool | None) -> Compressor:
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
+        inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
+        return Compressor(
             scheduler,
             self.config,
             Scorer(
@@ -130,10 +135,9 @@ class Memory:
                 value_share=self.config.value_share,
                 kernels=kernels,
             ),
-            make_mover(self.config, page_size, self.pool, range(self.pool.layer_num), kernels=kernels),
+            make_mover(self.config, self.page_size, self.pool, range(self.pool.layer_num), kernels=kernels),
             self.conversations,
         )
-        self.conversations.copier = self._copier(scheduler, kernels)
 
     def _copier(self, scheduler: SimpleNamespace, kernels: bool | None) -> RowCopier:
         windows = Mover(self.window_pool.k_buffer, self.window_pool.v_buffer, kernels=kernels) if self.window else None
@@ -178,11 +182,15 @@ class Memory:
 
     @contextmanager
     def flags(self):
-        """SGLang's settings that decide what a row gives to the tree, and whether it may have a reserve."""
-        algorithm = "NGRAM" if self.reserve else None
+        """SGLang's settings that decide what a row gives to the tree, and how large its reserve is."""
+        drafts = {"speculative_algorithm": None}
+        if self.reserve:
+            # SGLang's reserve is twice what a step drafts.
+            drafts = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": self.reserve // 2}
         with (
             get_serving().override(strip_thinking_cache=self.strip_thinking),
-            get_spec().override(speculative_algorithm=algorithm),
+            get_schedule().override(page_size=self.page_size),
+            get_spec().override(**drafts),
         ):
             yield
 

@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from cuda_backends import FOLDER, STEPS, planned, publish_settings, runner_of, without_gpu
+from cuda_backends import FOLDER, STEPS, planned, publish_settings, without_gpu
 from draft_metadata import Scene
 
 BACKENDS = {
@@ -50,6 +50,7 @@ def step(scene: Scene, mode: str, shift: torch.Tensor) -> ForwardBatch:
     lengths, count = scene.lengths, len(scene.lengths)
     new = {"decode": 1, "prefill": CHUNK}.get(mode, DRAFTED)
     places = (lengths.unsqueeze(1) - int(mode == "decode") + torch.arange(new)).flatten()
+    slots = scene.sim.rows.req_to_token[scene.rows.repeat_interleave(new), places]
     positions = places + shift.repeat_interleave(new)
     before = lengths
     if mode in ("prefill", "draft extend"):
@@ -64,7 +65,7 @@ def step(scene: Scene, mode: str, shift: torch.Tensor) -> ForwardBatch:
         input_ids=torch.zeros(count * new, dtype=torch.int64),
         req_pool_indices=scene.rows,
         seq_lens=lengths,
-        out_cache_loc=torch.zeros(count * new, dtype=torch.int64),
+        out_cache_loc=slots.long(),
         seq_lens_sum=int(lengths.sum()),
         seq_lens_cpu=lengths,
         positions=positions,
@@ -76,7 +77,7 @@ def step(scene: Scene, mode: str, shift: torch.Tensor) -> ForwardBatch:
         forward.extend_prefix_lens = before.int()
         forward.extend_start_loc = torch.arange(count, dtype=torch.int32) * new
         forward.extend_seq_lens_cpu, forward.extend_prefix_lens_cpu = [new] * count, before.tolist()
-    forward.kv_loc_plan = scene.plan(lengths)
+    forward.kv_loc_plan = scene.plan(lengths, forward.out_cache_loc)
     return forward
 
 
@@ -111,13 +112,12 @@ def spec_info(mode: str, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
     return None
 
 
-def plan(scene: Scene, name: str, mode: str, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+def plan(scene: Scene, name: str, mode: str, shift: torch.Tensor) -> Any:
+    """The backend, once it has planned such a step."""
     module, owner = BACKENDS[name].rsplit(".", 1)
-    backend = getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(
-        runner_of(scene.sim, latent="latent" in name)
-    )
+    backend = getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(scene.runner(latent="latent" in name))
     backend.init_forward_metadata(step(scene, mode, shift))
-    return planned(backend)
+    return backend
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,9 +125,12 @@ def plan(scene: Scene, name: str, mode: str, shift: torch.Tensor) -> dict[str, t
 def test_plans_do_not_follow_positions(name, mode):
     """Prevents a backend from reading as many slots as a request has tokens: what it plans with follows from physical
     lengths, at any positions in the batch."""
-    scene = Scene(1)
-    logical = plan(scene, name, mode, scene.evicted)
-    physical = plan(scene, name, mode, torch.zeros_like(scene.evicted))
+    assert_physical(Scene(1), name, mode)
+
+
+def assert_physical(scene: Scene, name: str, mode: str) -> None:
+    logical = planned(plan(scene, name, mode, scene.evicted))
+    physical = planned(plan(scene, name, mode, torch.zeros_like(scene.evicted)))
     assert logical.keys() == physical.keys()
     assert logical
     for place, tensor in physical.items():
@@ -135,5 +138,5 @@ def test_plans_do_not_follow_positions(name, mode):
     if (name, mode) in OWN_TOKENS:
         return
     scene.lengths = scene.lengths + 1
-    longer = plan(scene, name, mode, torch.zeros_like(scene.evicted))
+    longer = planned(plan(scene, name, mode, torch.zeros_like(scene.evicted)))
     assert any(not torch.equal(longer[place], tensor) for place, tensor in physical.items() if place in longer)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from families import COMMON, PLAIN_ROPE
 from repeating import FIRST, LENGTH
 from tiny_model import TinyModel
 
@@ -25,10 +26,10 @@ AUXILIARY = (0, 1)
 
 
 class EagleHead(nn.Module):
-    """EAGLE's draft model, or EAGLE-3's, for a Llama.
+    """EAGLE's draft model, or EAGLE-3's.
 
     Args:
-        config: of the target.
+        config: a Llama's, as wide as the target.
         third: whether it is EAGLE-3's.
     """
 
@@ -67,16 +68,24 @@ class EagleHead(nn.Module):
         return stream, self.norm(stream) if self.third else stream
 
 
-def build_eagle(folder: Path, target: TinyModel, *, third: bool, noise: float) -> Path:
+def llama_config() -> transformers.LlamaConfig:
+    """Of a draft model for a target of `families` that is no Llama."""
+    return transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "rope_parameters": PLAIN_ROPE})
+
+
+def build_eagle(
+    folder: Path, target: TinyModel, *, third: bool, noise: float, config: transformers.LlamaConfig | None = None
+) -> Path:
     """Writes the draft model and returns where.
 
     Args:
         third: whether it is EAGLE-3's.
         noise: factor of what it adds to the token, most of it by attention.
+        config: its own; None for that of the target, a Llama.
     """
     torch.manual_seed(3)
     model = target.load()
-    head = EagleHead(model.config, third=third)
+    head = EagleHead(config or model.config, third=third)
     size = model.config.hidden_size
     circle = model.model.embed_tokens.weight[FIRST : FIRST + LENGTH].detach()
     with torch.no_grad():
@@ -102,17 +111,19 @@ def build_eagle(folder: Path, target: TinyModel, *, third: bool, noise: float) -
         if not name.startswith("rotary")
     }
     save_file(weights, path / "model.safetensors")
-    config = json.loads((target.path / "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "architectures": [f"LlamaForCausalLMEagle{'3' if third else ''}"]}
+    fields = json.loads(config.to_json_string() if config else (target.path / "config.json").read_text())
+    fields |= {"num_hidden_layers": 1, "architectures": [f"LlamaForCausalLMEagle{'3' if third else ''}"]}
     if third:
-        config |= {"draft_vocab_size": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUXILIARY)}}
-    (path / "config.json").write_text(json.dumps(config))
+        fields |= {"draft_vocab_size": None, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUXILIARY)}}
+    (path / "config.json").write_text(json.dumps(fields))
     return path
 
 
-def load_eagle(path: Path, target: nn.Module, *, third: bool) -> EagleHead:
+def load_eagle(path: Path, *, third: bool) -> EagleHead:
     """Reads what `build_eagle` has written."""
-    head = EagleHead(target.config, third=third)
+    config = transformers.LlamaConfig.from_pretrained(path)
+    config._attn_implementation = "eager"
+    head = EagleHead(config, third=third)
     weights = {name.removeprefix("midlayer.").removeprefix("layers.0."): value
                for name, value in load_file(path / "model.safetensors").items()}  # fmt: skip
     head.load_state_dict(weights, strict=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from harness import Client, prompt
+from ngram_account import favouring
 from tiny_model import END
 
 # A full-length answer that SGLang must expect to end at any time.
@@ -25,7 +27,13 @@ RETRACTING = {
 
 
 def storm(
-    client: Client, seed: int, requests: int, budgets: tuple[int, int], longest: int, conversations: int = 0
+    client: Client,
+    seed: int,
+    requests: int,
+    budgets: tuple[int, int],
+    longest: int,
+    conversations: int = 0,
+    favoured: Sequence[int] = (),
 ) -> tuple[list[dict], list[dict]]:
     """Sends requests from 24 threads and waits for all answers.
 
@@ -36,6 +44,7 @@ def storm(
         budgets: least budget that a request may ask for, and the first that is too large.
         longest: tokens of the longest prompts.
         conversations: how many names the requests choose from, on top of none.
+        favoured: tokens of which answers that ignore their end consist; empty for any.
 
     Returns:
         All answers, and those that were not aborted; `asked` is the number of tokens that a request asked for.
@@ -63,7 +72,7 @@ def storm(
             sampling_params={
                 "max_new_tokens": tokens,
                 "temperature": 0.8,
-                **(WITHOUT_END if rng.random() < 0.5 else {"ignore_eos": True}),
+                **(WITHOUT_END if rng.random() < 0.5 else {"ignore_eos": True, **favouring(favoured)}),
                 "custom_params": {"triattention": asked},
             },
         )

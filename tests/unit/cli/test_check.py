@@ -173,7 +173,6 @@ def test_speculative_decoding(run_check):
     refused = {
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference does not work",
         ("qwen2.5-vl-7b",): "positions that follow images are not tested with drafted tokens",
-        ("gpt-oss-20b",): "layers with a sliding window are not tested with drafted tokens",
         ("qwen3-next-80b-a3b",): "a state instead of KV are not tested with drafted tokens",
     }
     for words, reason in refused.items():
@@ -181,6 +180,26 @@ def test_speculative_decoding(run_check):
         assert status == 1
         assert reason in output
         assert run_check(*words)[0] == 0
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "olmo-3-7b"])
+def test_drafts_of_models_with_windows(run_check, model):
+    """Prevents a draft model, or an attention backend, with which a window would read other tokens than its newest."""
+    drafts = (*DRAFTS, "--speculative-algorithm")
+    budget = ("--triattention-budget", "4096")
+    assert run_check(model, *budget, *drafts, "NGRAM")[0] == 0
+    for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
+        status, output, _ = run_check(model, *budget, *drafts, algorithm)
+        assert status == 1
+        assert output.startswith(f"--speculative-algorithm {algorithm} does not work with --enable-triattention for ")
+        assert output.endswith(": use --speculative-algorithm NGRAM, or leave --speculative-algorithm out.\n")
+    for field in ("attention-backend", "prefill-attention-backend", "decode-attention-backend"):
+        status, output, _ = run_check(model, *budget, *drafts, "NGRAM", f"--{field}", "flashinfer")
+        assert (status, output.split(" with ")[0]) == (1, f"--{field} flashinfer does not work")
+        assert "--enable-triattention and --speculative-algorithm NGRAM for " in output
+        assert run_check(model, *budget, *drafts, "NGRAM", f"--{field}", "triton")[0] == 0
+        assert run_check(model, *budget, f"--{field}", "flashinfer")[0] == 0
+    assert run_check("qwen3-32b", *drafts, "NGRAM", "--attention-backend", "flashinfer")[0] == 0
 
 
 @pytest.mark.parametrize("refusal", DRAFT_MODEL_RULES, ids=lambda refusal: refusal.field)

@@ -1,0 +1,129 @@
+"""Checks what attention backends for CUDA plan for window layers, above all where drafted tokens are verified.
+
+As `target_metadata`, which it continues: not collected by itself, run by tests/slow/test_interpreted.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.runtime_context import get_spec
+
+from cuda_backends import publish_settings, without_gpu
+from draft_metadata import Scene, assert_listed, assert_tables_equal
+from target_metadata import DRAFTED, MODES, assert_physical, plan
+
+WINDOW = 10
+REACH = WINDOW - 1
+# Window layers' K/V in the pool of the other layers, and in one of their own.
+POOLS = {"one pool": 0, "own pool": WINDOW}
+BACKENDS = ("triton", "fa3", "trtllm_mha")
+VERIFYING = ("verify", "verify ngram")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu():
+    publish_settings()
+    with without_gpu():
+        yield
+
+
+def scene_of(pool: str) -> Scene:
+    lengths = {"budget": 24, "interval": 8, "recent": 14, "pool": 320, "reserve": 2 * DRAFTED}
+    return Scene(1, REACH, window=POOLS[pool], **lengths)
+
+
+def slots_of(scene: Scene, first: int, end: int) -> torch.Tensor:
+    """[3, end - first] int64: where window layers find the entries from `first` to `end` of each row, counted from the
+    row's length."""
+    columns = scene.lengths.unsqueeze(1) + torch.arange(first, end)
+    slots = scene.sim.rows.req_to_token[scene.rows.unsqueeze(1), columns].long()
+    return scene.sim.allocator.full_to_swa_index_mapping[slots] if scene.sim.window else slots
+
+
+def verified(scene: Scene, name: str, mode: str) -> Any:
+    """What the backend plans for window layers where drafts are verified."""
+    return plan(scene, name, mode, scene.evicted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", [*BACKENDS, "flashinfer"])
+def test_plans_do_not_follow_positions(name, pool, mode):
+    """Prevents a window layer from reading as many slots as a request has tokens."""
+    assert_physical(scene_of(pool), name, mode)
+
+
+@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("pool", POOLS)
+def test_triton_reads_the_newest_tokens(pool, mode):
+    """Prevents drafted tokens from being verified by others than a window's newest, or in the wrong pool."""
+    scene = scene_of(pool)
+    found = verified(scene, "triton", mode).forward_metadata
+    count = len(scene.lengths)
+    assert found.window_kv_indptr.tolist() == [REACH * number for number in range(count + 1)]
+    assert torch.equal(found.window_kv_indices.view(count, REACH), slots_of(scene, -REACH, 0))
+    # Where the mask of drafted tokens has the window's first one.
+    assert torch.equal(found.window_kv_offsets, scene.lengths - REACH)
+    if scene.sim.window:
+        assert torch.equal(found.swa_out_cache_loc.view(count, DRAFTED), slots_of(scene, 0, DRAFTED))
+
+
+@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", ["fa3", "trtllm_mha"])
+def test_tables_hold_the_newest_tokens(name, pool, mode):
+    """Prevents the same of backends whose kernels cut a window out of a table by the row's length."""
+    scene = scene_of(pool)
+    found = verified(scene, name, mode).forward_metadata
+    table = found.swa_page_table if scene.sim.window else found.page_table
+    ends = (scene.lengths + DRAFTED).tolist()
+    assert found.cache_seqlens_int32.tolist() == ends
+    held = torch.stack([row[end - DRAFTED - REACH : end] for row, end in zip(table.long(), ends, strict=True)])
+    assert torch.equal(held, slots_of(scene, -REACH, DRAFTED))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_tables_of_trees_hold_the_newest_tokens(pool):
+    """Prevents the same where drafts are trees: each drafted token has a table of its own."""
+    scene = scene_of(pool)
+    with get_spec().override(speculative_eagle_topk=2):
+        found = verified(scene, "fa3", "verify ngram").forward_metadata.swa_spec_metadata
+    ends = (scene.lengths + DRAFTED).repeat_interleave(DRAFTED).tolist()
+    # Each of them sees all others here.
+    assert found.cache_seqlens_int32.tolist() == ends
+    held = torch.stack([row[end - DRAFTED - REACH : end] for row, end in zip(found.page_table, ends, strict=True)])
+    assert torch.equal(held.long(), slots_of(scene, -REACH, DRAFTED).repeat_interleave(DRAFTED, 0))
+
+
+@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("pool", POOLS)
+def test_flashinfer_reads_the_oldest_tokens(pool, mode):
+    """Prevents its refusal from outliving the reason: SGLang gives it as many slots as a window has, but from the start
+    of the row."""
+    scene = scene_of(pool)
+    backend = verified(scene, "flashinfer", mode)
+    windows, _ = backend.prefill_wrappers_verify
+    ((_, indptr, indices, *_),) = [call.args for call in windows.begin_forward.mock_calls]
+    assert indptr.tolist() == [(REACH + DRAFTED) * number for number in range(len(scene.lengths) + 1)]
+    read = indices[: indptr[-1]].view(len(scene.lengths), -1).long()
+    oldest = scene.sim.rows.req_to_token[scene.rows, : REACH + DRAFTED].long()
+    oldest = scene.sim.allocator.full_to_swa_index_mapping[oldest] if scene.sim.window else oldest
+    assert torch.equal(read, oldest)
+    assert not torch.equal(read[:, :REACH], slots_of(scene, -REACH, 0))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_a_draft_model_reads_the_slots_of_rows(name, graph):
+    """Prevents a draft model, which has no window, from reading slots of its target's window layers."""
+    assert_listed(scene_of("own pool"), name, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["fa3", "trtllm_mha"])
+def test_tables_of_a_draft_model(name, graph):
+    """Prevents the same of backends that plan with tables, and tables by logical lengths."""
+    assert_tables_equal(scene_of("own pool"), name, graph=graph)
