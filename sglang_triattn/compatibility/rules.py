@@ -356,6 +356,10 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
+def _drafts_with_states(server: Server) -> bool:
+    return server.traits.linear_states and server.drafts is not None
+
+
 _DRAFTS = (
     *_only(
         (
@@ -408,6 +412,24 @@ _DRAFTS = (
         lambda server: _has_draft_model(server) and server.drafts != "STANDALONE",
         "speculative_algorithm",
     ),
+    *_only(
+        (
+            Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
+            Rule("attn_dp_size", _many, "states of drafted tokens are not tested in groups of ranks"),
+        ),
+        _drafts_with_states,
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    Rule(
+        "speculative_algorithm",
+        _set,
+        "queued steps move the states of its layers beyond the rows that wait for a next turn",
+        _USE_NAMES,
+        lambda server: server.config.conversations == "auto" and _drafts_with_states(server),
+        "triattention_conversations",
+        names_model=True,
+    ),
     *(
         Rule("speculative_algorithm", _set, reason, "leave --speculative-algorithm out", when, names_model=True)
         for reason, when in (
@@ -416,12 +438,13 @@ _DRAFTS = (
                 lambda server: bool(server.traits.window or server.traits.window_pool),
             ),
             (
-                "its layers that keep a state instead of KV are not tested with drafted tokens",
-                lambda server: server.traits.linear_states,
+                "its layers that keep a state instead of KV are not tested with such drafts",
+                lambda server: _drafts_with_states(server) and server.drafts not in server.traits.state_drafts,
             ),
             (
                 "positions that follow images are not tested with drafted tokens",
-                lambda server: server.traits.images,
+                # Those whose states take drafts are served compressed with text alone.
+                lambda server: server.traits.images and not server.traits.state_drafts,
             ),
         )
     ),
