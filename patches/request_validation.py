@@ -114,7 +114,7 @@ async def _check_before_stream(original: Callable, obj: GenerateReqInput, reques
     return await original(obj, request)
 
 
-def _no_conversations(server_args: object) -> str | None:
+def _no_conversations(rules: RoundRules, server_args: object) -> str | None:
     """Why a server can keep no conversations, to complete "with ..."; None if it can."""
     # SGLang puts the fields of its record together at run time.
     settings = cast("ServerArgs", server_args)
@@ -122,6 +122,11 @@ def _no_conversations(server_args: object) -> str | None:
         return f"--pp-size {settings.pp_size}, whose stages have no clock in common by which a row could expire"
     if settings.disaggregation_mode == "decode":
         return "--disaggregation-mode decode, which another server sends whole prompts and not what follows a row"
+    if not rules.keeps_rows:
+        return (
+            f"--speculative-algorithm {settings.speculative_algorithm} for a model whose layers keep a state, which "
+            "queued steps move beyond the row"
+        )
     return None
 
 
@@ -161,7 +166,7 @@ def _check_settings(
             "compressed and keeps no row: leave one of the two out.",
             CONFLICT,
         )
-    no_conversations = _no_conversations(server_args)
+    no_conversations = _no_conversations(rules, server_args)
     if asked.conversation is not None and no_conversations is not None:
         raise RequestError(
             f"custom_params.{KEY}.conversation does not work on a server with {no_conversations}: leave the "

@@ -55,4 +55,5 @@ if TYPE_CHECKING:
         moe_runner_backend: str
         pp_size: int
         prefill_attention_backend: str | None
+        speculative_algorithm: str | None
         speculative_num_draft_tokens: int | None

@@ -61,24 +61,89 @@ def decode(
     activation: bool | str | None = None,
     cache_seqlens: torch.Tensor | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    num_accept_tokens: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_next_token: torch.Tensor | None = None,
+    retrieve_next_sibling: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     pad_slot_id: int = -1,
-    **unused: object,
 ) -> torch.Tensor:
     """Convolves one token of each request: x and the result are [requests, width].
 
-    `conv_state`, [slots, width, taps - 1], takes the tokens of the requests whose slot is not negative.
+    `conv_state`, [slots, width, taps - 1], takes the tokens of the requests whose slot is not negative. With
+    `intermediate_conv_window`, it convolves drafted tokens instead, see `verify`.
     """
-    # Those belong to drafted tokens, with which such models are not served here.
     assert cache_seqlens is None
+    assert num_accept_tokens is None
     assert pad_slot_id < 0
-    assert all(value is None for value in unused.values())
-    assert x.ndim == 2
+    kind = ("silu" if activation else None) if isinstance(activation, bool) else activation
     slots = torch.arange(len(x)) if conv_state_indices is None else conv_state_indices[: len(x)].long()
+    if intermediate_conv_window is not None:
+        assert intermediate_state_indices is not None
+        parents = None
+        if retrieve_next_token is not None and retrieve_next_sibling is not None:
+            parents = parents_of(retrieve_next_token, retrieve_next_sibling)
+            assert retrieve_parent_token is not None
+            retrieve_parent_token.copy_(parents)
+        before = conv_state[slots.clamp(min=0)]
+        return verify(x, before, weight, bias, kind, intermediate_conv_window, intermediate_state_indices, parents)
+    assert x.ndim == 2
     real = slots >= 0
     inputs = torch.cat((conv_state[slots.clamp(min=0)].to(x.dtype), x[..., None]), dim=-1)[..., -weight.shape[-1] :]
     conv_state[slots[real]] = inputs[real][..., 1:].to(conv_state.dtype)
-    kind = ("silu" if activation else None) if isinstance(activation, bool) else activation
     return _convolve(inputs, weight, bias, kind)[..., 0] * real[:, None]
+
+
+def verify(
+    x: torch.Tensor,
+    before: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    windows: torch.Tensor,
+    rows: torch.Tensor,
+    parents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Convolves drafted tokens, of which it is not known yet which will hold: no state changes.
+
+    Args:
+        x: [requests, width, n], drafted tokens of each request, the first of which holds already.
+        before: [requests, width, taps - 1], the states before them.
+        windows: [rows, n, width, taps - 1], takes the state after each; those of neighbouring tokens may share memory
+            where each token follows the one before it.
+        rows: the row of each request there.
+        parents: [requests, n], the token that each follows, of a tree; None where it is the one before.
+
+    Returns:
+        [requests, width, n], a view of [requests, n, width].
+    """
+    request, rows = torch.arange(len(x)), rows[: len(x)].long()
+    state = before[..., -(weight.shape[-1] - 1) :].to(x.dtype)
+    found, after = x.new_empty(len(x), x.shape[2], x.shape[1]), []
+    for token in range(x.shape[2]):
+        if token:
+            state = after[-1] if parents is None else torch.stack(after)[parents[:, token].long(), request]
+        inputs = torch.cat((state, x[..., token, None]), dim=-1)
+        found[:, token] = _convolve(inputs, weight, bias, activation)[..., 0]
+        after.append(inputs[..., 1:])
+        windows.select(1, token)[rows] = after[-1].to(windows.dtype)
+    return found.transpose(1, 2)
+
+
+def parents_of(following: torch.Tensor, siblings: torch.Tensor) -> torch.Tensor:
+    """[requests, n] int64: the token of a tree that each drafted token follows; 0 for a root or one outside the tree.
+
+    Args:
+        following, siblings: [requests, n], first child and next sibling of each, -1 for none; both come later.
+    """
+    parents, request = torch.zeros_like(following, dtype=torch.int64), torch.arange(len(following))
+    for token in range(following.shape[1]):
+        for linked, parent in ((following[:, token], token), (siblings[:, token], parents[:, token])):
+            has = linked >= 0
+            parent = torch.as_tensor(parent).expand(len(has))
+            parents[request[has], linked[has].long()] = parent[has]
+    return parents
 
 
 def _convolve(

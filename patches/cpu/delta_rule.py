@@ -1,9 +1,10 @@
 """The gated delta rule (Qwen3-Next, Qwen3.5) in torch, in the place of SGLang's Triton kernels.
 
 SGLang parts: `chunk_gated_delta_rule` (sglang/kernels/ops/attention/fla/chunk.py),
-`fused_recurrent_gated_delta_rule_packed_decode` (fla/fused_recurrent.py), `fused_gdn_gating`
-(linear/fused_gdn_gating.py), `fused_qkvzba_split_reshape_cat` (triton_gdn_fused_proj.py), `FusedRMSNormGated`
-(fla/fused_norm_gate.py). Each function takes what the kernel takes.
+`fused_recurrent_gated_delta_rule_packed_decode` (fla/fused_recurrent.py), `fused_sigmoid_gating_delta_rule_update`
+(linear/fused_sigmoid_gating_recurrent.py), `fused_gdn_gating` (linear/fused_gdn_gating.py),
+`fused_qkvzba_split_reshape_cat` (triton_gdn_fused_proj.py), `FusedRMSNormGated` (fla/fused_norm_gate.py). Each function
+takes what the kernel takes.
 
 A request's state is a matrix [values, keys] for each value head. With the decay exp(g), the write strength beta and
 the token's query, key and value, S <- exp(g) S, S <- S + beta (v - S k) k^T, and the output is S q. All of it is
@@ -157,6 +158,65 @@ def decode(
     initial_state[slots[real]] = state[real].to(initial_state.dtype)
     out[:, 0] = (found * real[:, None, None]).to(out.dtype)
     return out, initial_state
+
+
+def verify(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    disable_state_update: bool,
+    intermediate_states_buffer: torch.Tensor,
+    intermediate_state_indices: torch.Tensor,
+    cache_steps: int,
+    retrieve_parent_token: torch.Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    is_kda: bool = False,
+) -> torch.Tensor:
+    """Outputs for drafted tokens, of which it is not known yet which will hold: no state changes.
+
+    Args:
+        q, k: [1, requests * n, key heads, K]. v: [1, requests * n, value heads, V]. a, b: [requests * n, value heads].
+        initial_state_source, initial_state_indices: as for `prefill`.
+        cu_seqlens: first token of each request, and the end.
+        intermediate_states_buffer: [rows, n, value heads, V, K], takes the state after each token.
+        intermediate_state_indices: the row of each request there.
+        cache_steps: n, drafted tokens of each request.
+        retrieve_parent_token: [requests, n], the token that each follows, of a tree; None where it is the one before.
+
+    Returns:
+        Outputs like `v`.
+    """
+    assert disable_state_update
+    assert not is_kda
+    requests, group = len(cu_seqlens) - 1, v.shape[2] // q.shape[2]
+    queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
+    if use_qk_l2norm_in_kernel:
+        queries, keys = _unit(queries), _unit(keys)
+    queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
+    g, beta = gates(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
+    parts = [part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])]
+    request, rows = torch.arange(requests), intermediate_state_indices[:requests].long()
+    state = initial_state_source[initial_state_indices[:requests].long().clamp(min=0)].float()
+    found, after = torch.zeros_like(parts[2]), []
+    for token in range(cache_steps):
+        if token:
+            parents = retrieve_parent_token
+            state = after[-1] if parents is None else torch.stack(after)[parents[:requests, token].long(), request]
+        state, found[:, token] = _step(state, *(part[:, token] for part in parts))
+        after.append(state)
+        intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)
+    return found.flatten(0, 1).to(v.dtype)[None]
 
 
 def gated_norm(

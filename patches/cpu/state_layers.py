@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.memory_pool import MambaPool
 
 # Set by the main process, which knows the model, for those that compute: these take what is replaced here before they
 # know it.
@@ -37,7 +38,7 @@ def install() -> None:
         return
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
     from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, layernorm_gated
-    from sglang.kernels.ops.attention.linear import fused_gdn_gating
+    from sglang.kernels.ops.attention.linear import fused_gdn_gating, fused_sigmoid_gating_recurrent
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_triton
     from sglang.srt.layers.attention.mamba import mamba
@@ -46,11 +47,13 @@ def install() -> None:
     causal_conv1d_triton.causal_conv1d_update = convolution.decode
     mamba_state_scatter_triton.track_mamba_states_if_needed = copy_states
     mamba_state_scatter_triton.track_mamba_states_all_layers = copy_states_of_layers
+    mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify = commit
     triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat = delta_rule.split_groups
     triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous = delta_rule.split
     fused_gdn_gating.fused_gdn_gating = delta_rule.gates
     chunk.chunk_gated_delta_rule = delta_rule.prefill
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
+    fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update = delta_rule.verify
     fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
     layernorm_gated.RMSNorm.forward = _norm_before_gate
     elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated
@@ -103,6 +106,38 @@ def copy_states_of_layers(
     source, target = cache_indices[tracked].long(), mamba_track_indices[tracked].long()
     for pool in (conv_states_pool, ssm_states_pool):
         pool[:, target] = pool[:, source]
+
+
+def commit(
+    mamba_caches: MambaPool.SpeculativeState,
+    state_indices_tensor: torch.Tensor,
+    last_correct_step_indices: torch.Tensor,
+    mamba_track_indices: torch.Tensor | None,
+    mamba_steps_to_track: torch.Tensor | None,
+    src_indices_raw: torch.Tensor | None = None,
+) -> None:
+    """Makes the state after the last drafted token that holds that of its request, in all layers.
+
+    Args:
+        mamba_caches: states of the slots, and of each request's drafted tokens.
+        state_indices_tensor: slot of each request.
+        last_correct_step_indices: [requests], the last of its drafted tokens that holds, counted from its first.
+        mamba_track_indices: slots that the tree may take, one for each request, negative for none; None where the tree
+            takes no states of answers.
+        mamba_steps_to_track: the drafted token whose state goes there, negative for none.
+        src_indices_raw: row of each request in the drafted tokens' states; None for the first rows.
+    """
+    pools = [(mamba_caches.temporal, mamba_caches.intermediate_ssm)]
+    pools += zip(mamba_caches.conv, mamba_caches.intermediate_conv_window, strict=True)
+    rows = torch.arange(len(last_correct_step_indices)) if src_indices_raw is None else src_indices_raw
+    wanted = [(state_indices_tensor, last_correct_step_indices)]
+    if mamba_track_indices is not None and mamba_steps_to_track is not None:
+        wanted.append((mamba_track_indices, mamba_steps_to_track))
+    for slots, steps in wanted:
+        real = (slots >= 0) & (steps >= 0)
+        for pool, drafted in pools:
+            if drafted is not None and pool.numel():
+                pool[:, slots[real].long()] = drafted[:, rows[real].long(), steps[real].long()].to(pool.dtype)
 
 
 def _norm_before_gate(self: RMSNorm, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:

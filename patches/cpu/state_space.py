@@ -104,6 +104,11 @@ def decode(
     z: torch.Tensor | None = None,
     dt_softplus: bool = True,
     pad_slot_id: int = -1,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     **unused: object,
 ) -> None:
     """Writes the output of one token of each request to `out`, and its state to `state`.
@@ -113,17 +118,35 @@ def decode(
         x, out: [requests, heads, V]. B, C: [requests, groups, N].
         dt, A, D, dt_bias: as for `prefill`, repeated along V, and along N.
         state_batch_indices: slot of each request; a negative one is padding, whose output is zero.
+        disable_state_update: whether these are drafted tokens, of which it is not known yet which will hold: no state
+            changes, and x, out, dt, B and C are [requests, n, ...].
+        intermediate_states_buffer: [rows, n, heads, V, N], takes the state after each drafted token.
+        intermediate_state_indices: the row of each request there.
+        retrieve_parent_token: [requests, n], the token that each follows, of a tree; None where it is the one before.
     """
-    # Those belong to drafted tokens, with which such models are not served here.
     assert all(value is None or value is False for value in unused.values())
     assert z is None
     assert dt_softplus
     assert pad_slot_id < 0
-    heads = x.shape[1]
+    heads = x.shape[-2]
     real = state_batch_indices >= 0
     slots = state_batch_indices.long().clamp(min=0)
-    into, out_of = (part.float().repeat_interleave(heads // part.shape[1], dim=1) for part in (B, C))
+    into, out_of = (part.float().repeat_interleave(heads // part.shape[-2], dim=-2) for part in (B, C))
     lengths = functional.softplus(dt[..., 0].float() + dt_bias[..., 0].float())
-    after, found = _step(state[slots].float(), x.float(), lengths, A[:, 0, 0].float(), into, out_of, D[:, 0].float())
-    state[slots[real]] = after[real].to(state.dtype)
-    out.copy_((found * real[:, None, None]).to(out.dtype))
+    rate, skip, before = A[:, 0, 0].float(), D[:, 0].float(), state[slots].float()
+    if not disable_state_update:
+        after, found = _step(before, x.float(), lengths, rate, into, out_of, skip)
+        state[slots[real]] = after[real].to(state.dtype)
+        out.copy_((found * real[:, None, None]).to(out.dtype))
+        return
+    assert intermediate_states_buffer is not None
+    assert intermediate_state_indices is not None
+    rows, states = intermediate_state_indices[: len(x)].long(), []
+    for token in range(x.shape[1]):
+        if token:
+            parents, request = retrieve_parent_token, torch.arange(len(x))
+            before = states[-1] if parents is None else torch.stack(states)[parents[: len(x), token].long(), request]
+        inputs = x[:, token].float(), lengths[:, token], rate, into[:, token], out_of[:, token], skip
+        before, out[:, token] = _step(before, *inputs)
+        states.append(before)
+        intermediate_states_buffer[rows, token] = before.to(intermediate_states_buffer.dtype)

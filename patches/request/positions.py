@@ -9,7 +9,8 @@ prefill the host knows how many tokens each request has evicted. Graph replay co
 after this point, so captured graphs need no change.
 
 A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens], which SGLang computes from
-the same lengths, plus an offset of the request after a prompt with images. Here they follow from logical lengths.
+the same lengths, plus an offset of the request after a prompt with images. Here they follow from logical lengths; those
+of drafted tokens (`ForwardBatch.compute_spec_mrope_positions`) are moved with `positions`.
 
 With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
 decode, and the row's length after a prefill.
@@ -91,6 +92,9 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
             drafted = len(forward.positions) // len(evicted)
             shift = torch.repeat_interleave(evicted, drafted, output_size=len(forward.positions))
             forward.positions = forward.positions + shift
+            if forward.mrope_positions is not None:
+                # SGLang takes these from the former, plus an offset after a prompt with images.
+                forward.mrope_positions = forward.mrope_positions + shift
     elif mode.is_extend():
         evicted = evicted_in(batch)
         if evicted is not None:

@@ -360,6 +360,10 @@ def _has_windows(server: Server) -> bool:
     return bool(server.traits.window or server.traits.window_pool)
 
 
+def _drafts_with_states(server: Server) -> bool:
+    return server.traits.linear_states and server.drafts is not None
+
+
 _DRAFTS = (
     *_only(
         (
@@ -427,6 +431,24 @@ _DRAFTS = (
         "speculative_algorithm",
         names_model=True,
     ),
+    *_only(
+        (
+            Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
+            Rule("attn_dp_size", _many, "states of drafted tokens are not tested in groups of ranks"),
+        ),
+        _drafts_with_states,
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    Rule(
+        "speculative_algorithm",
+        _set,
+        "queued steps move the states of its layers beyond the rows that wait for a next turn",
+        _USE_NAMES,
+        lambda server: server.config.conversations == "auto" and _drafts_with_states(server),
+        "triattention_conversations",
+        names_model=True,
+    ),
     *(
         Rule("speculative_algorithm", _set, reason, f"{other}leave --speculative-algorithm out", when, names_model=True)
         for reason, other, when in (
@@ -436,14 +458,15 @@ _DRAFTS = (
                 lambda server: _has_draft_model(server) and _has_windows(server),
             ),
             (
-                "its layers that keep a state instead of KV are not tested with drafted tokens",
+                "its layers that keep a state instead of KV are not tested with such drafts",
                 "",
-                lambda server: server.traits.linear_states,
+                lambda server: _drafts_with_states(server) and server.drafts not in server.traits.state_drafts,
             ),
             (
                 "positions that follow images are not tested with drafted tokens",
                 "",
-                lambda server: server.traits.images,
+                # Those whose states take drafts are served compressed with text alone.
+                lambda server: server.traits.images and not server.traits.state_drafts,
             ),
         )
     ),

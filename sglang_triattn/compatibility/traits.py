@@ -43,6 +43,7 @@ class Traits:
         window_pool: window layers have a KV pool of their own.
         latent: the layers that attend to all tokens have latent KV (MLA).
         linear_states: some layers keep a state instead of KV, or with it.
+        state_drafts: see `Family.state_drafts`.
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
         context: most tokens of a request; None if the file does not say.
@@ -56,6 +57,7 @@ class Traits:
     window_pool: bool = False
     latent: bool = False
     linear_states: bool = False
+    state_drafts: tuple[str, ...] = ()
     images: bool = False
     image_prompts: bool = True
     context: int | None = None
@@ -84,6 +86,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
         window_pool=layout.window_pool,
         latent=layout.latent,
         linear_states=layout.linear_states,
+        state_drafts=family.state_drafts,
         images=any(fields.get(each) for each in _MEDIA) or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         context=context_limit(fields) if known else None,

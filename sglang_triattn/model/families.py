@@ -52,6 +52,7 @@ class Family:
         latent: queries meet latent KV (MLA) in the way that scores assume.
         linear_states: some layers may keep a state instead of KV, which rounds leave alone.
         state_in_every_layer: each layer has a state and attention.
+        state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
         attentions: attentions, each with KV of its own, per layer that the file counts.
         images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
             "text": only requests without images are covered; None: not covered.
@@ -78,6 +79,7 @@ class Family:
     latent: bool = False
     linear_states: bool = False
     state_in_every_layer: bool = False
+    state_drafts: tuple[str, ...] = ()
     attentions: int = 1
     images: Literal["prompt", "text"] | None = None
     branching_drafts: bool = False
@@ -121,6 +123,7 @@ _SINKS = Family(window_pool=True, sinks=True)
 _INTERLEAVED = Family(interleaved=True)
 _LATENT = Family(latent=True)
 _LINEAR_STATES = Family(linear_states=True)
+_NGRAM = ("NGRAM",)
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
@@ -163,7 +166,7 @@ FAMILIES: dict[str, Family] = {
     "ExaoneForCausalLM": _PLAIN,
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
-    "FalconH1ForCausalLM": Family(linear_states=True, state_in_every_layer=True),
+    "FalconH1ForCausalLM": Family(linear_states=True, state_in_every_layer=True, state_drafts=_NGRAM),
     "GPT2LMHeadModel": Family(refused=Refused(NO_ROPE)),
     "GPTBigCodeForCausalLM": Family(refused=Refused(NO_ROPE)),
     "GPTJForCausalLM": _INTERLEAVED,
@@ -191,7 +194,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": Family(window_pool=True, pool_covered=True, sinks=True),
     "GraniteForCausalLM": Family(),
     "GraniteMoeForCausalLM": Family(),
-    "GraniteMoeHybridForCausalLM": Family(linear_states=True, may_lack_rope=True),
+    "GraniteMoeHybridForCausalLM": Family(linear_states=True, may_lack_rope=True, state_drafts=_NGRAM),
     "GraniteMoeSWAForCausalLM": _SINKS,
     "GraniteMoeSharedForCausalLM": Family(),
     "GraniteSWAForCausalLM": _SINKS,
@@ -248,7 +251,7 @@ FAMILIES: dict[str, Family] = {
     "NVILAForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "NVILALiteForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "NanbeigeForCausalLM": Family(refused=_LOOPS),
-    "NemotronHForCausalLM": _NEMOTRON_H,
+    "NemotronHForCausalLM": replace(_NEMOTRON_H, state_drafts=_NGRAM),
     "NemotronH_Nano_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Nano_VL_V2": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
@@ -273,16 +276,16 @@ FAMILIES: dict[str, Family] = {
     "Qwen2_5_VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
-    "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25),
+    "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=_NGRAM),
     "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,
     # Served without images.
-    "Qwen3_5ForCausalLM": Family(linear_states=True, images="prompt"),
+    "Qwen3_5ForCausalLM": Family(linear_states=True, images="prompt", state_drafts=_NGRAM),
     # Images are not tested with layers that keep a state.
-    "Qwen3_5ForConditionalGeneration": _STATES_WITH_TEXT,
-    "Qwen3_5MoeForCausalLM": Family(linear_states=True, images="prompt"),
-    "Qwen3_5MoeForConditionalGeneration": _STATES_WITH_TEXT,
+    "Qwen3_5ForConditionalGeneration": replace(_STATES_WITH_TEXT, state_drafts=_NGRAM),
+    "Qwen3_5MoeForCausalLM": Family(linear_states=True, images="prompt", state_drafts=_NGRAM),
+    "Qwen3_5MoeForConditionalGeneration": replace(_STATES_WITH_TEXT, state_drafts=_NGRAM),
     "SDARForCausalLM": Family(refused=DIFFUSION),
     "SDARMoeForCausalLM": Family(refused=DIFFUSION),
     "Sarashina2VisionForCausalLM": _PLAIN_WITH_IMAGES,

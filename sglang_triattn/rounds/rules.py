@@ -18,6 +18,7 @@ class RoundRules(Config):
         window: most tokens that a query of a window layer sees; 0 without such layers.
         round_to: the tokens that a round evicts are a multiple of this.
         images: whether requests with images may be compressed.
+        keeps_rows: whether a row may wait for its conversation's next turn.
     """
 
     recent: int = 0
@@ -25,6 +26,7 @@ class RoundRules(Config):
     window: int = 0
     round_to: int = 1
     images: bool = True
+    keeps_rows: bool = True
 
     @property
     def most_rounds(self) -> int | None:
@@ -94,6 +96,7 @@ def complete(
     page_size: int = 1,
     whole_pages: bool = False,
     level: bool = True,
+    keeps_rows: bool = True,
 ) -> RoundRules:
     """The rules of rounds for a model and its server.
 
@@ -111,6 +114,7 @@ def complete(
         whole_pages: whether rounds evict whole pages before the newest tokens: queued steps of speculative decoding
             write to pages of which a round does not know how many tokens will hold.
         level: whether `auto` levels rounds, so that what a request keeps depends on those that run with it.
+        keeps_rows: whether a row may wait for its conversation's next turn.
 
     Raises:
         TriAttentionError: the budget or the newest tokens are fewer than the window, or there are no values to choose
@@ -131,6 +135,7 @@ def complete(
     share = config.default_value_share if config.value_share is None else config.value_share
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     facts = {"window": window, "round_to": page_size if window or whole_pages else 1, "images": images}
+    facts["keeps_rows"] = keeps_rows
     if not level and config.rounds_per_step == AUTO:
         facts["rounds_per_step"] = 0
     return RoundRules(**{**settings, **facts, "recent": recent, "value_share": 0.0 if latent else share})

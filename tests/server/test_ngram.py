@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from family_servers import modules_of, prepared
+from family_servers import WITH_BUFFER, WITHOUT_BUFFER, modules_of, prepared, started
 from harness import (
     BUDGET,
     INTERVAL,
@@ -24,6 +24,21 @@ from tiny_model import TinyModel
 
 # It repeats itself, too. Its own draft layer is not used here.
 LATENT = "deepseek-v3-mtp"
+# Models with layers that keep a state. Their trees and chains take different ways through SGLang.
+STATES = [
+    ("qwen3-next", 1, "overlap off"),
+    wide("qwen3-next", 1, "overlap"),
+    wide("qwen3-next", 16, "overlap"),
+    wide("qwen3.5", 1, "overlap"),
+    wide("qwen3.5", 16, "overlap"),
+    wide("qwen3.5-whole", 16, "overlap"),
+    wide("falcon-h1", 1, "overlap off"),
+    wide("falcon-h1", 16, "overlap"),
+    wide("granite-4-h", 1, "overlap"),
+    wide("granite-4-h", 16, "overlap"),
+    wide("nemotron-h", 1, "overlap"),
+    wide("nemotron-h", 16, "overlap"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +71,17 @@ def test_latents(drafting, tmp_path, page_size):
     client, steps = drafting(page_size, model=tiny, env=only_models(*modules_of(LATENT)))
     account.budget, account.interval, account.recent = BUDGET, INTERVAL, RECENT
     hold_to_account(client, steps, account, page_size, "overlap")
+
+
+@pytest.mark.parametrize(("family", "page_size", "schedule"), STATES)
+def test_states(probed, serve, tmp_path, family, page_size, schedule):
+    """Prevents the same where layers keep a state, and states that see a token that did not hold, or none of one that
+    did."""
+    tiny, account = prepared(tmp_path, family, repeating=True)
+    buffer = WITH_BUFFER if schedule == "overlap" else WITHOUT_BUFFER
+    client, steps = started(probed, tiny, family, *NGRAM, *PAGES[page_size], *KEYS_ALONE, *buffer)
+    hold_to_account(client, steps, account, page_size, schedule)
+    serve.stop(client)
 
 
 def hold_to_account(client, steps, account: Oracle, page_size: int, schedule: str) -> None:

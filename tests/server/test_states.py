@@ -11,6 +11,7 @@ from harness import (
     Client,
     assert_pool_is_whole,
     compression,
+    greedy,
     prompt,
     served_logprobs,
     two_cores,
@@ -74,35 +75,50 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     serve.stop(client)
 
 
+# Chains, as SGLang drafts where pages are larger than one slot. They take fewer steps, in which less is retracted.
+NGRAM = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"),
+    *("--speculative-ngram-max-bfs-breadth", "1"),
+)
+
+
 @pytest.mark.parametrize(
     ("family", "flags", "requests"),
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
         ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 40),
+        wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM[:4]), 60),
+        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 40),
+        wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
     ],
 )
 def test_answers_and_storm(serve, tmp_path, family, flags, requests):
     """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's, and leaks of slots, rows
-    or states."""
-    flags = (*flags, "--max-total-tokens", "1536", *FLAGS)
-    tiny, account = prepared(tmp_path, family)
+    or states. With drafts: a row kept for a turn, whose state has seen more than the row has."""
+    flags, drafts = (*flags, "--max-total-tokens", "1536", *FLAGS), "NGRAM" in flags
+    tiny, account = prepared(tmp_path, family, repeating=drafts)
     client = started(serve, tiny, family, *flags, env=RETRACTING)
     plain = started(serve, tiny, family, *flags, env=RETRACTING, compressed=False)
     stem = prompt(1, 128)
     for ids in (stem, stem + prompt(2, 30), stem + prompt(3, 9)):
         ours, theirs = (server.generate(ids, account.budget, logprobs=True) for server in (client, plain))
         assert compression(ours)["rounds"] == 0
-        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
+        counts = ("spec_num_correct_drafts",) if drafts else ()
+        for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", *counts):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
     assert ours["meta_info"]["cached_tokens"] == 128
     serve.stop(plain)
     assert_prompts_are_found_right(client)
 
-    _, finished = storm(client, 1, requests, (account.recent + 1, account.budget), 1500, conversations=4)
+    budgets, names = (account.recent + 1, account.budget), 0 if drafts else 4
+    _, finished = storm(client, 1, requests, budgets, 1500, conversations=names)
     assert len(finished) > requests // 2
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > requests // 3
+    if drafts:
+        assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 100
+        assert_conversations_are_refused(client)
     assert_pool_is_whole(client)
     serve.stop(client)
 
@@ -121,3 +137,10 @@ def assert_prompts_are_found_right(client: Client) -> None:
         assert other["meta_info"]["cached_tokens"] == 0
         assert (tokens == same).all()
         assert (ours - theirs).abs().max() < TOLERANCE
+
+
+def assert_conversations_are_refused(client: Client) -> None:
+    sampling = greedy(4, custom_params={"triattention": {"conversation": "a"}})
+    refused = client.post("/generate", input_ids=prompt(4, 9), sampling_params=sampling)
+    assert refused.status_code == 400
+    assert "does not work on a server with --speculative-algorithm NGRAM for a model whose layers" in refused.text

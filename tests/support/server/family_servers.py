@@ -25,6 +25,7 @@ from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle, means_of
+from repeating import OTHERS, make_repeating
 from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
@@ -54,6 +55,8 @@ WITHOUT_BUFFER = ("--disable-overlap-schedule",)
 WITH_BUFFER = ("--mamba-track-interval", "64")
 # No layer of these has a rotary embedding.
 NEVER_ROTATED = ("granite-4-h", "nemotron-h")
+# How much more the layers of some must be turned down before they repeat themselves.
+QUIETER = {"nemotron-h": 0.2}
 MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
@@ -81,9 +84,15 @@ def rope_of(model: torch.nn.Module, family: str) -> Rope:
     return Rope(frequencies, scaling, 2 * frequencies.numel(), style)
 
 
-def prepared(folder, family):
-    """The model with statistics, and the account of it."""
+def prepared(folder, family, *, repeating=False):
+    """The model with statistics, and the account of it.
+
+    Args:
+        repeating: whether the model is to repeat itself, see `repeating`.
+    """
     tiny = BUILDERS[family](folder) if family in BUILDERS else build_family(folder, family)
+    if repeating:
+        make_repeating(tiny, QUIETER.get(family, OTHERS))
     model = tiny.load()
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * model.config.num_hidden_layers
     layers = tuple(number for number, kind in enumerate(kinds) if kind in ("full_attention", "hybrid"))

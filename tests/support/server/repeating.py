@@ -20,6 +20,9 @@ LOUDNESS, OTHERS = 6.0, 0.3
 """How much more its tokens, and how much less attention and MLPs, contribute than in the tiny model: the successor
 then leads by at least 2 in the logits."""
 
+OUTPUTS = "o_proj", "down_proj", "out_proj", "output_linear"
+"""What attention, MLPs and layers that keep a state end with, in the names of transformers."""
+
 
 def build_repeating_model(folder: Path) -> TinyModel:
     """Writes the model and random statistics for it."""
@@ -33,18 +36,25 @@ def build_repeating_model(folder: Path) -> TinyModel:
     return tiny
 
 
-def make_repeating(tiny: TinyModel) -> None:
-    """Rewrites the weights of a model so that it repeats itself."""
-    model = tiny.load()
+def make_repeating(tiny: TinyModel, others: float = OTHERS) -> None:
+    """Rewrites the weights of a model so that it repeats itself.
+
+    Args:
+        others: see OTHERS.
+    """
+    model, file = tiny.load(), tiny.path / "config.json"
+    # transformers would write other fields than those that SGLang reads of some models.
+    settings = file.read_text()
     circle = torch.arange(LENGTH)
     with torch.no_grad():
         for name, weight in model.model.layers.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
-                weight *= OTHERS
-        embedding = model.model.embed_tokens.weight
+            if any(output in name for output in OUTPUTS):
+                weight *= others
+        embedding = model.get_input_embeddings().weight
         embedding[FIRST + circle] *= LOUDNESS
         model.lm_head.weight[FIRST + (circle + 1) % LENGTH] += embedding[FIRST + circle]
     model.save_pretrained(tiny.path)
+    file.write_text(settings)
 
 
 def in_circle(length: int, start: int = 0) -> list[int]:

@@ -13,15 +13,17 @@ from vision_families import VisionModel, build_vision_model
 
 
 class Account(torch.nn.Module):
-    """What the oracle needs of a model: its layers in `model`, and a call that returns logits."""
+    """What the oracle needs of a model: its layers in `model`, and a call that returns logits; and what a change of its
+    weights does (`repeating`)."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()
-        self.model, self.head = whole.model.language_model, whole.lm_head
+        self.model, self.lm_head = whole.model.language_model, whole.lm_head
         self.config = self.model.config
+        self.get_input_embeddings, self.save_pretrained = self.model.get_input_embeddings, whole.save_pretrained
 
     def forward(self, **options: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.model(**options).last_hidden_state))
+        return SimpleNamespace(logits=self.lm_head(self.model(**options).last_hidden_state))
 
 
 class WholeQwen(VisionModel):

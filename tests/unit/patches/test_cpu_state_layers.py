@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
 from transformers.models.qwen3_next import modeling_qwen3_next as published
 
-from sglang_triattn.patches.cpu import convolution, delta_rule
+from sglang_triattn.patches.cpu import convolution, delta_rule, state_layers
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 16, 24, 4
 WIDTH = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -121,6 +123,77 @@ def test_convolution_by_chunks_and_tokens_equals_the_whole():
         expected = functional.silu(functional.conv1d(padded, weight[:, None], bias, groups=WIDTH))[0]
         torch.testing.assert_close(answer, expected, atol=1e-5, rtol=1e-4)
     assert torch.equal(pool[[0, 3, 5]], others)
+
+
+# Two requests' drafted tokens: each one's first child and next sibling, and the tokens that lead to each.
+FOLLOWING = torch.tensor([[1, 3, 4, -1, -1], [1, 2, 3, 4, -1]])
+SIBLINGS = torch.tensor([[-1, 2, -1, -1, -1], [-1, -1, -1, -1, -1]])
+PATHS = [[[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4]], [list(range(token + 1)) for token in range(5)]]
+
+
+@pytest.mark.parametrize("tree", [True, False], ids=["trees", "chains"])
+def test_drafted_tokens_see_those_that_lead_to_them(tree):
+    """Prevents a drafted token from meeting the state after another branch's tokens, and states that change before it
+    is known which tokens hold."""
+    links = {"retrieve_next_token": FOLLOWING, "retrieve_next_sibling": SIBLINGS} if tree else {}
+    paths = PATHS if tree else [PATHS[1]] * 2
+    parents = torch.full((2, 5), -7) if tree else None
+    weight, bias, x = torch.randn(WIDTH, TAPS), torch.randn(WIDTH), torch.randn(2, 5, WIDTH)
+    conv, slots, rows = torch.randn(6, WIDTH, TAPS - 1), torch.tensor([4, 1]), torch.tensor([2, 0])
+    # In a chain, neighbouring windows share memory.
+    shared = torch.zeros(3, WIDTH, 5 + TAPS - 2)
+    windows = torch.zeros(3, 5, WIDTH, TAPS - 1) if tree else shared.as_strided(
+        (3, 5, WIDTH, TAPS - 1), (shared.stride(0), 1, shared.stride(1), 1)
+    )  # fmt: skip
+    mixed = convolution.decode(
+        x.transpose(1, 2), conv, weight, bias, "silu", conv_state_indices=slots, intermediate_conv_window=windows,
+        intermediate_state_indices=rows, retrieve_parent_token=parents, **links,
+    ).transpose(1, 2).reshape(10, WIDTH)  # fmt: skip
+    if parents is not None:
+        assert parents.tolist() == [[0, 0, 0, 1, 2], [0, 0, 1, 2, 3]]
+    a, b = torch.randn(10, VALUE_HEADS), torch.randn(10, VALUE_HEADS)
+    log, step = torch.randn(VALUE_HEADS), torch.randn(VALUE_HEADS)
+    key_width = KEY_HEADS * KEY_DIM
+    q, k, v = mixed[None].split([key_width, key_width, VALUE_HEADS * VALUE_DIM], dim=-1)
+    pool = torch.randn(6, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    drafted = torch.zeros(3, 5, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    kept = conv.clone(), pool.clone()
+    found = delta_rule.verify(
+        log, a, step, 1.0, 20.0, q.unflatten(2, (KEY_HEADS, -1)), k.unflatten(2, (KEY_HEADS, -1)),
+        v.unflatten(2, (VALUE_HEADS, -1)), b, pool, slots, cu_seqlens=torch.tensor([0, 5, 10]),
+        disable_state_update=True, intermediate_states_buffer=drafted, intermediate_state_indices=rows, cache_steps=5,
+        retrieve_parent_token=parents, use_qk_l2norm_in_kernel=True,
+    )[0].unflatten(0, (2, 5))  # fmt: skip
+    assert torch.equal(conv, kept[0])
+    assert torch.equal(pool, kept[1])
+    for request, ends in enumerate(paths):
+        for token, path in enumerate(ends):
+            state, window = pool[slots[request]][None].clone(), conv[slots[request]][None].clone()
+            for place in path:
+                inputs = convolution.decode(x[request, place, None], window, weight, bias, "silu")
+                out, row = torch.empty(1, 1, VALUE_HEADS, VALUE_DIM), [5 * request + place]
+                first = torch.zeros(1, dtype=torch.int64)
+                delta_rule.decode(inputs, a[row], b[row], log, step, KEY_DIM**-0.5, state, out, first, True)
+            torch.testing.assert_close(found[request, token], out[0, 0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(drafted[rows[request], token], state[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(windows[rows[request], token], window[0])
+
+
+def test_the_state_of_the_last_token_that_holds_is_kept():
+    """Prevents a request from going on with the state after another token, or in another request's slot."""
+    drafted, windows = torch.randn(2, 3, 5, 4, 3, 2), torch.randn(2, 3, 5, 7, 3)
+    temporal, conv = torch.zeros(2, 6, 4, 3, 2), torch.zeros(2, 6, 7, 3)
+    caches = SimpleNamespace(
+        temporal=temporal, intermediate_ssm=drafted, conv=[conv], intermediate_conv_window=[windows]
+    )
+    slots, tracked = torch.tensor([4, 1, -1]), torch.tensor([5, -1, 2])
+    last, seen = torch.tensor([3, 0, 2]), torch.tensor([1, 2, -1])
+    state_layers.commit(caches, slots, last, tracked, seen)
+    for pool, states in ((temporal, drafted), (conv, windows)):
+        assert torch.equal(pool[:, 4], states[:, 0, 3])
+        assert torch.equal(pool[:, 1], states[:, 1, 0])
+        assert torch.equal(pool[:, 5], states[:, 0, 1])
+        assert not pool[:, [0, 2, 3]].any()
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])

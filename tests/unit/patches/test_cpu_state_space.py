@@ -110,3 +110,37 @@ def test_decode_continues_a_prefill_and_leaves_padding_alone(weights):
         assert not out[1].any()
     torch.testing.assert_close(pool[2], final[0], atol=1e-5, rtol=1e-4)
     assert torch.equal(pool[[0, 1]], others)
+
+
+@pytest.mark.parametrize("parents", [[[0, 0, 0, 1, 2], [0, 0, 1, 2, 3]], None], ids=["trees", "chains"])
+def test_drafted_tokens_see_those_that_lead_to_them(weights, parents):
+    """Prevents a drafted token from meeting the state after another branch's tokens, and states that change before it
+    is known which tokens hold."""
+    given = inputs(10)
+    x, dt, into, out_of = (given[name][0].unflatten(0, (2, 5)) for name in ("x", "dt", "B", "C"))
+    pool, drafted = torch.randn(4, HEADS, VALUES, STATES), torch.zeros(3, 5, HEADS, VALUES, STATES)
+    slots, rows, before, wide = torch.tensor([3, 1]), torch.tensor([0, 2]), pool.clone(), (HEADS, VALUES)
+    shared = weights["A"][:, None, None].expand(*wide, STATES), weights["D"][:, None].expand(wide)
+    bias = weights["dt_bias"][:, None].expand(wide)
+    out = torch.empty_like(x)
+    state_space.decode(
+        pool, x, dt[..., None].expand_as(x), shared[0], into, out_of, shared[1], dt_bias=bias,
+        state_batch_indices=slots, out=out, disable_state_update=True, intermediate_states_buffer=drafted,
+        intermediate_state_indices=rows, cache_steps=5,
+        retrieve_parent_token=None if parents is None else torch.tensor(parents),
+    )  # fmt: skip
+    assert torch.equal(pool, before)
+    for request in range(2):
+        for token in range(5):
+            path = [token]
+            while path[0]:
+                path.insert(0, path[0] - 1 if parents is None else parents[request][path[0]])
+            state, found = pool[slots[request]][None].clone(), torch.empty(1, *wide)
+            for place in path:
+                at = request, place
+                state_space.decode(
+                    state, x[at][None], dt[at][None, :, None].expand(1, *wide), shared[0], into[at][None],
+                    out_of[at][None], shared[1], dt_bias=bias, state_batch_indices=torch.tensor([0]), out=found,
+                )  # fmt: skip
+            torch.testing.assert_close(out[at], found[0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(drafted[rows[request], token], state[0], atol=1e-5, rtol=1e-4)

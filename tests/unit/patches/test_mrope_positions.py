@@ -79,6 +79,25 @@ def test_chunks_between_rounds():
     assert expected[1].tolist() == [*range(80 - 8, 110 - 8), *range(270, 300)]
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2], ids=lambda mode: mode.name)
+def test_drafted_tokens_follow_image_and_text(mode):
+    """Prevents drafted tokens of a shortened row from being turned like those that a round evicted."""
+    kinds, evicted = [media(), None], [64, 32]
+    physical = torch.tensor([[150, 151, 151], [90, 91, 92]]) - torch.tensor(evicted)[:, None]
+    forward = ForwardBatch(
+        forward_mode=mode, batch_size=2, input_ids=torch.zeros(6), req_pool_indices=torch.zeros(2),
+        seq_lens=physical[:, 0], out_cache_loc=torch.zeros(6), seq_lens_sum=0, positions=physical.flatten(),
+    )  # fmt: skip
+    reqs = [SimpleNamespace(triattention=SimpleNamespace(evicted_tokens=count), session=None) for count in evicted]
+    batch = SimpleNamespace(
+        reqs=reqs, multimodal_inputs=kinds, seq_lens=forward.seq_lens, spec_info=SimpleNamespace(positions=None)
+    )
+    forward.compute_spec_mrope_positions(RUNNER, batch, seq_positions=forward.positions)
+    positions._use_logical_positions(forward, ForwardBatch, batch)
+    assert forward.positions.tolist() == [150, 151, 151, 90, 91, 92]
+    assert forward.mrope_positions.tolist() == [[142, 143, 143, 90, 91, 92]] * 3
+
+
 def test_images_are_left_out_once_tokens_are_gone():
     """Prevents SGLang from looking for an image's tokens by their places in a row that was shortened."""
     kinds = [media(), media(), None]
