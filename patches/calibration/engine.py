@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
-from sglang_triattn.compatibility.rules import ENVIRONMENT, why_uncovered
+from sglang_triattn.compatibility.rules import ENVIRONMENT
+from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks.hook import Hook, check_version

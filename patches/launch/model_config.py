@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sglang_triattn.compatibility.rules import refused_model, why_uncovered
 from sglang_triattn.compatibility.traits import uncovered_in_file
+from sglang_triattn.compatibility.uncovered import refused_model, why_uncovered
 from sglang_triattn.model.fingerprint import local_folder
 
 

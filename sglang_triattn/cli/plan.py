@@ -12,8 +12,8 @@ from sglang_triattn import capacity
 from sglang_triattn.capacity import Gpus, Workload
 from sglang_triattn.cli import plan_text
 from sglang_triattn.cli.plan_text import Findings
-from sglang_triattn.compatibility.rules import why_uncovered
 from sglang_triattn.compatibility.traits import uncovered_in_file
+from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.config import BUDGET_SCOPES, ENABLE, PREFIX, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.gpus import GPUS

@@ -11,10 +11,9 @@ from sglang_triattn.compatibility.rules import (
     RULES,
     Server,
     refusals,
-    refused_model,
-    why_uncovered,
 )
 from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.compatibility.uncovered import refused_model, why_uncovered
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rounds.plan import check_reach

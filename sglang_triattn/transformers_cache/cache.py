@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sglang_triattn.compatibility.rules import why_uncovered
 from sglang_triattn.compatibility.traits import uncovered_in_file
+from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.config import Config
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import scored_layers

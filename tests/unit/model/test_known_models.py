@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from plan_cases import CONFIGS
-from sglang_triattn.compatibility.rules import why_uncovered
 from sglang_triattn.compatibility.traits import uncovered_in_file
+from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 
 MLA, STATES, AFTER = "none of the models for which that is covered", "state-space", "after their rotation"

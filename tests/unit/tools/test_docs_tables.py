@@ -9,7 +9,8 @@ import pytest
 
 from documents import DOCS, README, code, section, table, tables
 from sglang_triattn.cli import top
-from sglang_triattn.compatibility.rules import ENVIRONMENT, FIRST_RULES, RULES, UNCOVERED
+from sglang_triattn.compatibility.rules import ENVIRONMENT, FIRST_RULES, RULES
+from sglang_triattn.compatibility.uncovered import UNCOVERED
 from sglang_triattn.config import NAME_FIELDS, OPTIONS, SELECTIONS, SWITCH, VALUE_SHARE, Config, flag
 from sglang_triattn.kernels.compact.reference import STRATEGIES
 from sglang_triattn.model.families import FAMILIES
