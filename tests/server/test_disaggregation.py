@@ -10,15 +10,19 @@ import pytest
 from harness import (
     BUDGET,
     INTERVAL,
+    KEYS_ALONE,
     Client,
     assert_pool_is_whole,
     compression,
     greedy,
     prompt,
     served_logprobs,
+    two_cores,
 )
 from oracle import TOLERANCE, oracle_of
-from separated import Separated, running_separated
+from separated import Pairs, Separated, running_separated
+from sets import wide
+from storm import retractions
 
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "37"}
 
@@ -40,16 +44,18 @@ def retracting(forkserver, tiny, tmp_path_factory):
         yield client
 
 
-def generate_together(client: Client, prompts: list[list[int]]) -> list[dict]:
-    """Answers to prompts sent at once; the router takes no sampling parameters for each prompt of one request."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: client.generate(ids, 260, logprobs=True), prompts))
+@pytest.fixture(scope="module")
+def pairs(forkserver, tmp_path_factory):
+    """`pairs(*args, model=..., **options)` starts servers of any model, see `Pairs.__call__`."""
+    found = Pairs(forkserver, tmp_path_factory.mktemp("pairs"))
+    yield found
+    found.stop_all()
 
 
-def assert_account(tiny, ids: list[int], response: dict) -> None:
+def assert_account(tiny, ids: list[int], response: dict, selection: str = "per-layer-head") -> None:
     """Asserts that the served log-probabilities are those of the account, over at least five rounds."""
     account, report = oracle_of(tiny), compression(response)
-    account.value_share = 0.0
+    account.value_share, account.selection = 0.0, selection
     everything = ids + response["output_ids"][:-1]
     expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
     assert report["rounds"] == rounds >= 5
@@ -89,7 +95,7 @@ def test_logits(pair, tiny):
     client, _ = pair
     stem = prompt(9, 40)
     prompts = [stem, stem + prompt(10, 12), prompt(11, 33)]
-    for ids, answer in zip(prompts, generate_together(client, prompts), strict=True):
+    for ids, answer in zip(prompts, client.generate_all(prompts, 260, logprobs=True), strict=True):
         assert compression(answer)["frozen_length"] == len(ids)
         assert_account(tiny, ids, answer)
     assert_pool_is_whole(client)
@@ -98,11 +104,30 @@ def test_logits(pair, tiny):
 def test_logits_of_retracted_requests(retracting, tiny):
     """Prevents a compacted row that comes back from the host with other entries, or at other positions."""
     prompts = [prompt(20 + number, 30 + number) for number in range(4)]
-    answers = generate_together(retracting, prompts)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 2
+    answers = retracting.generate_all(prompts, 260, logprobs=True)
+    assert retractions(answers) > 2
     for ids, answer in zip(prompts, answers, strict=True):
         assert_account(tiny, ids, answer)
     assert_pool_is_whole(retracting)
+
+
+RANKS = ("--tp-size", "2")
+
+
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "union"), wide(16, "per-layer-head")])
+def test_logits_on_two_ranks(pairs, tiny, page_size, selection):
+    """Prevents ranks that keep tokens of each other's heads, different ones of a shared set, or that disagree about who
+    is admitted, retracted or due: they would then wait for one another for ever."""
+    flags = ("--page-size", str(page_size), "--triattention-selection", selection, *KEYS_ALONE)
+    pool = ("--max-total-tokens", "2048")
+    client = pairs(*RANKS, *flags, *pool, model=tiny, env={**two_cores(), **RETRACT})
+    prompts = [prompt(40 + number, 30 + number) for number in range(3)]
+    answers = client.generate_all(prompts, 260, logprobs=True)
+    assert retractions(answers) > 1
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert_account(tiny, ids, answer, selection)
+    assert_pool_is_whole(client)
+    pairs.stop(client)
 
 
 def test_conversations_are_refused(pair):
