@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import retraction_probe
 import server
-from harness import KEYS_ALONE, STRICT, Client, assert_pool_is_whole, compressed_args, plain_args
+from harness import (
+    KEYS_ALONE,
+    STRICT,
+    Client,
+    assert_pool_is_whole,
+    compressed_args,
+    install_plugin,
+    plain_args,
+    python_path,
+    read_lines,
+)
 from run_router import running_router
 from storm import retractions
 from tiny_model import TinyModel
@@ -42,6 +54,35 @@ class Separated(Client):
             answers = list(pool.map(lambda each: self._generate(*each, logprobs, None), asked))
         self.retracted += retractions(answers)
         return answers
+
+
+class Retractions:
+    """What the ranks of a decode server retract, see `retraction_probe`.
+
+    Attributes:
+        env: for the server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        install_plugin(folder, "retraction_probe", Path(retraction_probe.__file__).read_text())
+        self._file = folder / "retractions.jsonl"
+        self._file.touch()
+        self.env = {"PYTHONPATH": python_path(folder), "PROBE_FILE": str(self._file)}
+
+    def redrawn(self, answer: dict[str, Any], ranks: int = 1) -> set[int]:
+        """Tokens of a request after which it was retracted in the step of its round, for an Oracle.
+
+        Asserts that all ranks have retracted it, at the same tokens.
+        """
+        meta, seen = answer["meta_info"], defaultdict(list)
+        for line in read_lines(self._file):
+            if line["rid"] == meta["id"]:
+                seen[line["rank"]].append((line["tokens"], line["shortened"]))
+        retracted, *others = seen.values() or [[]]
+        assert len(retracted) == meta["num_retractions"]
+        assert len(seen) == ranks or not retracted
+        assert all(other == retracted for other in others), seen
+        return {tokens for tokens, shortened in retracted if shortened}
 
 
 class Pairs:
