@@ -111,8 +111,9 @@ class Compressor:
         self._queues_drafts = queues_drafts(scheduler)
         self._looks = DueLooks(tokens_per_step(scheduler))
         self._leveller = Leveller(config, tokens_per_step(scheduler))
+        self._decodes_alone = decodes_alone(scheduler)
         # A stage's chunk may still be reading its row; for a decode server see above.
-        self._rewrites_late = is_staged(scheduler) or decodes_alone(scheduler)
+        self._rewrites_late = is_staged(scheduler) or self._decodes_alone
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -202,7 +203,10 @@ class Compressor:
         return Attempt(due, num_due, prefill, self._queues_drafts) if due or prefill else None
 
     def _shape_of(self, row: CompressedRow, plan: Plan) -> RoundShape:
-        return shape_for(row.settings, plan, row.recent(plan), moves=self._mover is not None, page_size=self._page_size)
+        recent, moves, ordered = row.recent(plan), self._mover is not None, self._decodes_alone
+        # A retraction in this step would drop the last entry of the row, see `disaggregation`.
+        recent = max(recent, 1) if ordered else recent
+        return shape_for(row.settings, plan, recent, moves=moves, page_size=self._page_size, ordered=ordered)
 
     def _compact(self, attempt: Attempt, batches: Sequence[ScheduleBatch]) -> None:
         """Runs the rounds of a step; however many launches they take, each stream waits for the other once.

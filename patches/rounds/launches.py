@@ -167,20 +167,23 @@ class Launch:
         return found
 
 
-def shape_for(settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int) -> RoundShape:
-    """Chooses how a round goes: by the strategy that copies least, unless later rounds rely on the order that it loses.
+def shape_for(
+    settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int, ordered: bool = False
+) -> RoundShape:
+    """Chooses how a round goes: by the strategy that copies least, unless something relies on the order that it loses.
 
     Args:
         recent: newest private tokens that are certain to stay, in order now.
         moves: whether K/V must move; if not, the row is permuted.
+        ordered: whether they must stay in order, whether or not later rounds rely on it.
     """
     num_kept, strategy, cut = plan.kept_private, "remap", None
     if moves:
         cut = cut_column(num_kept, recent, plan.frozen, plan.evicted_tokens, page_size)
         if cut is None and (settings.window or settings.round_to > 1):
             raise RuntimeError("a round would copy the newest tokens, on whose places window layers or drafts rely")
-        lost = cut is None and needs_order(settings.recent, settings.interval)
-        strategy = "slide" if lost else "fill"
+        needed = ordered or needs_order(settings.recent, settings.interval)
+        strategy = "slide" if cut is None and needed else "fill"
     return RoundShape(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
 
 

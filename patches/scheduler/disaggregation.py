@@ -12,7 +12,10 @@ SGLang does not prefill a retracted request again here, but copies its K/V to th
 Rows and records keep the effects of earlier rounds:
 
     row     | kept        | queued step's token |      logical length = physical length + evicted tokens
-    backup  | kept        |                            SGLang draws that token again
+    backup  | kept        |                            SGLang computes that token again, and draws the next one again
+
+A round in the step of the retraction counts that token too, keeps it, and leaves it last. What is then drawn again sees
+what the round has kept, as if the round had come a token earlier.
 """
 
 from __future__ import annotations
@@ -229,15 +232,7 @@ def _use_physical_lengths(_: None, batch: ScheduleBatch) -> None:
 
 
 def _back_up(original: Callable, req: Req, *args: object, **kwargs: object) -> bool:
-    """Copies a retracted request's shortened row; False if that fails, and SGLang then ends the request.
-
-    The queued step's token is not copied, and after a round that fills holes it may lie anywhere before the end.
-    """
-    compression = compression_of(req)
-    if compression.evicted_tokens:
-        kept = req.seqlen - 1 - compression.evicted_tokens
-        if kept < req.kv.kv_committed_len and compression.held_record.unordered_len > kept:
-            return False
+    """Copies a retracted request's shortened row; False if that fails, and SGLang then ends the request."""
     with _seen_by_its_row(req):
         return original(req, *args, **kwargs)
 

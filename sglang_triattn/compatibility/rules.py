@@ -224,7 +224,6 @@ _DECODE_SERVERS = (
             Rule("enable_hierarchical_cache", _set, _NOT_ON_DECODE_SERVERS),
             Rule("speculative_algorithm", _set, _NOT_ON_DECODE_SERVERS),
             Rule("pp_size", _many, _NOT_ON_DECODE_SERVERS, "use --pp-size 1"),
-            Rule("tp_size", _many, _NOT_ON_DECODE_SERVERS, "use --tp-size 1"),
             Rule("dp_size", _many, _NOT_ON_DECODE_SERVERS, "use --dp-size 1"),
             Rule("enable_lora", _set, _NOT_ON_DECODE_SERVERS),
         ),

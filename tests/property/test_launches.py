@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checks import check_books, check_rounds, check_row
-from memory import BUDGET, INTERVAL
+from memory import BUDGET, INTERVAL, RECENT
 from running import Running
 from sglang_triattn.patches.request import compressed as requests_patch
 from sglang_triattn.patches.rounds.launches import width_for
@@ -121,6 +121,20 @@ def test_a_decode_server_copies_rows_after_their_rounds(page_size):
     assert _back_up(lambda *_: log.append("back up") is None, running.req, "host_pool")
     moved = log.index("leave forward")
     assert log[moved:] == ["leave forward", "schedule waits for forward", "free", "back up"]
+
+
+@pytest.mark.parametrize("recent", [0, RECENT])
+@pytest.mark.parametrize("selection", ["union", "per-head"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rounds_of_a_decode_server_leave_the_newest_token_last(page_size, selection, recent):
+    """Prevents a request that is retracted in the step of its round from ending, or from losing a token that the round
+    has kept: SGLang copies all entries of the row but the last, and computes the newest token again."""
+    sim = Simulation(page_size, selection=selection, recent=recent, decodes_alone=True)
+    (running,) = at_trigger(sim, [3])
+    newest = running.positions[..., -1]
+    check_rounds(sim)
+    assert running.evicted
+    assert torch.equal(running.positions[..., -1], newest)
 
 
 def test_rounds_that_keep_as_many_tokens_share_a_launch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,17 +11,24 @@ import pytest
 from harness import (
     BUDGET,
     INTERVAL,
+    KEYS_ALONE,
     Client,
     assert_pool_is_whole,
     compression,
     greedy,
     prompt,
     served_logprobs,
+    two_cores,
 )
 from oracle import TOLERANCE, oracle_of
-from separated import Separated, running_separated
+from separated import Pairs, Retractions, Separated, running_separated
+from sets import wide
 
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "37"}
+# In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
+# five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+# Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
+RETRACTED = 310
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +40,36 @@ def pair(forkserver, tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def retracting(forkserver, tiny, tmp_path_factory):
+def retractions(tmp_path_factory):
+    """What decode servers retract that have its `env`."""
+    return Retractions(tmp_path_factory.mktemp("probe"))
+
+
+@pytest.fixture(scope="module")
+def retracting(forkserver, tiny, tmp_path_factory, retractions):
     """The client of a decode server that compresses, retracts requests now and then, and has a small pool."""
     folder = tmp_path_factory.mktemp("retracting")
     args = ("--page-size", "16", "--max-total-tokens", "2048")
-    with running_separated(forkserver, tiny, folder, *args, env=RETRACT) as (client,):
+    with running_separated(forkserver, tiny, folder, *args, env={**RETRACT, **retractions.env}) as (client,):
         yield client
 
 
-def generate_together(client: Client, prompts: list[list[int]]) -> list[dict]:
-    """Answers to prompts sent at once; the router takes no sampling parameters for each prompt of one request."""
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: client.generate(ids, 260, logprobs=True), prompts))
+@pytest.fixture(scope="module")
+def pairs(forkserver, tmp_path_factory):
+    """`pairs(*args, model=..., **options)` starts servers of any model, see `Pairs.__call__`."""
+    found = Pairs(forkserver, tmp_path_factory.mktemp("pairs"))
+    yield found
+    found.stop_all()
 
 
-def assert_account(tiny, ids: list[int], response: dict) -> None:
+def assert_account(
+    tiny, ids: list[int], response: dict, selection: str = "per-layer-head", redrawn: Collection[int] = ()
+) -> None:
     """Asserts that the served log-probabilities are those of the account, over at least five rounds."""
     account, report = oracle_of(tiny), compression(response)
-    account.value_share = 0.0
+    account.value_share, account.selection = 0.0, selection
     everything = ids + response["output_ids"][:-1]
-    expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"])
+    expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"], redrawn=redrawn)
     assert report["rounds"] == rounds >= 5
     values, tokens = served_logprobs(response)
     assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
@@ -89,20 +107,42 @@ def test_logits(pair, tiny):
     client, _ = pair
     stem = prompt(9, 40)
     prompts = [stem, stem + prompt(10, 12), prompt(11, 33)]
-    for ids, answer in zip(prompts, generate_together(client, prompts), strict=True):
+    for ids, answer in zip(prompts, client.generate_all(prompts, 260, logprobs=True), strict=True):
         assert compression(answer)["frozen_length"] == len(ids)
         assert_account(tiny, ids, answer)
     assert_pool_is_whole(client)
 
 
-def test_logits_of_retracted_requests(retracting, tiny):
-    """Prevents a compacted row that comes back from the host with other entries, or at other positions."""
+def test_logits_of_retracted_requests(retracting, retractions, tiny):
+    """Prevents a compacted row that comes back from the host with other entries, or at other positions, in the step of
+    a round as in any other."""
     prompts = [prompt(20 + number, 30 + number) for number in range(4)]
-    answers = generate_together(retracting, prompts)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 2
-    for ids, answer in zip(prompts, answers, strict=True):
-        assert_account(tiny, ids, answer)
+    answers = retracting.generate_all(prompts, RETRACTED, logprobs=True)
+    redrawn = [retractions.redrawn(answer) for answer in answers]
+    assert any(redrawn)
+    for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
+        assert_account(tiny, ids, answer, redrawn=again)
     assert_pool_is_whole(retracting)
+
+
+RANKS = ("--tp-size", "2")
+
+
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "union"), wide(16, "per-layer-head")])
+def test_logits_on_two_ranks(pairs, retractions, tiny, page_size, selection):
+    """Prevents ranks that keep tokens of each other's heads, different ones of a shared set, or that disagree about who
+    is admitted, retracted or due: they would then wait for one another for ever."""
+    flags = ("--page-size", str(page_size), "--triattention-selection", selection, *KEYS_ALONE)
+    pool = ("--max-total-tokens", "2048")
+    client = pairs(*RANKS, *flags, *pool, model=tiny, env={**two_cores(), **RETRACT, **retractions.env})
+    prompts = [prompt(40 + number, 30 + number) for number in range(3)]
+    answers = client.generate_all(prompts, RETRACTED, logprobs=True)
+    redrawn = [retractions.redrawn(answer, ranks=2) for answer in answers]
+    assert any(redrawn)
+    for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
+        assert_account(tiny, ids, answer, selection, again)
+    assert_pool_is_whole(client)
+    pairs.stop(client)
 
 
 def test_conversations_are_refused(pair):

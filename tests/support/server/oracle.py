@@ -9,7 +9,7 @@ from the one that serves.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,6 +99,7 @@ class Oracle:
         late: bool = False,
         early: int = 0,
         inputs: Sequence[tuple[int, int]] = (),
+        redrawn: Collection[int] = (),
     ) -> tuple[torch.Tensor, int]:
         """Log-probabilities after each token from the last prompt token on, and the number of rounds.
 
@@ -112,6 +113,8 @@ class Oracle:
             early: tokens by which the first round comes early, together with that of another request.
             inputs: half-open ranges [first, end) of tokens that stay, on top of the budget.
             late: whether a round after the prompt knows none of the last range, and lets its tokens stay.
+            redrawn: tokens after which a decode server retracts the request in the step of its round: the step that is
+                queued counts for the round, but not its result, so that the newest token is computed again.
 
         Returns:
             [len(ids) - prompt_length + 1, vocabulary] float32; rounds.
@@ -148,6 +151,10 @@ class Oracle:
                 private = keep + (private - keep) % self.round_to
                 visible[scored, :, frozen:known] = self._kept(cache, seen, frozen, known, private, stays[frozen:known])
                 rounds, trigger = rounds + 1, keep + self.interval
+                if done in redrawn:
+                    cache.crop(-1)
+                    again = self._forward(ids[done - 1 : done], done - 1, visible, cache)
+                    outputs[-1] = torch.cat([outputs[-1][:-1], again])
             if done < prompt_length:
                 size = min(chunk, prompt_length - done)
             else:

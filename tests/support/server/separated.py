@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import retraction_probe
 import server
-from harness import KEYS_ALONE, STRICT, Client, compressed_args, plain_args
+from harness import (
+    KEYS_ALONE,
+    STRICT,
+    Client,
+    assert_pool_is_whole,
+    compressed_args,
+    install_plugin,
+    plain_args,
+    python_path,
+    read_lines,
+)
 from run_router import running_router
+from storm import retractions
 from tiny_model import TinyModel
 from warm import Forkserver, running_launch
 
@@ -21,15 +35,103 @@ class Separated(Client):
 
     Attributes:
         prefill: a client of the prefill server.
+        retracted: how often the decode server has retracted requests that were sent together.
     """
 
     def __init__(self, router: server.Server, prefill: Client, decode: Client) -> None:
         super().__init__(decode.server)
         self._router = Client(router)
-        self.prefill = prefill
+        self.prefill, self.retracted = prefill, 0
 
     def post(self, path: str, **body: Any) -> Any:
         return self._router.post(path, **body) if path == "/generate" else super().post(path, **body)
+
+    def generate_each(
+        self, asked: list[tuple[list[int], dict[str, Any]]], *, logprobs: bool = False
+    ) -> list[dict[str, Any]]:
+        """Sends each prompt in a request of its own: the router takes no sampling parameters for each of several."""
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = list(pool.map(lambda each: self._generate(*each, logprobs, None), asked))
+        self.retracted += retractions(answers)
+        return answers
+
+
+class Retractions:
+    """What the ranks of a decode server retract, see `retraction_probe`.
+
+    Attributes:
+        env: for the server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        install_plugin(folder, "retraction_probe", Path(retraction_probe.__file__).read_text())
+        self._file = folder / "retractions.jsonl"
+        self._file.touch()
+        self.env = {"PYTHONPATH": python_path(folder), "PROBE_FILE": str(self._file)}
+
+    def redrawn(self, answer: dict[str, Any], ranks: int = 1) -> set[int]:
+        """Tokens of a request after which it was retracted in the step of its round, for an Oracle.
+
+        Asserts that all ranks have retracted it, at the same tokens.
+        """
+        meta, seen = answer["meta_info"], defaultdict(list)
+        for line in read_lines(self._file):
+            if line["rid"] == meta["id"]:
+                seen[line["rank"]].append((line["tokens"], line["shortened"]))
+        retracted, *others = seen.values() or [[]]
+        assert len(retracted) == meta["num_retractions"]
+        assert len(seen) == ranks or not retracted
+        assert all(other == retracted for other in others), seen
+        return {tokens for tokens, shortened in retracted if shortened}
+
+
+class Pairs:
+    """A prefill server, and a decode server with a router of its own before it, for each call.
+
+    Stands in for `serve` of the server tests, but keeps no pair running for another test.
+    """
+
+    def __init__(self, forkserver: Forkserver, folder: Path) -> None:
+        self._forkserver, self._folder, self._started = forkserver, folder, 0
+        self._running: dict[Separated, ExitStack] = {}
+
+    def __call__(
+        self, *args: str, model: TinyModel, env: dict[str, str] | None = None, compressed: bool = True
+    ) -> Separated:
+        """
+        Args:
+            args: for both servers; those of compression for the decode server alone.
+            model: what both serve.
+            env: added to the environment of both.
+            compressed: whether the decode server compresses.
+        """
+        self._started += 1
+        folder = self._folder / f"pair-{self._started}"
+        folder.mkdir()
+        stack, env = ExitStack(), {**STRICT, **(env or {})}
+        try:
+            servers = _Servers(self._forkserver, model, folder, stack)
+            prefill = servers.prefill(_without_compression(args), env)
+            given = compressed_args(model, *args) if compressed else [*plain_args(), *args]
+            client = servers.decode(given, env, prefill)
+        except BaseException:
+            stack.close()
+            raise
+        self._running[client] = stack
+        return client
+
+    def stop(self, client: Separated) -> None:
+        """Ends a pair after it has counted every slot of the prefill server's pool."""
+        stack = self._running.pop(client)
+        try:
+            assert_pool_is_whole(client.prefill)
+        finally:
+            stack.close()
+
+    def stop_all(self) -> None:
+        for stack in self._running.values():
+            stack.close()
+        self._running.clear()
 
 
 @contextmanager
@@ -50,23 +152,44 @@ def running_separated(
         compressed: whether the decode servers compress; the prefill server does not.
         env: added to the environment of the decode servers.
     """
-    bootstrap = str(server.free_port())
-    common = [*args, *TRANSFER, "--disaggregation-bootstrap-port", bootstrap, "--disaggregation-mode"]
     with ExitStack() as stack:
+        servers = _Servers(forkserver, tiny, folder, stack)
+        prefill = servers.prefill(args, STRICT)
+        plans = [compressed_args(tiny, *KEYS_ALONE) if compresses else plain_args() for compresses in compressed]
+        yield [servers.decode([*given, *args], {**STRICT, **(env or {})}, prefill) for given in plans]
 
-        def start(name: str, given: list[str], more: dict[str, str]) -> Client:
-            port = server.free_port()
-            command = server.launch_command(tiny.path, port, given)
-            log = folder / f"{name}.log"
-            launch = running_launch(forkserver, command[command.index("-m") + 1 :], port, {**STRICT, **more}, log)
-            return Client(stack.enter_context(launch))
 
-        prefill = start("prefill", [*plain_args(), *common, "prefill"], {})
-        found = []
-        for number, compresses in enumerate(compressed):
-            given = compressed_args(tiny, *KEYS_ALONE) if compresses else plain_args()
-            decode = start(f"decode-{number}", [*given, *common, "decode"], env or {})
-            routing = ["--pd-disaggregation", "--prefill", prefill.url, bootstrap, "--decode", decode.url]
-            router = running_router([prefill.url, decode.url], folder / f"router-{number}.log", *routing)
-            found.append(Separated(stack.enter_context(router), prefill, decode))
-        yield found
+class _Servers:
+    """Starts servers that an ExitStack ends."""
+
+    def __init__(self, forkserver: Forkserver, tiny: TinyModel, folder: Path, stack: ExitStack) -> None:
+        self._forkserver, self._tiny, self._folder, self._stack = forkserver, tiny, folder, stack
+        self._bootstrap = str(server.free_port())
+        self._routed = 0
+
+    def prefill(self, args: Sequence[str], env: dict[str, str]) -> Client:
+        return self._start("prefill", [*plain_args(), *args, *self._mode("prefill")], env)
+
+    def decode(self, args: Sequence[str], env: dict[str, str], prefill: Client) -> Separated:
+        number = self._routed
+        self._routed += 1
+        decode = self._start(f"decode-{number}", [*args, *self._mode("decode")], env)
+        routing = ["--pd-disaggregation", "--prefill", prefill.url, self._bootstrap, "--decode", decode.url]
+        router = running_router([prefill.url, decode.url], self._folder / f"router-{number}.log", *routing)
+        return Separated(self._stack.enter_context(router), prefill, decode)
+
+    def _mode(self, mode: str) -> list[str]:
+        return [*TRANSFER, "--disaggregation-bootstrap-port", self._bootstrap, "--disaggregation-mode", mode]
+
+    def _start(self, name: str, args: Sequence[str], env: dict[str, str]) -> Client:
+        port = server.free_port()
+        command = server.launch_command(self._tiny.path, port, args)
+        log = self._folder / f"{name}.log"
+        launch = running_launch(self._forkserver, command[command.index("-m") + 1 :], port, env, log)
+        return Client(self._stack.enter_context(launch))
+
+
+def _without_compression(args: Sequence[str]) -> list[str]:
+    """Arguments without those of compression, each of which has a value."""
+    of_compression = {place for place, word in enumerate(args) if word.startswith("--triattention-")}
+    return [word for place, word in enumerate(args) if not {place, place - 1} & of_compression]
