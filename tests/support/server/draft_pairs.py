@@ -10,7 +10,7 @@ import torch
 
 from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, load_eagle
-from family_servers import modules_of
+from family_servers import SETTINGS, modules_of
 from harness import (
     BUDGET,
     DRAFTS,
@@ -62,6 +62,11 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Flags of compression that the model needs."""
+        return tuple(SETTINGS) if self.account.window else ()
 
     @property
     def env(self) -> dict[str, str]:
