@@ -9,7 +9,7 @@ import pytest
 
 from adapters import build_adapter, install_unpinned, merge, serving
 from draft_heads import build_eagle, llama_config
-from draft_pairs import MODES, WITH_LAYER, Pair, computed_before, drafts_with_account
+from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
 from families import WINDOW
 from family_servers import prepared
 from harness import (
@@ -23,6 +23,7 @@ from harness import (
     python_path,
     two_cores,
 )
+from ngram_account import computed_before
 from oracle import oracle_of
 from repeating import build_repeating_model, in_circle
 from sets import wide
