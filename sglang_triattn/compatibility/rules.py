@@ -314,10 +314,6 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
-def _has_windows(server: Server) -> bool:
-    return bool(server.traits.window or server.traits.window_pool)
-
-
 def _drafts_with_states(server: Server) -> bool:
     return server.traits.linear_states and server.drafts is not None
 
@@ -385,7 +381,7 @@ _DRAFTS = (
             )
             for kind in ("", "prefill_", "decode_")
         ),
-        lambda server: server.drafts is not None and _has_windows(server),
+        lambda server: server.drafts is not None and server.traits.has_windows,
         "speculative_algorithm",
         names_model=True,
     ),
@@ -411,9 +407,14 @@ _DRAFTS = (
         Rule("speculative_algorithm", _set, reason, f"{other}leave --speculative-algorithm out", when, names_model=True)
         for reason, other, when in (
             (
-                "its layers with a sliding window are not tested with a draft model",
+                "its layers with a sliding window are not tested with such a draft model",
                 "use --speculative-algorithm NGRAM, or ",
-                lambda server: _has_draft_model(server) and _has_windows(server),
+                # EAGLE-3's has no window, and K/V for the slots of the other pool.
+                lambda server: (
+                    server.traits.has_windows
+                    and _has_draft_model(server)
+                    and not (server.drafts == "EAGLE3" and server.traits.window_pool)
+                ),
             ),
             (
                 "its layers that keep a state instead of KV are not tested with such drafts",

@@ -64,6 +64,11 @@ class Traits:
     branching_drafts: bool = False
     heads: tuple[int, int] | None = None
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers attend to a sliding window."""
+        return bool(self.window or self.window_pool)
+
 
 def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits:
     """The traits in the content of a config.json.

@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from adapters import build_adapter, install_unpinned, merge, serving
-from draft_heads import build_eagle
-from draft_pairs import MODES, WITH_LAYER, Pair, computed_before, drafts_with_account
+from draft_heads import build_eagle, llama_config
+from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
+from families import WINDOW
 from family_servers import prepared
 from harness import (
     BUDGET,
@@ -22,6 +23,7 @@ from harness import (
     python_path,
     two_cores,
 )
+from ngram_account import computed_before
 from oracle import oracle_of
 from repeating import build_repeating_model, in_circle
 from sets import wide
@@ -34,6 +36,10 @@ CASES = [
     ("EAGLE", "moved"),
     wide("EAGLE", "pages"),
     ("EAGLE3", "pages"),
+    ("EAGLE3 windows", "pages"),
+    wide("EAGLE3 windows", "moved"),
+    wide("EAGLE3 windows", "remapped"),
+    wide("EAGLE3 windows", "overlap off"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
@@ -61,6 +67,10 @@ def pairs(tiny, repeating, tmp_path_factory):
         Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
         *(Pair(name, *prepared(folder, family), None) for name, family in WITH_LAYER.items()),
     ]
+    target, account = prepared(folder, "gpt-oss-repeating")
+    (folder / "windows").mkdir()
+    head = build_eagle(folder / "windows", target, third=True, noise=0.45, config=llama_config())
+    found.append(Pair("EAGLE3 windows", target, account, head))
     return {pair.name: pair for pair in found}
 
 
@@ -70,13 +80,13 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
     pair = pairs[name]
     env = {**pair.env, **(two_cores() if mode in ("ranks", "groups") else {})}
-    client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
+    client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
     found = []
     for ids in pair.texts():
         client.flush()
         steps()
-        response = client.generate(ids, 430, logprobs=True)
+        response = client.generate(ids, 430 + 100 * bool(pair.account.window), logprobs=True)
         found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
         assert compression(response)["rounds"] >= 10
     held = sum(found)
@@ -102,6 +112,23 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
     taken = [end - start for start, end in pairwise(done)]
     assert len(taken) > 100
     assert set(taken) == {STEPS + 1}
+
+
+@pytest.mark.wide
+def test_drafts_hold_after_rounds(serve, pairs):
+    """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
+    about as often as those of a request that is not compressed."""
+    pair = pairs["EAGLE3 windows"]
+    client = serve(*pair.args, *MODES["pages"], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
+    (ids,) = pair.texts()
+    rates = []
+    for enabled in (True, False):
+        client.flush()
+        response = client.generate(ids, 530, custom_params={"triattention": {"enabled": enabled}})
+        assert (response["meta_info"].get("triattention", {}).get("rounds", 0) >= 10) == enabled
+        rates.append(response["meta_info"]["spec_accept_rate"])
+    assert all(0.2 < rate < 0.9 for rate in rates)
+    assert abs(rates[0] - rates[1]) < 0.1
 
 
 def test_adapters(probed, pairs, tmp_path, monkeypatch):
@@ -136,12 +163,12 @@ def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     assert compression(response)["rounds"] >= 5
 
 
-@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent")])
+@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent"), wide("EAGLE3 windows")])
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
     served = {"model": pair.target, "env": pair.env}
-    client = serve(*pair.args, *MODES["moved"], **served)
+    client = serve(*pair.args, *MODES["moved"], *pair.settings, **served)
     plain = serve(*pair.args, "--page-size", "1", **served, compressed=False)
     without = serve("--page-size", "1", **served, compressed=False)
     for server in (client, plain):
@@ -177,6 +204,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("STANDALONE", "moved"),
         ("EAGLE", "pages"),
         wide("NEXTN latent", "pages"),
+        wide("EAGLE3 windows", "pages"),
+        wide("EAGLE3 windows", "moved"),
     ],
 )
 def test_storm(serve, pairs, name, mode):
@@ -184,8 +213,9 @@ def test_storm(serve, pairs, name, mode):
     they are prefilled."""
     pair = pairs[name]
     pool = ("--max-total-tokens", "1024", *FLAGS)
-    client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
-    _, finished = storm(client, 7, 60, (24, BUDGET), 1500, conversations=6)
+    client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env={**pair.env, **RETRACTING})
+    budgets = (WINDOW + 1, pair.account.budget) if pair.account.window else (24, BUDGET)
+    _, finished = storm(client, 7, 60, budgets, 1500, conversations=6)
     assert len(finished) > 30
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 20

@@ -6,7 +6,7 @@ import pytest
 
 from families import WINDOW
 from family_servers import prepared, started
-from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt, two_cores
 from ngram_account import DRAFTED, NGRAM, OVERLAP, PAGES, answer_by_account, favouring
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
@@ -45,6 +45,19 @@ def test_logits(serve, probed, tmp_path, family, page_size, schedule):
     # Where drafts hold in full, in part, and not at all.
     accepted = {DRAFTED} if family in OF_ONE_TOKEN else {1, 2, DRAFTED}
     assert accepted <= set(answer.accepted)
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+def test_logits_on_two_ranks(serve, probed, tmp_path):
+    """Prevents the same where each rank has heads, and pools, of its own."""
+    tiny, account = prepared(tmp_path, "mimo-v2")
+    flags = (*NGRAM, *PAGES[16], *KEYS_ALONE, "--tp-size", "2")
+    client, steps = started(probed, tiny, "mimo-v2", *flags, env=two_cores())
+    answer = answer_by_account(client, steps, account, 16, "overlap", prompt(5, 50), 460, FEW)
+    assert answer.rounds >= 5
+    assert {1, DRAFTED} <= set(answer.accepted)
     assert_pool_is_whole(client)
     serve.stop(client)
 

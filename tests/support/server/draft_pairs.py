@@ -10,7 +10,7 @@ import torch
 
 from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, load_eagle
-from family_servers import modules_of
+from family_servers import SETTINGS, modules_of
 from harness import (
     BUDGET,
     DRAFTS,
@@ -25,6 +25,7 @@ from harness import (
 )
 from latent_family import LatentOracle
 from mtp_family import MtpHead
+from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle
 from repeating import in_circle
 from tiny_model import TinyModel
@@ -64,6 +65,11 @@ class Pair:
         return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path)
 
     @property
+    def settings(self) -> tuple[str, ...]:
+        """Flags of compression that the model needs."""
+        return tuple(SETTINGS) if self.account.window else ()
+
+    @property
     def env(self) -> dict[str, str]:
         family = WITH_LAYER.get(self.name)
         return only_models(*(modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3", "gpt_oss")))
@@ -97,15 +103,6 @@ class Pair:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
         head = load_eagle(self.path, third=third) if self.path else MtpHead(self.target.path)
         return holding_of_head(head, model, ids, seen, hidden, starts, STEPS, sure)
-
-
-def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts; each rank reports each step.
-
-    With overlap, a step reports the start of the one before it: the first step, that of the prefill.
-    """
-    starts = {request["known"] - 1 for step in steps for request in step["requests"]}
-    return sorted(start for start in starts if start >= prompt_length)
 
 
 def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:

@@ -24,12 +24,12 @@ def favouring(tokens: Sequence[int]) -> dict[str, Any]:
 
 
 def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
-    """How many tokens of a request were computed before each step that verifies drafts.
+    """How many tokens of a request were computed before each step that verifies drafts; each rank reports each step.
 
     With overlap, a step reports the start of the one before it: the first step, that of the prefill.
     """
-    starts = [request["known"] - 1 for step in steps for request in step["requests"]]
-    return [start for start in starts if start >= prompt_length]
+    starts = {request["known"] - 1 for step in steps for request in step["requests"]}
+    return sorted(start for start in starts if start >= prompt_length)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,9 @@ def test_drafts_of_models_with_windows(run_check, model):
     drafts = (*DRAFTS, "--speculative-algorithm")
     budget = ("--triattention-budget", "4096")
     assert run_check(model, *budget, *drafts, "NGRAM")[0] == 0
-    for algorithm in ("standalone", "EAGLE", "EAGLE3", "NEXTN"):
+    # With EAGLE-3's, where windows have a KV pool of their own.
+    assert run_check(model, *budget, *drafts, "eagle3")[0] == (model != "gpt-oss-20b")
+    for algorithm in ("standalone", "EAGLE", "NEXTN"):
         status, output, _ = run_check(model, *budget, *drafts, algorithm)
         assert status == 1
         assert output.startswith(f"--speculative-algorithm {algorithm} does not work with --enable-triattention for ")
