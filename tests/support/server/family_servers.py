@@ -150,7 +150,7 @@ def started(serve, tiny, family, *flags, env=None, compressed=True):
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
+    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
         more += STATE_FLAGS
     env = {**only_models(*modules_of(family)), **STATE_ENV, **(env or {})}
     return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)
