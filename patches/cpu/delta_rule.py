@@ -205,9 +205,7 @@ def verify(
         queries, keys = _unit(queries), _unit(keys)
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     g, beta = gates(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
-    parts = [
-        part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])
-    ]
+    parts = [part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])]
     request, rows = torch.arange(requests), intermediate_state_indices[:requests].long()
     state = initial_state_source[initial_state_indices[:requests].long().clamp(min=0)].float()
     found, after = torch.zeros_like(parts[2]), []

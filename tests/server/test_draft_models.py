@@ -282,7 +282,7 @@ def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) ->
 
 @pytest.mark.wide
 def test_another_model_for_layers_that_keep_a_state(tmp_path):
-    """Prevents drafts that have not been tested with states: those of a model that is not the served one's own layer."""
+    """Prevents drafts that have not been tested with states: those of a model other than its own layer."""
     target, _ = prepared(tmp_path, "qwen3-next")
     llama, _ = prepared(tmp_path, "llama")
     drafting = build_eagle(tmp_path, llama, third=False, noise=0.9)
