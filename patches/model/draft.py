@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.kernels.follower import Follower
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.model.buffers import kv_buffers
-from sglang_triattn.patches.model.inspect import check_slots
+from sglang_triattn.patches.model.inspect import check_slots, layers_with_kv
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers
 
 if TYPE_CHECKING:
@@ -30,12 +30,21 @@ def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
 
 
 def check_draft_model(scheduler: Scheduler) -> None:
-    """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool."""
+    """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool.
+
+    Of a model whose layers keep a state, the draft model must be its own draft layer, which has such a pool alone.
+    """
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
     runner = draft_runner(scheduler)
     if runner is None:
         return
+    pool = runner.token_to_kv_pool
+    own_layer = isinstance(pool, HybridLinearKVPool)
+    if isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HybridLinearKVPool) != own_layer:
+        raise UnsupportedModel("another model drafts for one whose layers keep a state, or is such a model")
     try:
-        check_slots(runner.token_to_kv_pool)
+        check_slots(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"of its draft model: {error.reason}") from None
     if any(layer.window for layer in attention_layers(runner.model)):
@@ -52,5 +61,5 @@ def make_follower(scheduler: Scheduler, *, kernels: bool) -> Follower | None:
     if runner is None:
         return None
     pool = runner.token_to_kv_pool
-    keys, values = kv_buffers(pool, range(pool.start_layer, pool.start_layer + pool.layer_num))
+    keys, values = kv_buffers(pool, layers_with_kv(pool))
     return Follower(Mover(keys, values, kernels=kernels), len(keys), keys[0].shape[1])

@@ -9,20 +9,23 @@ import pytest
 
 from adapters import build_adapter, install_unpinned, merge, serving
 from draft_heads import build_eagle, llama_config
-from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
+from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account
 from families import WINDOW
-from family_servers import prepared
+from family_servers import STATE_FLAGS, prepared
 from harness import (
     BUDGET,
+    DRAFTS,
     INTERVAL,
     KEYS_ALONE,
     STEPS,
     assert_pool_is_whole,
+    compressed_args,
     compression,
     prompt,
     python_path,
     two_cores,
 )
+from launches import launch
 from ngram_account import computed_before
 from oracle import oracle_of
 from repeating import build_repeating_model, in_circle
@@ -47,6 +50,15 @@ CASES = [
     ("NEXTN latent", "pages"),
     wide("NEXTN latent", "remapped"),
     wide("NEXTN latent", "groups"),
+    wide("NEXTN states", "moved"),
+    ("NEXTN states", "pages"),
+    wide("NEXTN states", "remapped"),
+    wide("NEXTN states", "overlap off"),
+    wide("NEXTN states", "ranks"),
+    wide("NEXTN more states", "moved"),
+    wide("NEXTN axes", "moved"),
+    wide("NEXTN axes", "pages"),
+    wide("NEXTN published", "moved"),
 ]
 
 
@@ -148,9 +160,10 @@ def test_adapters(probed, pairs, tmp_path, monkeypatch):
     assert compression(response)["rounds"] >= 10
 
 
-def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
+@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN states")])
+def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs, name):
     """Prevents a draft model that is given another token than the one after a chunk of a shortened prompt."""
-    pair = pairs["EAGLE"]
+    pair = pairs[name]
     chunks = ("--chunked-prefill-size", "128")
     client, steps = probed(*pair.args, *MODES["moved"], *KEYS_ALONE, *chunks, model=pair.target, env=pair.env)
     client.flush()
@@ -163,7 +176,19 @@ def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs):
     assert compression(response)["rounds"] >= 5
 
 
-@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent"), wide("EAGLE3 windows")])
+@pytest.mark.wide
+def test_another_model_for_layers_that_keep_a_state(tmp_path):
+    """Prevents drafts that have not been tested with states: those of a model other than its own layer."""
+    target, _ = prepared(tmp_path, "qwen3-next")
+    llama, _ = prepared(tmp_path, "llama")
+    drafting = build_eagle(tmp_path, llama, third=False, noise=0.9)
+    flags = (*DRAFTS, *STATE_FLAGS, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", drafting)
+    ended = launch("--model-path", target.path, *compressed_args(target), *flags)
+    assert ended.code != 0
+    assert "because another model drafts for one whose layers keep a state" in ended.error
+
+
+@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN latent"), wide("NEXTN states"), wide("EAGLE3 windows")])
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
@@ -206,6 +231,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("NEXTN latent", "pages"),
         wide("EAGLE3 windows", "pages"),
         wide("EAGLE3 windows", "moved"),
+        wide("NEXTN states", "pages"),
+        wide("NEXTN axes", "moved"),
     ],
 )
 def test_storm(serve, pairs, name, mode):
@@ -215,7 +242,9 @@ def test_storm(serve, pairs, name, mode):
     pool = ("--max-total-tokens", "1024", *FLAGS)
     client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env={**pair.env, **RETRACTING})
     budgets = (WINDOW + 1, pair.account.budget) if pair.account.window else (24, BUDGET)
-    _, finished = storm(client, 7, 60, budgets, 1500, conversations=6)
+    # States keep no conversation's row while tokens are drafted.
+    names = 0 if name in KEEP_STATES else 6
+    _, finished = storm(client, 7, 60, budgets, 1500, conversations=names)
     assert len(finished) > 30
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 20

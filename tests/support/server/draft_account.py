@@ -159,7 +159,7 @@ def holding_of_head(
     own of those that it has drafted.
 
     Args:
-        seen: [n, n] bool for n tokens, see `Watched`.
+        seen: [n, n] or [H_kv, n, n] bool for n tokens, see `Watched`, for all of its heads or for each.
         head: `head(embeddings, hidden, places, mask, cache)` returns what the next draft reads, and what its logits are
             made of.
         target: gives embeddings and the last layer.
@@ -167,16 +167,18 @@ def holding_of_head(
     """
     embed, last = target.model.embed_tokens, target.lm_head
     blocked = torch.finfo(torch.float32).min
+    seen = seen.view(-1, *seen.shape[-2:])
+    seen = seen.repeat_interleave(target.config.num_attention_heads // len(seen) if len(seen) > 1 else 1, 0)
 
     def run(tokens, states, first, mask, cache):
         places = torch.arange(first, first + len(tokens))[None]
-        mask = torch.where(mask, 0.0, blocked)[None, None]
+        mask = torch.where(mask, 0.0, blocked)[None]
         passed, made = head(embed(torch.tensor([tokens])), states, places, mask, cache)
         best = last(made[0]).float().log_softmax(-1).topk(2)
         return passed, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
     cache = DynamicCache()
-    passed, likely, lead = run(ids[1:], hidden[None, :-1], 0, seen[:-1, :-1], cache)
+    passed, likely, lead = run(ids[1:], hidden[None, :-1], 0, seen[:, :-1, :-1], cache)
     found: list[int | None] = []
     for start in starts:
         held, place = 0, start - 1
@@ -190,9 +192,9 @@ def holding_of_head(
                 break
             else:
                 held, place = held + 1, place + 1
-                mask = seen[start, : place + 1].clone()
-                mask[start:] = True
-                state, tokens, leads = run([int(token)], state, place, mask[None], own)
+                mask = seen[:, start, : place + 1].clone()
+                mask[:, start:] = True
+                state, tokens, leads = run([int(token)], state, place, mask[:, None], own)
                 token, sure = tokens[0], leads[0]
         found.append(held)
     return found

@@ -10,7 +10,7 @@ import torch
 
 from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, load_eagle
-from family_servers import SETTINGS, modules_of
+from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of
 from harness import (
     BUDGET,
     DRAFTS,
@@ -40,7 +40,15 @@ MODES = {
     "groups": (*TWO_GROUPS, "--page-size", "1", "--triattention-selection", "shared-mean"),
 }
 # Models with a draft layer of their own.
-WITH_LAYER = {"NEXTN": "glm-4.5-mtp", "NEXTN latent": "deepseek-v3-mtp"}
+WITH_LAYER = {
+    "NEXTN": "glm-4.5-mtp",
+    "NEXTN latent": "deepseek-v3-mtp",
+    "NEXTN states": "qwen3-next-mtp",
+    "NEXTN more states": "qwen3-next-twice-mtp",
+    "NEXTN axes": "qwen3.5-mtp",
+    "NEXTN published": "qwen3.5-whole-mtp",
+}
+KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +70,8 @@ class Pair:
     @property
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
-        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path)
+        states = STATE_FLAGS if self.name in KEEP_STATES else ()
+        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path, *states)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -72,7 +81,8 @@ class Pair:
     @property
     def env(self) -> dict[str, str]:
         family = WITH_LAYER.get(self.name)
-        return only_models(*(modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3", "gpt_oss")))
+        modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3", "gpt_oss")
+        return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
 
     def texts(self) -> list[list[int]]:
         """Prompts after which some drafts hold and some do not."""
@@ -96,13 +106,16 @@ class Pair:
         model, sure = self.account.model, 2 * TOLERANCE
         if self.name == "STANDALONE":
             return holding(model, ids, account.seen, starts, STEPS, sure)
-        # It has one layer, and follows the first head of the last scored one.
-        seen = account.seen[-1, 0]
+        # It has one layer. Where the model scores one, each head follows its own, else all the last one's first.
+        seen = account.seen[0] if len(account.seen) == 1 else account.seen[-1, 0]
         third, hidden = self.name.startswith("EAGLE3"), account.hidden
         if third:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
-        head = load_eagle(self.path, third=third) if self.path else MtpHead(self.target.path)
+        head = load_eagle(self.path, third=third) if self.path else self._layer()
         return holding_of_head(head, model, ids, seen, hidden, starts, STEPS, sure)
+
+    def _layer(self) -> MtpHead:
+        return MtpHead(self.target.path, WITH_LAYER[self.name])
 
 
 def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:

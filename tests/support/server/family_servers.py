@@ -54,6 +54,9 @@ BUILDERS = {
 # which goes with its overlap schedule, and with pages.
 WITHOUT_BUFFER = ("--disable-overlap-schedule",)
 WITH_BUFFER = ("--mamba-track-interval", "64")
+# Otherwise SGLang takes a share of the machine's memory for states, and keeps the inputs of convolutions in bfloat16.
+STATE_FLAGS = ("--max-mamba-cache-size", "192")
+STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 # No layer of these has a rotary embedding.
 NEVER_ROTATED = ("granite-4-h", "nemotron-h")
 # How much more the layers of some must be turned down before they repeat themselves.
@@ -63,6 +66,10 @@ MODULES = {
     "step-3.5": ("step3p5",),
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
+    **dict.fromkeys(("qwen3-next-mtp", "qwen3-next-twice-mtp"), ("qwen3_next", "qwen3_next_mtp")),
+    **dict.fromkeys(
+        ("qwen3.5-mtp", "qwen3.5-whole-mtp"), ("qwen3_5_text", "qwen3_5", "qwen3_5_mtp", "qwen3_vl", "qwen3")
+    ),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
@@ -144,15 +151,9 @@ def started(serve, tiny, family, *flags, env=None, compressed=True):
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
-        # Otherwise a share of the machine's memory.
-        more += ["--max-mamba-cache-size", "192"]
-    env = {
-        **only_models(*modules_of(family)),
-        # The model's own; SGLang keeps the inputs of convolutions in bfloat16 otherwise.
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",
-        **(env or {}),
-    }
+    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
+        more += STATE_FLAGS
+    env = {**only_models(*modules_of(family)), **STATE_ENV, **(env or {})}
     return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)
 
 

@@ -20,6 +20,9 @@ QWEN3_NEXT: dict[str, Any] = {
 # As published, which SGLang reads and transformers completes.
 QWEN3_NEXT_WRITTEN: dict[str, Any] = {"full_attention_interval": 4, "layer_types": None}
 
+# With more layers that are scored than a draft layer has.
+QWEN3_NEXT_TWICE = {**QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}
+
 LFM2: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
     "block_auto_adjust_ff_dim": False,
@@ -101,6 +104,12 @@ NEMOTRON_H_WRITTEN: dict[str, Any] = {
 # Configuration in transformers, SGLang's module, settings, and what the file has in place of what transformers writes.
 STATE_FAMILIES: dict[str, tuple[Any, ...]] = {
     "qwen3-next": ("Qwen3NextConfig", "qwen3_next", QWEN3_NEXT, QWEN3_NEXT_WRITTEN),
+    "qwen3-next-twice": (
+        "Qwen3NextConfig",
+        "qwen3_next",
+        QWEN3_NEXT_TWICE,
+        {**QWEN3_NEXT_WRITTEN, "full_attention_interval": 2},
+    ),
     "qwen3.5": ("Qwen3_5TextConfig", "qwen3_5_text", QWEN3_5, {"full_attention_interval": 2}),
     "lfm2": ("Lfm2Config", "lfm2", LFM2),
     "falcon-h1": ("FalconH1Config", "falcon_h1", FALCON_H1, FALCON_H1_WRITTEN),

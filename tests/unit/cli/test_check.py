@@ -207,6 +207,24 @@ def test_drafts_of_models_with_windows(run_check, model):
     assert run_check("qwen3-32b", *drafts, "NGRAM", "--attention-backend", "flashinfer")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "algorithm", "status"),
+    [
+        ("qwen3-next-80b-a3b", "NEXTN", 0),
+        ("qwen3-next-80b-a3b", "EAGLE", 0),
+        ("qwen3.5-27b", "NEXTN", 0),
+        ("qwen3-next-80b-a3b", "EAGLE3", 1),
+        ("qwen3.5-27b", "STANDALONE", 1),
+        ("nemotron-nano-9b-v2", "NEXTN", 1),
+    ],
+)
+def test_drafts_with_states(run_check, model, algorithm, status):
+    """Prevents drafts whose states have not been tested from being accepted, or the others from being refused."""
+    found, output, _ = run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)
+    assert found == status
+    assert ("are not tested with such drafts: leave --speculative-algorithm out." in output) == bool(status)
+
+
 @pytest.mark.parametrize("refusal", DRAFT_MODEL_RULES, ids=lambda refusal: refusal.field)
 def test_settings_refused_with_a_draft_model(run_check, refusal):
     """Prevents a setting that a launch refuses with a draft model, but this command does not."""
