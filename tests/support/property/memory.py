@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -112,7 +112,8 @@ class Memory:
             max_total_num_tokens=1 << 20,
         )
         self.conversations = Conversations(ttl=600)
-        with self.flags():
+        # A process without drafts need not have SGLang's settings.
+        with self.flags() if reserve else nullcontext():
             self.conversations.attach(scheduler)
             self.compressor = self._compressor(scheduler, kernels)
         self.ends = Rows(self.conversations)
