@@ -17,6 +17,7 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from measured_statistics import assert_measured_right, measuring
 from oracle import TOLERANCE
 from sets import wide
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
@@ -122,6 +123,17 @@ def test_answers_and_storm(serve, tmp_path, family, flags, requests):
         assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 100
         assert_conversations_are_refused(client)
     assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("drafts", [NGRAM, ("--speculative-algorithm", "NEXTN", *DRAFTS)], ids=["NGRAM", "NEXTN"])
+def test_a_launch_that_drafts_measures_right(serve, tmp_path, drafts):
+    """Prevents statistics of other layers than those that are scored, or none, where tokens are drafted."""
+    tiny, account = prepared(tmp_path, "qwen3-next-mtp")
+    env = measuring(tmp_path, absorbs=False)
+    client = started(serve, tiny, "qwen3-next-mtp", *WITH_BUFFER, *drafts, "--triattention-stats", "auto", env=env)
+    assert_measured_right(client, tiny, account, "qwen3-next", tmp_path)
     serve.stop(client)
 
 
