@@ -74,9 +74,14 @@ class Pair:
         return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path, *states)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether layers of the model attend to a window; the account of any family has a number for it."""
+        return self.name.endswith("windows")
+
+    @property
     def settings(self) -> tuple[str, ...]:
         """Flags of compression that the model needs."""
-        return tuple(SETTINGS) if self.account.window else ()
+        return tuple(SETTINGS) if self.has_windows else ()
 
     @property
     def env(self) -> dict[str, str]:
@@ -96,7 +101,7 @@ class Pair:
         # Steps are queued, before which rounds empty whole pages.
         page_size = 16 if mode == "pages" else 1
         sizes = {"round_to": page_size, "page_size": page_size, "remaps": mode in ("remapped", "ranks", "groups")}
-        if not self.account.window:
+        if not self.has_windows:
             sizes |= {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT}
         account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
         return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
