@@ -11,7 +11,7 @@ FOLDER = "tests/server/"
 CORE = ("test_capacity", "test_exactness", "test_known_failures", "test_lifecycle", "test_memory", "test_oracle")
 """What every compaction round of every server goes through."""
 CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_families")
-DRAFTING = ("--speculative-algorithm", "draft_pairs", "ngram_account")
+DRAFTING = ("--speculative-algorithm", "ngram_account")
 MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
 
 EXERCISED: dict[str, tuple[str, ...]] = {
@@ -27,8 +27,8 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/compression.py": CORE,
     "patches/cpu": ("test_exactness", "test_families"),
     "patches/cpu/attention_dp.py": ("test_dp_attention",),
-    "patches/cpu/convolution.py": ("test_states",),
-    "patches/cpu/delta_rule.py": ("test_states",),
+    "patches/cpu/convolution.py": ("test_ngram", "test_states"),
+    "patches/cpu/delta_rule.py": ("test_ngram", "test_states"),
     "patches/cpu/draft_model.py": DRAFTING,
     "patches/cpu/drafts.py": DRAFTING,
     "patches/cpu/experts.py": ("test_window_pools",),
@@ -36,8 +36,8 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/cpu/platform.py": ("test_entrances", "test_wheel"),
     "patches/cpu/process_memory.py": ("test_disaggregation",),
     "patches/cpu/speculation.py": DRAFTING,
-    "patches/cpu/state_layers.py": ("test_states",),
-    "patches/cpu/state_space.py": ("test_states",),
+    "patches/cpu/state_layers.py": ("test_ngram", "test_states"),
+    "patches/cpu/state_space.py": ("test_ngram", "test_states"),
     "patches/doctor/hook_list.py": (),
     "patches/doctor/upstream_check.py": (),
     "patches/hooks/hook.py": ("test_entrances", "test_refusals"),
