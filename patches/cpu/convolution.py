@@ -118,17 +118,30 @@ def verify(
     Returns:
         [requests, width, n], a view of [requests, n, width].
     """
-    request, rows = torch.arange(len(x)), rows[: len(x)].long()
+    rows = rows[: len(x)].long()
     state = before[..., -(weight.shape[-1] - 1) :].to(x.dtype)
     found, after = x.new_empty(len(x), x.shape[2], x.shape[1]), []
     for token in range(x.shape[2]):
         if token:
-            state = after[-1] if parents is None else torch.stack(after)[parents[:, token].long(), request]
+            state = state_before(after, parents, token)
         inputs = torch.cat((state, x[..., token, None]), dim=-1)
         found[:, token] = _convolve(inputs, weight, bias, activation)[..., 0]
         after.append(inputs[..., 1:])
         windows.select(1, token)[rows] = after[-1].to(windows.dtype)
     return found.transpose(1, 2)
+
+
+def state_before(after: Sequence[torch.Tensor], parents: torch.Tensor | None, token: int) -> torch.Tensor:
+    """[requests, ...]: the state that a drafted token meets, which is not its request's first.
+
+    Args:
+        after: [requests, ...] each, the states after the tokens so far.
+        parents: [requests or more, n], the token that each follows, of a tree; None where it is the one before.
+    """
+    if parents is None:
+        return after[-1]
+    request = torch.arange(len(after[-1]))
+    return torch.stack(tuple(after))[parents[: len(request), token].long(), request]
 
 
 def parents_of(following: torch.Tensor, siblings: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from sglang_triattn.patches.cpu import convolution
+
 CHUNK = 64
 """Tokens between two of the states that `prefill` returns, as in SGLang's kernel."""
 
@@ -206,13 +208,12 @@ def verify(
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     g, beta = gates(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
     parts = [part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])]
-    request, rows = torch.arange(requests), intermediate_state_indices[:requests].long()
+    rows = intermediate_state_indices[:requests].long()
     state = initial_state_source[initial_state_indices[:requests].long().clamp(min=0)].float()
     found, after = torch.zeros_like(parts[2]), []
     for token in range(cache_steps):
         if token:
-            parents = retrieve_parent_token
-            state = after[-1] if parents is None else torch.stack(after)[parents[:requests, token].long(), request]
+            state = convolution.state_before(after, retrieve_parent_token, token)
         state, found[:, token] = _step(state, *(part[:, token] for part in parts))
         after.append(state)
         intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)

@@ -15,6 +15,8 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
+from sglang_triattn.patches.cpu import convolution
+
 
 def _step(
     state: torch.Tensor,
@@ -144,8 +146,7 @@ def decode(
     rows, states = intermediate_state_indices[: len(x)].long(), []
     for token in range(x.shape[1]):
         if token:
-            parents, request = retrieve_parent_token, torch.arange(len(x))
-            before = states[-1] if parents is None else torch.stack(states)[parents[: len(x), token].long(), request]
+            before = convolution.state_before(states, retrieve_parent_token, token)
         inputs = x[:, token].float(), lengths[:, token], rate, into[:, token], out_of[:, token], skip
         before, out[:, token] = _step(before, *inputs)
         states.append(before)

@@ -52,7 +52,7 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
         whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),
         level=not settings.get("enable_deterministic_inference"),
         # A state that a queued step has moved on cannot be cut to its row.
-        keeps_rows=not (traits.linear_states and server.drafts),
+        keeps_rows=not server.drafts_with_states,
     )
     context = settings.get("context_length") or traits.context
     for most, what in ((context, "the context limit is"), (settings.get("max_total_tokens"), "the KV pool holds")):

@@ -36,6 +36,11 @@ class Server:
         algorithm = self.settings.get("speculative_algorithm")
         return None if algorithm is None else str(algorithm).upper()
 
+    @property
+    def drafts_with_states(self) -> bool:
+        """Whether tokens are drafted for layers that keep a state instead of KV."""
+        return self.traits.linear_states and self.drafts is not None
+
 
 def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
@@ -314,10 +319,6 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
-def _drafts_with_states(server: Server) -> bool:
-    return server.traits.linear_states and server.drafts is not None
-
-
 _DRAFTS = (
     *_only(
         (
@@ -390,7 +391,7 @@ _DRAFTS = (
             Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
             Rule("attn_dp_size", _many, "states of drafted tokens are not tested in groups of ranks"),
         ),
-        _drafts_with_states,
+        lambda server: server.drafts_with_states,
         "speculative_algorithm",
         names_model=True,
     ),
@@ -399,7 +400,7 @@ _DRAFTS = (
         _set,
         "queued steps move the states of its layers beyond the rows that wait for a next turn",
         _USE_NAMES,
-        lambda server: server.config.conversations == "auto" and _drafts_with_states(server),
+        lambda server: server.config.conversations == "auto" and server.drafts_with_states,
         "triattention_conversations",
         names_model=True,
     ),
@@ -419,7 +420,7 @@ _DRAFTS = (
             (
                 "its layers that keep a state instead of KV are not tested with such drafts",
                 "",
-                lambda server: _drafts_with_states(server) and server.drafts not in server.traits.state_drafts,
+                lambda server: server.drafts_with_states and server.drafts not in server.traits.state_drafts,
             ),
             (
                 "positions that follow images are not tested with drafted tokens",
