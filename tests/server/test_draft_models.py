@@ -82,7 +82,7 @@ def pairs(tiny, repeating, tmp_path_factory):
         # Two variants of one family have one name.
         (folder / family).mkdir()
         found.append(Pair(name, *prepared(folder / family, family), None))
-    target, account = prepared(folder, "gpt-oss-repeating")
+    target, account = prepared(folder, "gpt-oss", repeating=True)
     (folder / "windows").mkdir()
     head = build_eagle(folder / "windows", target, third=True, noise=0.45, config=llama_config())
     found.append(Pair("EAGLE3 windows", target, account, head))

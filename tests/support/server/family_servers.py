@@ -25,7 +25,7 @@ from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle, means_of
-from repeating import OTHERS, build_repeating_family, make_repeating
+from repeating import OTHERS, make_repeating
 from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
@@ -44,7 +44,6 @@ LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
 BUILDERS = {
     "qwen3.5-whole": build_whole_qwen,
     "gemma3-with-images": build_gemma3,
-    "gpt-oss-repeating": partial(build_repeating_family, family="gpt-oss"),
     **OWN_CODE,
     **{family: partial(build_latent, family=family) for family in LATENT_FAMILIES},
     **{family: partial(build_mtp, family=family) for family in DRAFTING},

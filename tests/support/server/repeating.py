@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from families import build_family
 from tiny_model import TinyModel, build_tiny_model, save_random_stats
 
 FIRST, LENGTH = 10, 24
@@ -34,13 +33,6 @@ def build_repeating_model(folder: Path) -> TinyModel:
     model = tiny.load()
     torch.manual_seed(0)
     save_random_stats(tiny, rope_of_transformers(model.model, model.config))
-    return tiny
-
-
-def build_repeating_family(folder: Path, family: str) -> TinyModel:
-    """Writes a model of `families` that normalises what its layers read. Nothing has written its statistics yet."""
-    tiny = build_family(folder, family)
-    make_repeating(tiny)
     return tiny
 
 
