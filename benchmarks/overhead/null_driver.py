@@ -120,13 +120,25 @@ def interpreting() -> Iterator[None]:
     """Context in which each launch is run by Triton's interpreter, with the arguments that the launcher was given."""
     before = JITFunction.__call__
     # Kernels call other functions of Triton's; compiled, they have no meaning in Python.
-    JITFunction.__call__ = lambda function, *given, **named: interpreted(function)(*given, **named)
+    JITFunction.__call__ = call_interpreted
     NullLauncher.interprets = True
     try:
         yield
     finally:
         NullLauncher.interprets = False
         JITFunction.__call__ = before
+
+
+def call_interpreted(function: JITFunction, *given: Any, **named: Any) -> Any:
+    """Calls a function of Triton's inside a kernel, as `InterpretedFunction.__call__` does.
+
+    That leaves the language bound to the interpreter, so that no kernel can be compiled afterwards.
+    """
+    scope = interpreter._patch_lang(function.fn)
+    try:
+        return interpreted(function).rewrite()(*given, **named)
+    finally:
+        scope.restore()
 
 
 def interpreted(function: JITFunction) -> interpreter.InterpretedFunction:

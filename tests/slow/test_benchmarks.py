@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.language import core
 
 from benchmarks import gpu, plot
 from benchmarks.overhead import census, host_cost, step
@@ -130,9 +131,10 @@ def test_no_host_cost_of_launches_with_wrong_arguments(monkeypatch):
     """Prevents figures for launches of kernels that would not do what rounds are for, and for another reservation."""
     host_cost.publish_settings()
     monkeypatch.setattr(device_round, "SLICE_BYTES", device_round.SLICE_BYTES)
-    plain = list_moves_kernel.list_moves_triton
+    plain, cast = list_moves_kernel.list_moves_triton, core.cast
     with torch.inference_mode(), host_cost.null_driver():
         host_cost.check_arguments()
+        assert core.cast is cast, "the language is left to the interpreter, and compiles no more kernels"
         wrong = lambda slots, *given, **named: plain(slots.flip(1), *given, **named)  # noqa: E731
         monkeypatch.setattr(list_moves_kernel, "list_moves_triton", wrong)
         with pytest.raises(SystemExit, match="does not hold what it should"):

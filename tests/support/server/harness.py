@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,13 @@ class Client:
         """KV slots that are neither free nor evictable from the tree."""
         loads = requests.get(self.url + "/v1/loads?include=core", timeout=60).json()["loads"]
         return sum(load["num_used_tokens"] for load in loads)
+
+    def wait_for_slots(self, most: int = 0, wait_s: int = 10) -> None:
+        """Waits until no more than `most` slots are in use: SGLang sends an answer's last token before it frees any."""
+        deadline = time.monotonic() + wait_s
+        while (used := self.slots_in_use()) > most:
+            assert time.monotonic() < deadline, f"{used} slots are still in use"
+            time.sleep(0.1)
 
     def flush(self, wait_s: int = 30) -> None:
         """Waits until the server is idle, then flushes: SGLang sends an answer's last token one step before that."""
