@@ -234,7 +234,7 @@ def abort_after_a_round(client, ids: list[int], params: dict) -> None:
         (None, ("--page-size", "1"), None),
         (None, ("--page-size", "16"), "failing"),
         wide("gpt-oss", ("--page-size", "1"), "failing"),
-        ("lfm2", ("--page-size", "1"), None),
+        wide("lfm2", ("--page-size", "1"), None),
         wide("qwen3-next", ("--page-size", "1", *WITHOUT_BUFFER), None),
         wide("qwen3-next", ("--page-size", "64"), None),
         wide("gpt-oss", ("--page-size", "16"), None),

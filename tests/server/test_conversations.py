@@ -28,7 +28,7 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "1", "--triattention-selection", "shared-mean", "--triattention-turn-inputs", "compact"),
+        wide(("--page-size", "1", "--triattention-selection", "shared-mean", "--triattention-turn-inputs", "compact")),
         ("--page-size", "16", "--triattention-turn-inputs", "compact"),
         wide(("--page-size", "1", "--tp-size", "2", "--triattention-turn-inputs", "compact")),
     ],
@@ -102,7 +102,7 @@ def assert_same_start(one: dict, other: dict, count: int) -> None:
         assert a[0] == pytest.approx(b[0], abs=1e-3)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_everything_else_starts_afresh(serve, page_size):
     """Prevents a turn from resuming after other text: different ids, another client's row, a released row."""
     client = serve("--page-size", str(page_size))

@@ -174,7 +174,7 @@ FEW_STATES = ("--max-mamba-cache-size", "16")
 OTHER_POOLS = [
     ("deepseek-v3", WAYS["write_back"]),
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
-    ("gpt-oss", WAYS["write_back"]),
+    wide("gpt-oss", WAYS["write_back"]),
     wide("gpt-oss", (*WRITE_BACK, *WAYS["write_through"])),
     ("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
     wide("falcon-h1", (*WRITE_BACK, *WITHOUT_BUFFER, *FEW_STATES, "--page-size", "1")),

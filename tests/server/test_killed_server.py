@@ -13,6 +13,7 @@ import requests
 
 import server
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt, served_logprobs
+from sets import wide
 from warm import running_launch
 
 PORT = server.free_port()
@@ -81,7 +82,7 @@ def answered(future: Future) -> bool:
         return False
 
 
-@pytest.mark.parametrize("role", ["scheduler", "server"])
+@pytest.mark.parametrize("role", ["scheduler", wide("server")])
 def test_killed_under_load(launch, role):
     """Prevents processes that outlive a killed one with their memory, clients that wait for ever, and a next server
     that cannot have the port, or answers differently."""

@@ -15,7 +15,7 @@ TWO_STAGES = ("--pp-size", "2")
 # The last entry says how many ranks choose for themselves.
 CASES = [
     wide("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
-    ("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
+    wide("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
     wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
 ]
 

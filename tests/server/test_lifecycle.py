@@ -12,6 +12,7 @@ import pytest
 import requests
 
 from harness import assert_pool_is_whole, compression, prompt
+from sets import wide
 
 CHUNKED = ("--chunked-prefill-size", "64", "--max-total-tokens", "2048")
 
@@ -101,7 +102,7 @@ def test_abort_in_the_middle(serve):
     assert_pool_is_whole(client)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_retraction(serve, page_size):
     """Prevents a retracted request from resuming with the lengths or counts of the row that it lost.
 

@@ -39,23 +39,23 @@ def test_logits_of_a_prompt_compacted_chunk_by_chunk(serve, tiny, page_size):
 def test_answer_longer_than_the_pool(serve):
     """Prevents the pool size from ending an answer whose row stays within its bound."""
     ids = prompt(63, 40)
-    response = serve(*SMALL_POOL, *WIDE).generate(ids, 3000 - len(ids))
+    response = serve(*SMALL_POOL, *WIDE).generate(ids, 1600 - len(ids))
     report = compression(response)
-    assert report["logical_length"] == 3000 - 1
+    assert report["logical_length"] == 1600 - 1
     assert report["physical_length"] <= 40 + 256 + 64
-    dense = serve(*SMALL_POOL, compressed=False).generate(ids, 3000 - len(ids))
+    dense = serve(*SMALL_POOL, compressed=False).generate(ids, 1600 - len(ids))
     assert dense["meta_info"]["completion_tokens"] < 768
 
 
 def test_private_prompt_longer_than_the_pool(serve):
     """Prevents a prompt that is compacted from being refused because of the pool size."""
     client = serve(*SMALL_POOL, *WIDE)
-    ids = prompt(64, 6000)
+    ids = prompt(64, 2400)
     response = client.generate(ids, 200, custom_params=COMPACT)
     report = compression(response)
     assert len(response["output_ids"]) == 200
-    assert report["logical_length"] == 6000 + 199
-    assert response["meta_info"]["prompt_tokens"] == 6000
+    assert report["logical_length"] == 2400 + 199
+    assert response["meta_info"]["prompt_tokens"] == 2400
     refused = client.post("/generate", input_ids=ids, sampling_params={"max_new_tokens": 8})
     assert refused.status_code == 400
     assert "--triattention-prompt compact" in refused.json()["error"]["message"]

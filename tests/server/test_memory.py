@@ -16,7 +16,7 @@ def requests_of(steps, rid):
     return [request for step in steps for request in step["requests"] if request["rid"] == rid]
 
 
-@pytest.mark.parametrize("page_size", [1, wide(16), 64])
+@pytest.mark.parametrize("page_size", [wide(1), wide(16), 64])
 def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
     """Prevents memory growth over a long trace, and any write to K/V that the tree owns.
 
@@ -70,7 +70,7 @@ def test_shared_prefix_stays_shared(serve):
     assert together[0]["output_ids"] == alone["output_ids"]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_tree_never_serves_compacted_kv(serve, page_size):
     """Prevents K/V with holes, or computed after an eviction, from reaching a later request under token keys."""
     client = serve("--page-size", str(page_size))

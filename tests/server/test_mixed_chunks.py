@@ -17,7 +17,7 @@ MIXED = "--enable-mixed-chunk"
 CHUNKS = ("--chunked-prefill-size", "64")
 
 
-@pytest.mark.parametrize(("page_size", "selection"), [(1, "shared-mean"), (16, "per-layer-head")])
+@pytest.mark.parametrize(("page_size", "selection"), [wide(1, "shared-mean"), (16, "per-layer-head")])
 def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     """Prevents requests that grow past their bound for as long as prompts are being prefilled, rounds at other moments
     than in pure decode steps, and wrong positions in mixed steps."""
@@ -80,6 +80,7 @@ def hold_mixed_steps_to_account(client: Client, steps: Callable[[], list[dict]],
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_answers_below_the_trigger(serve):
     """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
     flags = (MIXED, "--page-size", "16", "--chunked-prefill-size", "64")

@@ -26,7 +26,7 @@ from tiny_model import TinyModel
 LATENT = "deepseek-v3-mtp"
 # Models with layers that keep a state. Their trees and chains take different ways through SGLang.
 STATES = [
-    ("qwen3-next", 1, "overlap off"),
+    wide("qwen3-next", 1, "overlap off"),
     wide("qwen3-next", 1, "overlap"),
     wide("qwen3-next", 16, "overlap"),
     wide("qwen3.5", 1, "overlap"),
@@ -64,7 +64,8 @@ def test_logits_and_acceptance(drafting, repeating, page_size, schedule):
     hold_to_account(client, steps, oracle_of(repeating), page_size, schedule)
 
 
-@pytest.mark.parametrize("page_size", [wide(1), 16])
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_latents(drafting, tmp_path, page_size):
     """Prevents the same where drafted tokens are latents."""
     tiny, account = prepared(tmp_path, LATENT)

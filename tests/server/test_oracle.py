@@ -43,7 +43,7 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     [
         (["--triattention-aggregation", "max", "--triattention-budget-scope", "total"],
          {"aggregation": "max", "total": True}),
-        (["--triattention-value-share", "0"], {"value_share": 0.0}),
+        wide(["--triattention-value-share", "0"], {"value_share": 0.0}),
         (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
         (["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
         (["--triattention-keep-share", "0.5", "--triattention-budget", "32", "--triattention-interval", "8",
@@ -67,7 +67,7 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "recent", "by_flag"), [wide(1, 40, False), (16, 48, False), (16, 40, True)], ids=str
+    ("page_size", "recent", "by_flag"), [wide(1, 40, False), wide(16, 48, False), (16, 40, True)], ids=str
 )
 def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent, by_flag):
     """Prevents a round from taking older tokens for the newest, rows from being closed up in the wrong place, and a
@@ -102,7 +102,8 @@ def test_logits_with_keys_of_eight_bits(serve, oracle):
     assert (dense.gather(1, tokens) - values).abs().mean() > 200 * TOLERANCE
 
 
-@pytest.mark.parametrize("selection", [wide("per-layer-head"), "shared-mean"])
+@pytest.mark.wide
+@pytest.mark.parametrize("selection", ["per-layer-head", "shared-mean"])
 def test_logits_on_two_ranks(serve, oracle, selection):
     """Prevents ranks from keeping tokens of each other's heads or, in a shared set, different tokens."""
     ids = prompt(9, 40)

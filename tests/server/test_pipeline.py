@@ -59,6 +59,7 @@ def test_logits_and_sums(client, tiny):
     assert 'pp_rank="0"' in published[0]
 
 
+@pytest.mark.wide
 def test_answers_below_the_trigger(serve, client):
     """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
     plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False)

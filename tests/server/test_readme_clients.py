@@ -97,6 +97,7 @@ def agent_server(forkserver, tmp_path):
         yield Client(server)
 
 
+@pytest.mark.wide
 def test_agent(agent_server, tmp_path):
     """Prevents a tool loop that users copy from failing, compressing nothing, or starting its conversation afresh."""
     source = example(DOCS / "agents.md", "A tool loop", "python").replace(URL, agent_server.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness import assert_pool_is_whole, compression, prompt
+from sets import wide
 
 STRIPPED = ("--strip-thinking-cache", "--reasoning-parser", "qwen3", "--triattention-sinks", "48")
 
@@ -25,7 +26,7 @@ def reason(client, ids: list[int], **triattention) -> dict:
     return response.json()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [wide(1), 16])
 def test_stripped_answers_are_owned_once(serve, chat_model, page_size):
     """Prevents the tree from being given slots of an answer that SGLang frees; its strict checks end the server.
 

@@ -93,6 +93,7 @@ def turn(client: Client, text: str, name: str, **headers: str) -> tuple[str, int
     return answer["choices"][0]["text"], details["cached_tokens"]
 
 
+@pytest.mark.wide
 def test_prefixes_are_found(fleet, routed):
     """Prevents requests from being spread so that no replica has their prefix, and reports that the router drops."""
     with routed(*SPREAD) as client:
@@ -124,6 +125,7 @@ def test_conversations_stay_with_their_replica(fleet, routed):
         assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_custom_params_are_lost(fleet, routed):
     """Prevents documents that promise settings of requests where the router drops them."""
     sampling = greedy(4, custom_params={"triattention": {"budgt": 8}})

@@ -47,7 +47,7 @@ def assert_error(response: requests.Response) -> None:
     assert "Compression of this request failed on the server" in response.text
 
 
-@pytest.mark.parametrize("step", [*READING, *CHANGING])
+@pytest.mark.parametrize("step", [READING[0], *map(wide, READING[1:]), CHANGING[0], *map(wide, CHANGING[1:])])
 def test_a_step_that_raises_once(client, faults, step):
     """Prevents one failure from ending the server, losing slots, or changing what later requests get."""
     client.flush()

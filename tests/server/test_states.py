@@ -90,7 +90,7 @@ NGRAM = (
         wide("qwen3-next", WITHOUT_BUFFER, 30),
         ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 40),
         wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM[:4]), 60),
-        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
+        wide("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
         wide("qwen3-next-mtp", (*WITH_BUFFER, "--page-size", "16", "--speculative-algorithm", "NEXTN", *DRAFTS), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),

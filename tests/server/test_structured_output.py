@@ -39,6 +39,7 @@ def test_structured_output(speller):
     assert re.fullmatch("([a-z]{3} [0-9]{2}, )+", response["text"][:whole])
 
 
+@pytest.mark.wide
 def test_json_schema_in_a_chat(speller):
     """Prevents an answer that breaks the schema it was promised to follow."""
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 36}

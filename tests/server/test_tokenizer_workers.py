@@ -74,6 +74,7 @@ def test_each_worker_refuses_and_reports(serve):
 SMALL_POOL = (*WORKERS, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS)
 
 
+@pytest.mark.wide
 def test_answers_below_the_trigger(serve):
     """Prevents answers below the trigger from differing from plain SGLang's."""
     client, plain = (serve(*SMALL_POOL, env=RETRACTING, compressed=compressed) for compressed in (True, False))

@@ -78,7 +78,7 @@ def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
 @pytest.mark.parametrize(
     ("family", "page_size", "flags"),
     [
-        ("gpt-oss", 1, ()),
+        wide("gpt-oss", 1, ()),
         wide("gemma3", 16, ()),
         ("lfm2", 1, ()),
         wide("qwen3-next", 1, WITHOUT_BUFFER),

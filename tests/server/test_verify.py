@@ -139,7 +139,8 @@ def test_fault_is_found(verify, faulty, fault):
     assert_found(verify, *faulty, fault, {**FAULTS, **OTHER_FAULTS}[fault])
 
 
-@pytest.mark.parametrize("fault", ["positions are places in the row", wide("a conversation resumes another row")])
+@pytest.mark.wide
+@pytest.mark.parametrize("fault", ["positions are places in the row", "a conversation resumes another row"])
 def test_fault_is_found_by_copying(verify, faulty_smollm, fault):
     """Prevents wrong positions, and rows with other content, from passing where a trained model would show them."""
     assert_found(verify, *faulty_smollm, fault, FAULTS_OF_TRAINED_MODELS[fault])

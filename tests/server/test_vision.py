@@ -89,7 +89,7 @@ def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, 
 @pytest.mark.parametrize(
     ("family", "page_size"),
     [
-        *(("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
+        *(wide("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
     ],
 )
@@ -239,7 +239,8 @@ def test_retracted_image_requests(serve_vision, page_size):
     assert (expected.gather(1, tokens[done:]) - values[done:]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("glm-4.1v"), wide("mistral-small-3")])
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", "mistral-small-3"])
 def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_path, family):
     """Prevents queries that are turned back by other positions or dims, and a vision encoder's among them."""
     model = vision_model(family)

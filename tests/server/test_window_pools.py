@@ -11,7 +11,8 @@ from oracle import TOLERANCE
 from sets import wide
 
 
-@pytest.mark.parametrize(("family", "selection"), [("mimo-v2", "per-layer-head"), wide("gemma-4", "shared-mean")])
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "selection"), [("mimo-v2", "per-layer-head"), ("gemma-4", "shared-mean")])
 def test_logits_on_two_ranks(serve, tmp_path, family, selection):
     """Prevents a rank from scoring by another's heads where layers of one model have different numbers of them."""
     compare_with_account(serve, tmp_path, family, 1, selection, "--tp-size", "2", env=two_cores())
