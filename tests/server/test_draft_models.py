@@ -43,6 +43,8 @@ CASES = [
     wide("EAGLE3 windows", "moved"),
     wide("EAGLE3 windows", "remapped"),
     wide("EAGLE3 windows", "overlap off"),
+    wide("EAGLE3 windows", "ranks"),
+    wide("EAGLE3 windows", "groups"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),

@@ -23,9 +23,12 @@ from harness import (
     prompt,
     served_logprobs,
 )
+from ngram_account import NGRAM, PAGES, answer_by_account
 from oracle import TOLERANCE
 from sets import wide
 
+# Tokens of which an answer consists, so that drafts of it hold.
+FEW = (10, 11, 12)
 HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report", "--max-total-tokens", "1024")
 # Page size, when the tree's nodes are copied to the host (at once, or when they are evicted), layout on the host.
 WAYS = {
@@ -236,5 +239,24 @@ def test_drafts_return_from_the_host(serve, tiny, flags):
         drafted, before = (each["meta_info"]["spec_num_correct_drafts"] for each in (again, new))
         # Before its first round a model that drafts for itself is always right.
         assert drafted == before > 3 * BUDGET // 4
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "page_size"), [("gpt-oss", 16), ("olmo3", 1)])
+def test_prompts_of_drafting_requests_return_from_the_host(serve, probed, tmp_path, family, page_size):
+    """Prevents a window's K/V from coming back over slots for drafts, and drafts that are verified at wrong places
+    after a prompt that has come back."""
+    tiny, account = prepared(tmp_path, family)
+    flags = (*NGRAM, *PAGES[page_size], *KEYS_ALONE, *HOST_TIER, "--hicache-ratio", "4")
+    client, steps = started(probed, tiny, family, *flags, env=RESERVE)
+    ids = prompt(300, 256)
+    client.generate([*ids, 5], 1)
+    fill_the_pool(client, 340)
+    answer = answer_by_account(client, steps, account, page_size, "overlap", ids, 300, FEW, flush=False)
+    assert hits(answer.response)["host"] >= 192
+    assert answer.rounds >= 4
+    assert max(answer.accepted) > 1
     assert_pool_is_whole(client)
     serve.stop(client)

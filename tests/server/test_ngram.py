@@ -14,6 +14,7 @@ from harness import (
     compression,
     only_models,
     prompt,
+    two_cores,
 )
 from ngram_account import DRAFTED, NGRAM, OVERLAP, PAGES, answer_by_account
 from oracle import Oracle, oracle_of
@@ -82,6 +83,18 @@ def test_states(probed, serve, tmp_path, family, page_size, schedule):
     buffer = WITH_BUFFER if schedule == "overlap" else WITHOUT_BUFFER
     client, steps = started(probed, tiny, family, *NGRAM, *PAGES[page_size], *KEYS_ALONE, *buffer)
     hold_to_account(client, steps, account, page_size, schedule)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "page_size"), [("qwen3-next", 1), ("falcon-h1", 16)])
+def test_states_on_two_ranks(probed, serve, tmp_path, family, page_size):
+    """Prevents the same where each rank has heads, and states, of its own."""
+    tiny, account = prepared(tmp_path, family, repeating=True)
+    account.selection = "union"
+    flags = (*NGRAM, *PAGES[page_size], *KEYS_ALONE, *WITH_BUFFER, "--triattention-selection", "union")
+    client, steps = started(probed, tiny, family, *flags, "--tp-size", "2", env=two_cores())
+    hold_to_account(client, steps, account, page_size, "overlap")
     serve.stop(client)
 
 

@@ -36,14 +36,19 @@ def computed_before(steps: list[dict], prompt_length: int) -> list[int]:
 class Answer:
     """
     Attributes:
-        output: its tokens.
+        response: of the server.
         rounds: that it had.
         runs: of each step that verified drafts, how many tokens were computed before and after it.
     """
 
-    output: list[int]
+    response: dict[str, Any]
     rounds: int
     runs: list[tuple[int, int]]
+
+    @property
+    def output(self) -> list[int]:
+        """Its tokens."""
+        return self.response["output_ids"]
 
     @property
     def accepted(self) -> list[int]:
@@ -60,6 +65,7 @@ def answer_by_account(
     ids: list[int],
     tokens: int,
     favoured: Sequence[int] = (),
+    flush: bool = True,
 ) -> Answer:
     """Serves one request, and holds its log-probabilities and rounds to an account.
 
@@ -67,8 +73,10 @@ def answer_by_account(
         client, steps: of a server with a probe, which chooses no token by its value.
         schedule: one of OVERLAP.
         favoured: tokens of which the answer consists; empty for any.
+        flush: whether it first empties the tree, so that nothing of the prompt is cached.
     """
-    client.flush()
+    if flush:
+        client.flush()
     steps()
     response = client.generate(ids, tokens, logprobs=True, **favouring(favoured))
     report, frozen = compression(response), len(ids) - len(ids) % page_size
@@ -92,4 +100,4 @@ def answer_by_account(
     assert report["rounds"] == rounds
     assert error < TOLERANCE
     assert differ(replace(account, budget=10_000))[0] > 50 * TOLERANCE
-    return Answer(response["output_ids"], rounds, runs)
+    return Answer(response, rounds, runs)
