@@ -64,6 +64,7 @@ from sglang_triattn.patches.scheduler.idle_rows import (
     IdleRows,
     Name,
     free_slots,
+    hash_if_unnamed,
     least_resumed,
     record_for_turn,
     resumable_length,
@@ -321,12 +322,11 @@ class Conversations:
         elif compression.start != RESUMED or compression.options.release:
             self._drop_replaced(compression)
         in_place = self._idle.get(compression.conversation)
-        if compression.options.release or not ids_determine_kv(request) or in_place not in (None, spare):
+        unusable = compression.options.release or not ids_determine_kv(request) or in_place not in (None, spare)
+        if unusable or (compression.options.auto and request.session is not None):
             return False
         if not compression.evicted_tokens and (compression.options.auto or not tree.disable):
             # All of it is exact, so the tree takes it, for everybody.
-            return False
-        if compression.options.auto and request.session is not None:
             return False
         if self.windows is not None and not self.windows.covers_window(request.kv, physical):
             return False
@@ -356,7 +356,7 @@ class Conversations:
             owner=reuse_key(request),
             record=record,
             used=compression.arrived_at,
-            by_tokens=compression.conversation is None,
+            found_under=hash_if_unnamed(request, ids, least),
             previous=spare,
         )
         request.lock = None

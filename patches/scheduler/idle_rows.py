@@ -25,7 +25,7 @@ from sglang_triattn.patches.request.linear_states import free_state
 from sglang_triattn.patches.request.row import free_tail
 from sglang_triattn.patches.request.window_pool import WindowPool, row_allocator
 from sglang_triattn.request.options import KEY
-from sglang_triattn.request.row_index import RowIndex, block_hashes, common_length
+from sglang_triattn.request.row_index import RowIndex, block_hashes, common_length, row_hash
 from sglang_triattn.request.row_record import RowRecord
 from sglang_triattn.rounds.plan import ceil_align, frozen_length, max_kv_tokens
 
@@ -54,7 +54,7 @@ class Conversation:
         owner: `reuse_key` of the request that left it.
         record: what rounds did to it.
         used: when its last turn arrived, in seconds; None for a row that does not expire.
-        by_tokens: whether requests without a name find it by its tokens.
+        found_under: the `row_hash` by which requests without a name find it; None if they do not.
         spare: whether it is a copy of a row with which its conversation has gone on, in case that the turn fails or is
             repeated.
         previous: the spare from before the turn that left this row.
@@ -69,7 +69,7 @@ class Conversation:
     owner: tuple
     record: RowRecord
     used: float | None
-    by_tokens: bool
+    found_under: int | None
     spare: bool = False
     previous: Conversation | None = None
 
@@ -141,13 +141,14 @@ class IdleRows:
         """Files a row by its name, and by its ids if these are what it is found by."""
         self._rows[idle.name] = idle
         self._rows.move_to_end(idle.name, last=not idle.spare)
-        if idle.by_tokens:
-            self._index.add(cast(int, idle.name), idle.ids, idle.least, idle.owner)
+        if idle.found_under is not None:
+            # Not computed here: a request that waits for memory has its row taken and added in every step.
+            self._index.add(cast(int, idle.name), idle.found_under)
 
     def take(self, idle: Conversation) -> Conversation:
         """Removes a row."""
         del self._rows[idle.name]
-        if idle.by_tokens:
+        if idle.found_under is not None:
             self._index.discard(cast(int, idle.name))
         return idle
 
@@ -195,6 +196,14 @@ def least_resumed(request: Req, ids: array, page_size: int) -> int:
     scattered = max(record.scattered_len, record.unordered_len, record.inputs.end)
     first = max(frozen_of(request, settings, page_size, compression), scattered + settings.window if scattered else 0)
     return min(first + record.evicted_tokens, len(ids))
+
+
+def hash_if_unnamed(request: Req, ids: array, least: int) -> int | None:
+    """The `row_hash` of the row that a request leaves; None where a client's name finds it."""
+    compression = compression_of(request)
+    if compression.conversation is not None:
+        return None
+    return row_hash(ids, least, reuse_key(request), compression.block_hashes)
 
 
 def resumable_length(idle: Conversation, request: Req, windows: WindowPool | None) -> int:

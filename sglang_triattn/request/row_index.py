@@ -14,17 +14,33 @@ BLOCK = 32
 """Token ids of a block."""
 
 
-def block_hashes(ids: array, owner: Hashable) -> list[int]:
+def block_hashes(ids: array, owner: Hashable, known: list[int] | None = None) -> list[int]:
     """One hash for each number of leading blocks of `ids`, from none to all that are whole.
 
     Args:
         ids: token ids, 8 bytes each.
         owner: what else must match.
+        known: those of fewer leading blocks, which are not computed again.
     """
-    hashes = [hash(owner)]
-    for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+    hashes = [hash(owner)] if known is None else known.copy()
+    for start in range(BLOCK * (len(hashes) - 1), len(ids) - BLOCK + 1, BLOCK):
         hashes.append(hash((hashes[-1], ids[start : start + BLOCK].tobytes())))
     return hashes
+
+
+def row_hash(ids: array, least: int, owner: Hashable, known: list[int] | None = None) -> int:
+    """What a row is filed under. It stays the same while the row is cut or copied.
+
+    Args:
+        ids: its token ids.
+        least: the fewest of them after which a prompt may go on.
+        owner: as for `block_hashes`.
+        known: `block_hashes` of some of its first ids, with the same owner.
+    """
+    blocks = least // BLOCK
+    if known is None or len(known) <= blocks:
+        return block_hashes(ids[:least], owner, known)[-1]
+    return known[blocks]
 
 
 def common_length(one: array, other: array) -> int:
@@ -49,16 +65,8 @@ class RowIndex:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def add(self, name: int, ids: array, least: int, owner: Hashable) -> None:
-        """Files a row.
-
-        Args:
-            name: its name.
-            ids: its token ids.
-            least: the fewest of them after which a prompt may go on.
-            owner: as for `block_hashes`.
-        """
-        found = block_hashes(ids[:least], owner)[-1]
+    def add(self, name: int, found: int) -> None:
+        """Files a row under its `row_hash`."""
         self._hash_of[name] = found
         self._names.setdefault(found, []).append(name)
 

@@ -9,6 +9,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.patches.request.compressed import attach_options
 from sglang_triattn.patches.scheduler.conversations import ROWS_PER_STEP, Conversations
 from sglang_triattn.request.options import CompressionOptions
+from sglang_triattn.request.row_index import row_hash
 from sglang_triattn.request.row_record import RowRecord
 from sglang_triattn.rounds.rules import complete
 
@@ -26,7 +27,7 @@ class Rows:
 class Idle:
     """An idle conversation that has one row."""
 
-    spare, previous, by_tokens = False, None, False
+    spare, previous, found_under = False, None, None
 
     def __init__(self, name) -> None:
         self.name = name
@@ -83,7 +84,7 @@ def test_rows_that_are_found_by_tokens_stay():
     for number in range(3):
         idle = Idle(number)
         idle.ids, idle.least, idle.owner = array("q", [number] * 100), 90, (None, None, None)
-        idle.record, idle.by_tokens = RowRecord(10, evicted_tokens=40), True
+        idle.record, idle.found_under = RowRecord(10, evicted_tokens=40), row_hash(idle.ids, 90, idle.owner)
         conversations._idle.add(idle)
     rules = complete(Config(conversations="auto"))
     queue = []
