@@ -58,3 +58,10 @@ def rotary_shift_of(request: Req) -> int:
 def wants_prompt_logprobs(request: Req) -> bool:
     """Whether log-probabilities of prompt tokens were requested, which are looked up by the tokens' places."""
     return request.return_logprob and 0 <= request.logprob_start_len < len(request.origin_input_ids)
+
+
+def was_aborted(request: Req) -> bool:
+    """Whether a request has ended without a whole answer."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(request.finished_reason, FINISH_ABORT)

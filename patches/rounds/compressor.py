@@ -163,6 +163,7 @@ class Compressor:
             chunked: the request whose prompt is prefilled chunk by chunk, or None.
             around: a context to run planned rounds in; not entered if there are none.
         """
+        self._conversations.finish_copies()
         # In a mixed batch, decoding requests are not part of the running batch.
         joined = decoded_in(joining) if joining is not None and joining.forward_mode.is_mixed() else []
         requests = [*batch.reqs, *joined] if joined else batch.reqs

@@ -33,8 +33,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -47,7 +46,7 @@ from sglang_triattn.patches.request.compressed import (
     ids_determine_kv,
     write_tree_rule,
 )
-from sglang_triattn.patches.request.fields import rows_of
+from sglang_triattn.patches.request.fields import rows_of, was_aborted
 from sglang_triattn.patches.request.integrity import all_or_nothing
 from sglang_triattn.patches.request.linear_states import drop_looked_up, seen_by_state
 from sglang_triattn.patches.request.row import (
@@ -62,6 +61,7 @@ from sglang_triattn.patches.scheduler.circuit_breaker import check_survivable
 from sglang_triattn.patches.scheduler.idle_rows import (
     Conversation,
     IdleRows,
+    LostNames,
     Name,
     free_slots,
     hash_if_unnamed,
@@ -69,6 +69,7 @@ from sglang_triattn.patches.scheduler.idle_rows import (
     record_for_turn,
     resumable_length,
     reuse_key,
+    shown,
     unfit,
 )
 from sglang_triattn.patches.scheduler.row_copy import RowCopier
@@ -81,9 +82,6 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
-
-REMEMBERED = 4096
-"""How many dropped conversations are remembered, so that their next turn is reported as lost."""
 
 ROWS_PER_STEP = 128
 """Rows that are kept free while requests wait, more than one prefill step usually admits; a beam takes one each."""
@@ -102,9 +100,11 @@ class Conversations:
         self._ttl = ttl
         self._scheduler: Scheduler
         self._idle = IdleRows()
-        self._lost: OrderedDict[str, None] = OrderedDict()
+        self._lost = LostNames()
         # The row that the request under admission has acquired.
         self._acquired: Conversation | None = None
+        # Copies of rows that have slots, but no K/V yet, and what copies it.
+        self._unfinished: list[tuple[Conversation, Callable[[], None]]] = []
         self.resumed = 0
         self.windows: WindowPool | None = None
         self.copier: RowCopier | None = None
@@ -203,6 +203,8 @@ class Conversations:
         if refusal is not None:
             self._refuse(request, refusal)
             return False
+        # It may be a copy.
+        self.finish_copies()
         if length < len(idle.ids):
             idle.cut(length, self._scheduler)
         self._acquired = self._idle.take(idle)
@@ -249,7 +251,7 @@ class Conversations:
         if compression.conversation is not None and idle.name != compression.conversation:
             # It repeats a turn, in place of what that one left, which is not lost.
             self._drop(self._idle.get(compression.conversation))
-            self._lost.pop(compression.conversation, None)
+            self._lost.discard(compression.conversation)
             idle.name = compression.conversation
         if not self._leave_copy(request, idle, room):
             # Admission has locked the same node for the request.
@@ -266,10 +268,26 @@ class Conversations:
             return False
         if copied is None:
             return False
-        idle.kv, idle.spare = copied, True
+        idle.kv, finish = copied
+        idle.spare = True
         self._idle.add(idle)
+        self._unfinished.append((idle, finish))
         compression_of(request).replaces = idle
         return True
+
+    def finish_copies(self) -> None:
+        """Copies the K/V of copies that lack it; called before any row changes that it comes from.
+
+        The first token of the turn does not wait for it.
+        """
+        unfinished, self._unfinished = self._unfinished, []
+        for idle, finish in unfinished:
+            try:
+                if self._idle.holds(idle):
+                    finish()
+            except Exception as error:
+                self._survive(error, "the row of a conversation could not be copied")
+                self._drop(idle)
 
     def _start_of(self, compression: CompressedRequest, refused: bool) -> str | None:
         """How a conversation starts with a request that did not resume its row.
@@ -314,7 +332,7 @@ class Conversations:
         if not compression.keeps_row or not request.finished():
             return False
         spare = self._spare_of(compression)
-        if _was_aborted(request):
+        if was_aborted(request):
             # Its client may send the turn again, or go on after what it has seen of the answer.
             if compression.start != RESUMED:
                 # There is no turn before that could be lost.
@@ -366,7 +384,7 @@ class Conversations:
     def _name_for(self, compression: CompressedRequest) -> Name:
         if compression.conversation is None:
             return self._idle.next_number()
-        self._lost.pop(compression.conversation, None)
+        self._lost.discard(compression.conversation)
         return compression.conversation
 
     def keeps(self, compression: CompressedRequest) -> bool:
@@ -460,19 +478,12 @@ class Conversations:
             return False
         self._idle.take(idle).free_row(self._scheduler)
         if not idle.spare:
-            self._remember_lost(idle.name)
+            self._lost.add(idle.name)
         return True
 
     def _survive(self, error: Exception, what: str) -> None:
         check_survivable(self._scheduler, error)
         logger.warning("TriAttention: %s (%s)", what, type_and_line(error))
-
-    def _remember_lost(self, name: Name) -> None:
-        if isinstance(name, int):
-            return
-        self._lost[name] = None
-        if len(self._lost) > REMEMBERED:
-            self._lost.popitem(last=False)
 
     def _on_flush(self, flushed: bool, *_: object, **__: object) -> None:
         """Forgets every row after a flush; does nothing if SGLang refused the flush.
@@ -482,19 +493,8 @@ class Conversations:
         if not flushed:
             return
         for idle in self._idle:
-            self._remember_lost(idle.name)
+            self._lost.add(idle.name)
         self._idle.clear()
 
     def _add_records(self, records: dict, _: object) -> dict:
         return {**records, **self.records()}
-
-
-def shown(name: Name | None) -> str:
-    """A conversation in a message, and in SGLang's records: its name in quotes, or its number."""
-    return f"number {name}" if isinstance(name, int) else repr(name)
-
-
-def _was_aborted(request: Req) -> bool:
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return isinstance(request.finished_reason, FINISH_ABORT)

@@ -36,9 +36,16 @@ if TYPE_CHECKING:
 
     from sglang_triattn.patches.sglang_types import Scheduler
 
+REMEMBERED = 4096
+"""How many names of dropped rows are remembered."""
 
 Name = str | int
 """A client's name of a conversation, or the number of a row that is found by its tokens."""
+
+
+def shown(name: Name | None) -> str:
+    """A conversation in a message, and in SGLang's records: its name in quotes, or its number."""
+    return f"number {name}" if isinstance(name, int) else repr(name)
 
 
 @dataclass(eq=False)
@@ -174,6 +181,28 @@ class IdleRows:
             compression.block_hashes = block_hashes(request.origin_input_ids, reuse_key(request))
         for name in self._index.candidates(compression.block_hashes):
             yield self._rows[name]
+
+
+class LostNames:
+    """Clients' names of the rows that were dropped last, whose next turns are reported as lost."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: Name) -> None:
+        """Notes that the row of a name was dropped; numbers are not noted."""
+        if isinstance(name, int):
+            return
+        self._names[name] = None
+        if len(self._names) > REMEMBERED:
+            self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        """Forgets a name, if it is there."""
+        self._names.pop(name, None)
 
 
 def free_slots(scheduler: Scheduler) -> int:

@@ -78,6 +78,7 @@ class Rows:
     def release(self, original: Callable, req: Req, tree_cache: BasePrefixCache, *, checkpoint: bool) -> None:
         """Writes the request's report, and gives its row to its conversation or back to SGLang."""
         CompressedRequest.releases += 1
+        self._conversations.finish_copies()
         if not req.kv.holds_kv:
             original(req, tree_cache, checkpoint=checkpoint)
             return

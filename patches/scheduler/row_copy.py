@@ -17,7 +17,7 @@ keep a state, a state of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
 
@@ -58,8 +58,12 @@ class RowCopier:
         self._slots = row_allocator(scheduler.token_to_kv_pool_allocator)
         self._windows = cast("SWATokenToKVPoolAllocator", scheduler.token_to_kv_pool_allocator)
 
-    def copy(self, kv: ReqKvInfo, room: int) -> ReqKvInfo | None:
+    def copy(self, kv: ReqKvInfo, room: int) -> tuple[ReqKvInfo, Callable[[], None]] | None:
         """A copy of the row that `kv` records; None if there is too little memory. If it raises, nothing has changed.
+
+        The second item copies the K/V, which can wait until the row's first round or its release: until then its
+        request only appends to the row. Where window layers have a pool of their own, this method copies it, because
+        SGLang frees what a window leaves behind before the next prefill.
 
         Args:
             room: slots that are free, or that the tree gives up, and that no request may still need.
@@ -75,9 +79,12 @@ class RowCopier:
         if not self._make_room(whole, peers):
             return None
         with ExitStack() as undo:
-            copied = self._copy(kv, whole, peers, undo)
+            copied, finish = self._copy(kv, whole, peers, undo)
+            if self._window_mover is not None:
+                finish()
+                finish = _nothing
             undo.pop_all()
-        return copied
+        return copied, finish
 
     def _make_room(self, slots: int, peers: int) -> bool:
         """Has the tree give up what is missing in the pools; False if that is not enough."""
@@ -93,8 +100,8 @@ class RowCopier:
         peers = self._windows.swa_attn_allocator.available_size() if self._window_mover is not None else 0
         return self._slots.available_size(), peers
 
-    def _copy(self, kv: ReqKvInfo, whole: int, peers: int, undo: ExitStack) -> ReqKvInfo:
-        """The copy, in `whole` new slots with `peers` new peers; `undo` gives them back."""
+    def _copy(self, kv: ReqKvInfo, whole: int, peers: int, undo: ExitStack) -> tuple[ReqKvInfo, Callable[[], None]]:
+        """The copy, in `whole` new slots with `peers` new peers, and what copies K/V; `undo` gives the slots back."""
         table, protected, length = self._rows.req_to_token, kv.cache_protected_len, kv.kv_allocated_len
         copied = copy.copy(kv)
         copied.component_evicted_seqlens = dict(kv.component_evicted_seqlens)
@@ -112,11 +119,16 @@ class RowCopier:
             read = self._windows.translate_loc_from_full_to_swa(sources[first:]).to(table.dtype)
             moves.append((cast(Mover, self._window_mover), read, found))
         state = copy_state(self._scheduler, kv, copied, undo)
-        with after_queued_step(self._scheduler, *(slots for _, *both in moves for slots in both)):
+        # The next step changes a state in place.
+        with after_queued_step(self._scheduler):
             state()
-            for mover, read, written in moves:
-                mover.copy(read, written)
-        return copied
+
+        def finish() -> None:
+            with after_queued_step(self._scheduler, *(slots for _, *both in moves for slots in both)):
+                for mover, read, written in moves:
+                    mover.copy(read, written)
+
+        return copied, finish
 
     def _copy_peers(self, slots: torch.Tensor, undo: ExitStack) -> torch.Tensor:
         """Gives new slots new peers, which it returns."""
@@ -150,6 +162,10 @@ def make_copier(scheduler: Scheduler, *, kernels: bool) -> RowCopier:
         movers.append(follower.mover)
     windows = [layer.number for layer in layers if layer.window] if own_pool else []
     return RowCopier(scheduler, movers, Mover(*kv_buffers(pool, windows), kernels=kernels) if windows else None)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _allocated(found):

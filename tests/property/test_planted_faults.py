@@ -224,7 +224,7 @@ def drop_rows_without_a_flush(patch):
 
 
 def forget_who_lost_a_row(patch):
-    patch.setattr(Conversations, "_remember_lost", lambda self, name: None)
+    patch.setattr(idle_rows.LostNames, "add", lambda self, name: None)
 
 
 def an_answer_that_became_a_prompt(*, finish: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from checks import check_books, check_rounds, check_row
 from histories import Repeating, run_histories
@@ -138,6 +139,37 @@ def test_no_copy_without_room():
     assert spares(sim) == []
     sim.release(turn, finish=True)
     assert sim.conversations.parked == 1
+
+
+def test_a_copy_is_made_after_the_first_token():
+    """Prevents a first token that waits for a copy, and a copy without K/V that outlives its row."""
+    sim = Simulation(1, pool=320)
+    turn = sim.request([*first_turn(sim), 2, 3, 1], "a")
+    assert sim.admit(turn, 1000)
+    (idle,) = sim.conversations.idle().values()
+    protected, length = idle.kv.cache_protected_len, idle.kv.kv_allocated_len
+    rows = (sim.rows.req_to_token[kv.req_pool_idx, protected:length] for kv in (turn.req.kv, idle.kv))
+    own, copied = (sim.content(slots) for slots in rows)
+    assert not torch.equal(own, copied)
+    sim.release(turn, finish=True, abort=True)
+    assert torch.equal(own, sim.content(sim.rows.req_to_token[idle.kv.req_pool_idx, protected:length]))
+
+
+def test_a_copy_that_was_dropped_is_not_made():
+    """Prevents K/V from being copied into slots that another request has got meanwhile."""
+    sim = Simulation(1, pool=320)
+    turn = sim.request([*first_turn(sim), 2, 3, 1], "a")
+    assert sim.admit(turn, 1000)
+    assert spares(sim) == [True]
+    assert sim.conversations.drop_one()
+    # They take every slot that is free.
+    for number in range(9, 13):
+        other = sim.request([number] * min(100, sim.slots.available_size() - 1))
+        assert not other.req.origin_input_ids or sim.admit(other, 1000)
+    assert sim.slots.available_size() <= 1
+    sim.conversations.finish_copies()
+    for running in sim.running:
+        check_row(sim, running)
 
 
 @every_kind
