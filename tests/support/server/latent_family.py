@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from families import FAMILIES, PLAIN_ROPE, YARN, build_family
+from families import FAMILIES, LAYERS, PLAIN_ROPE, YARN, build_family
 from oracle import Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import TinyModel
@@ -38,7 +38,16 @@ FAMILIES["glm-4.7-flash"] = replace(
         "rope_parameters": PLAIN_ROPE,
     },
 )
-LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
+FAMILIES["deepseek-v2"] = replace(
+    _LATENT,
+    config="DeepseekV2Config",
+    settings={
+        **{name: value for name, value in _LATENT.settings.items() if name != "num_mtp_layers"},
+        # On CPUs SGLang chooses experts otherwise than transformers does.
+        "first_k_dense_replace": LAYERS,
+    },
+)
+LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2")
 
 
 class Latent(TinyModel):
