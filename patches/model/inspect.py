@@ -63,8 +63,8 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
     if padded or first.heads[0] * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
-    if latent and not (all(rotation.rotates) and rotation.rope.rotary_dim == first.rotary_width):
-        raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys")
+    if latent and (len(set(rotation.rotates)) > 1 or rotation.rope.rotary_dim != first.rotary_width):
+        raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys, or none")
     return ModelShape(
         num_q_heads=q_heads,
         num_kv_heads=1 if latent else config.get_total_num_kv_heads(),

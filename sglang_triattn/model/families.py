@@ -157,6 +157,8 @@ _NGRAM_OR_LAYER = ("NGRAM", "EAGLE", "NEXTN")
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
+# Latents without RoPE in some layers, a state in the others.
+_KIMI_LINEAR = Family(latent=True, linear_states=True, may_lack_rope=True, rope_in="none")
 _LATENT_WITH_TEXT = Family(latent=True, images="text")
 # Of several language models, some with MLA.
 _LATENT_OR_NOT_WITH_TEXT = Family(windows=False, latent=True, images="text")
@@ -257,7 +259,7 @@ FAMILIES: dict[str, Family] = {
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
     "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
-    "KimiLinearForCausalLM": Family(rope_in="none"),
+    "KimiLinearForCausalLM": _KIMI_LINEAR,
     "KimiVLForConditionalGeneration": _LATENT_WITH_TEXT,
     "LLaDA2MoeModelLM": Family(refused=DIFFUSION),
     "LagunaForCausalLM": replace(_KEEPS_ONE_MORE, heads_by_layer="num_attention_heads_per_layer"),

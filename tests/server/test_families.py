@@ -72,6 +72,7 @@ CASES = [
     Case("gemma-4-shared", 1, "per-layer-head"),
     Case("deepseek-v3", 16, "per-layer-head", plain=True),
     wide(Case("glm-4.7-flash", 64, "per-layer-head")),
+    wide(Case("kimi-linear", 16, "per-layer-head", WITH_BUFFER, plain=True)),
     Case("qwen3-next", 1, "union", WITHOUT_BUFFER, plain=True),
     wide(Case("qwen3-next", 16, "per-layer-head", WITH_BUFFER, measured=False)),
     wide(Case("qwen3.5", 16, "union", WITH_BUFFER, plain=True)),

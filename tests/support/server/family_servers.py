@@ -60,7 +60,7 @@ WITH_BUFFER = ("--mamba-track-interval", "64")
 STATE_FLAGS = ("--max-mamba-cache-size", "192")
 STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 # No layer of these has a rotary embedding.
-NEVER_ROTATED = ("granite-4-h", "nemotron-h")
+NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear")
 # How much more the layers of some must be turned down before they repeat themselves.
 QUIETER = {"nemotron-h": 0.2}
 MODULES = {
@@ -89,7 +89,7 @@ WITHOUT_ROPE = {
 def rope_of(model: torch.nn.Module, family: str) -> Rope:
     """The rotation in the layers without a window; of no dim where the model has none."""
     if family in NEVER_ROTATED:
-        return no_rotation(HEAD_DIM)
+        return no_rotation(getattr(model.config, "qk_rope_head_dim", HEAD_DIM))
     rotary = getattr(model.model, "rotary_emb", None) or model.model.pos_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
@@ -157,7 +157,7 @@ def started(serve, tiny, family, *flags, env=None, compressed=True):
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
+    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole", "kimi-linear"):
         more += STATE_FLAGS
     env = {**only_models(*modules_of(family)), **STATE_ENV, **(env or {})}
     return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)
