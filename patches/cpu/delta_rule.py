@@ -65,11 +65,11 @@ def gates(
     return (-A_log.float().exp() * steps)[None], b.float().sigmoid()[None]
 
 
-def _unit(x: torch.Tensor) -> torch.Tensor:
+def unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def _step(
+def step(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each request: state [..., V, K], q and k [..., K], v [..., V], g and beta [...]."""
@@ -110,7 +110,7 @@ def prefill(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
-        queries, keys = _unit(queries), _unit(keys)
+        queries, keys = unit(queries), unit(keys)
     queries, values = queries * factor, v[0].float()
     found, states = torch.zeros_like(values), []
     bounds = cu_seqlens.tolist()
@@ -119,7 +119,7 @@ def prefill(
         for token in range(first, end):
             if (token - first) % CHUNK == 0:
                 states.append(state)
-            state, found[token] = _step(
+            state, found[token] = step(
                 state, queries[token], keys[token], values[token], g[0, token].float(), beta[0, token].float()
             )
         if inplace_update and slot >= 0:
@@ -151,12 +151,12 @@ def decode(
     group = value_heads * key_dim // key_width
     q, k = (part.view(requests, -1, key_dim).repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
-        q, k = _unit(q), _unit(k)
+        q, k = unit(q), unit(k)
     g, beta = gates(A_log, a, b, dt_bias)
     slots = ssm_state_indices[:requests].long()
     real = slots >= 0
     before = initial_state[slots.clamp(min=0)].float()
-    state, found = _step(before, q * scale, k, v.view(requests, value_heads, value_dim), g[0], beta[0])
+    state, found = step(before, q * scale, k, v.view(requests, value_heads, value_dim), g[0], beta[0])
     initial_state[slots[real]] = state[real].to(initial_state.dtype)
     out[:, 0] = (found * real[:, None, None]).to(out.dtype)
     return out, initial_state
@@ -204,7 +204,7 @@ def verify(
     requests, group = len(cu_seqlens) - 1, v.shape[2] // q.shape[2]
     queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
-        queries, keys = _unit(queries), _unit(keys)
+        queries, keys = unit(queries), unit(keys)
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     g, beta = gates(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
     parts = [part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])]
@@ -214,7 +214,7 @@ def verify(
     for token in range(cache_steps):
         if token:
             state = convolution.state_before(after, retrieve_parent_token, token)
-        state, found[:, token] = _step(state, *(part[:, token] for part in parts))
+        state, found[:, token] = step(state, *(part[:, token] for part in parts))
         after.append(state)
         intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)
     return found.flatten(0, 1).to(v.dtype)[None]

@@ -1,5 +1,5 @@
 """Layers that keep a state instead of KV, on plain CPUs: torch in the place of kernels that are compiled for GPUs alone
-(`convolution`, `delta_rule`, `state_space`).
+(`convolution`, `delta_rule`, `kimi_delta`, `state_space`).
 
 SGLang parts: the kernels' modules in sglang/kernels/ops/attention and sglang/kernels/ops/mamba, from which the modules
 of the models and of their attention backends import by name.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_triattn.patches.cpu import convolution, delta_rule, state_space
+from sglang_triattn.patches.cpu import convolution, delta_rule, kimi_delta, state_space
 
 if TYPE_CHECKING:
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
@@ -37,7 +37,7 @@ def install() -> None:
     if os.environ.get(_ENVIRONMENT) != "1":
         return
     from sglang.kernels.ops.attention import triton_gdn_fused_proj
-    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, layernorm_gated
+    from sglang.kernels.ops.attention.fla import chunk, fused_norm_gate, fused_recurrent, kda, layernorm_gated
     from sglang.kernels.ops.attention.linear import fused_gdn_gating, fused_sigmoid_gating_recurrent
     from sglang.kernels.ops.elementwise import elementwise
     from sglang.kernels.ops.mamba import causal_conv1d_triton, mamba_state_scatter_triton
@@ -54,6 +54,8 @@ def install() -> None:
     chunk.chunk_gated_delta_rule = delta_rule.prefill
     fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode = delta_rule.decode
     fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update = delta_rule.verify
+    kda.chunk_kda = kimi_delta.prefill
+    fused_recurrent.fused_recurrent_kda_packed_decode = kimi_delta.decode
     fused_norm_gate.FusedRMSNormGated.forward = _gated_norm
     layernorm_gated.RMSNorm.forward = _norm_before_gate
     elementwise.fused_gate_sigmoid_mul_add = delta_rule.add_gated

@@ -37,9 +37,14 @@ def kv_buffers(pool: KVCache, layers: Sequence[int]) -> tuple[list[torch.Tensor]
 
     Rows of latents are given as keys, without values.
     """
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
     keys = [pool.get_key_buffer(layer) for layer in layers]
-    if isinstance(pool, MLATokenToKVPool):
+    if has_latents(pool):
         return keys, []
     return keys, [pool.get_value_buffer(layer) for layer in layers]
+
+
+def has_latents(pool: KVCache) -> bool:
+    """Whether a pool has latents in place of keys and values, for all of its layers that keep no state instead."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
+
+    return isinstance(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool, MLATokenToKVPool)

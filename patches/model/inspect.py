@@ -63,8 +63,8 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
     if padded or first.heads[0] * ranks != q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
-    if latent and not (all(rotation.rotates) and rotation.rope.rotary_dim == first.rotary_width):
-        raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys")
+    if latent and (len(set(rotation.rotates)) > 1 or rotation.rope.rotary_dim != first.rotary_width):
+        raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys, or none")
     return ModelShape(
         num_q_heads=q_heads,
         num_kv_heads=1 if latent else config.get_total_num_kv_heads(),
@@ -113,7 +113,11 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
         TriAttentionError: for a kind of module for which this is not known to be right.
     """
     from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
-    from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.mrope import (
+        Ernie4_5_VLRotaryEmbedding,
+        MRotaryEmbedding,
+        YaRNScalingMRotaryEmbedding,
+    )
     from sglang.srt.layers.rotary_embedding.rope_variant import (
         DeepseekScalingRotaryEmbedding,
         Gemma4RotaryEmbedding,
@@ -123,7 +127,8 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
 
     scaling = 1.0
     # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
-    if type(rotary) in (RotaryEmbedding, Llama3RotaryEmbedding, MRotaryEmbedding, Gemma4RotaryEmbedding):
+    plain = (RotaryEmbedding, Llama3RotaryEmbedding, Gemma4RotaryEmbedding)
+    if type(rotary) in (*plain, MRotaryEmbedding, Ernie4_5_VLRotaryEmbedding):
         frequencies = rotary._compute_inv_freq(rotary.base)
     elif (
         type(rotary) is YaRNScalingRotaryEmbedding

@@ -61,7 +61,7 @@ class LatentAttention:
     @property
     def selects(self) -> bool:
         """Whether an indexer selects the tokens that a query sees (DeepSeek sparse attention)."""
-        return bool(self.module.use_dsa)
+        return bool(getattr(self.module, "use_dsa", False))
 
     def parts(self, attention: RadixAttention, query: torch.Tensor, options: Mapping[str, Any], tokens: int) -> Parts:
         """The queries of a call's first tokens.

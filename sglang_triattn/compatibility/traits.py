@@ -142,7 +142,7 @@ def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[
         "windows_alone": WINDOW in kinds and FULL not in kinds,
         "chunks": CHUNK in kinds or fields.get("attention_chunk_size") or fields.get("dual_chunk_attention_config"),
         "blocks": fields.get("sparse_config") and "minicpm4" in (fields.get("mixer_types") or ()),
-        "unequal_layers": len(_group_sizes(fields, kinds)) > 1,
+        "unequal_layers": len(_group_sizes(fields, family, kinds)) > 1,
         "shared_kv": fields.get("use_cla") or (fields.get("num_kv_shared_layers") and not family.shares_kv),
         "bidirectional": fields.get("use_bidirectional_attention") == "all",
         "scaled_by_length": (fields.get("attn_temperature_len") or 0) > 0 or fields.get("attn_temperature_tuning"),
@@ -176,11 +176,15 @@ def _has_linear_states(fields: Fields, kinds: list[str]) -> bool:
     return named or LINEAR in kinds or any(word in str(fields.get("model_type")) for word in ("mamba", "rwkv"))
 
 
-def _group_sizes(fields: Fields, kinds: list[str]) -> set[str]:
-    """Different numbers of query heads per KV head, of layers that the file describes one by one."""
+def _group_sizes(fields: Fields, family: Family, kinds: list[str]) -> set[str]:
+    """Different numbers of query heads, or of those per KV head, of layers that the file describes one by one."""
     blocks: Iterable[Fields] = fields.get("block_configs") or ()
     attending = (block for block, kind in zip(blocks, kinds, strict=False) if kind == FULL)
-    return {str(block_attention(block).get("n_heads_in_group")) for block in attending}
+    listed = zip(fields.get(family.heads_by_layer) or (), kinds, strict=False)
+    return {
+        *(str(block_attention(block).get("n_heads_in_group")) for block in attending),
+        *(str(heads) for heads, kind in listed if kind == FULL),
+    }
 
 
 def _scored_rope(fields: Fields) -> dict[str, Any]:
@@ -199,5 +203,6 @@ def _rotates_unequally(fields: Fields, rope: Mapping[str, Any], kinds: list[str]
     for name in ("rope_theta", "layer_rope_theta", "partial_rotary_factors"):
         values = fields.get(name)
         if isinstance(values, list):
-            unlike |= len({value for value, kind in zip(values, kinds, strict=False) if kind == FULL}) > 1
+            # A base of 0 stands for a layer without RoPE.
+            unlike |= len({value for value, kind in zip(values, kinds, strict=False) if kind == FULL and value}) > 1
     return unlike

@@ -37,11 +37,13 @@ class Family:
         window_field: where the file has the window.
         full_every: in a file that names no layer types, the last of each so many layers attends to all tokens and the
             others have the window; 0 if no layer differs from the others.
+        heads_by_layer: the field that lists the query heads of each layer, where a file may have it.
         full_heads, window_heads: sizes of layers of this kind that differ from those of the others ("q_heads",
             "kv_heads", "head_dim", "v_head_dim"), each with the field that has it; a dot leads into an object.
         window_pool: window layers have a KV pool of their own (SWAKVPool).
         pool_covered: rounds are known to leave that pool whole.
         rope_in: the layers that RoPE turns, if some have a window.
+        still_by_number: the file's `no_rope_layers` are the numbers of the layers that RoPE does not turn.
         rotary_share: share of a head's dims that RoPE turns, where the file does not say.
         interleaved: RoPE pairs neighbouring dims, where the file does not say.
         may_lack_rope: no layer needs a rotary embedding, because states carry positions.
@@ -54,6 +56,7 @@ class Family:
         state_in_every_layer: each layer has a state and attention.
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
         attentions: attentions, each with KV of its own, per layer that the file counts.
+        loops: the field that says how often a token runs through all layers, with KV of its own each time.
         images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
             "text": only requests without images are covered; None: not covered.
         branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
@@ -64,11 +67,13 @@ class Family:
     window_extra: int = 0
     window_field: str = "sliding_window"
     full_every: int = 0
+    heads_by_layer: str = ""
     full_heads: Mapping[str, str] = field(default_factory=dict)
     window_heads: Mapping[str, str] = field(default_factory=dict)
     window_pool: bool = False
     pool_covered: bool = False
     rope_in: Literal["all", "windows", "none"] = "all"
+    still_by_number: bool = False
     rotary_share: float = 1.0
     interleaved: bool = False
     may_lack_rope: bool = False
@@ -81,6 +86,7 @@ class Family:
     state_in_every_layer: bool = False
     state_drafts: tuple[str, ...] = ()
     attentions: int = 1
+    loops: str = ""
     images: Literal["prompt", "text"] | None = None
     branching_drafts: bool = False
     refused: Refused | None = None
@@ -114,13 +120,35 @@ _MIMO = Family(
     },
     asymmetric=True,
 )
-_GEMMA_4 = {
-    "kv_heads": "num_global_key_value_heads",
-    "head_dim": "global_head_dim",
-    "v_head_dim": "global_head_dim",
-}
-_SINKS = Family(window_pool=True, sinks=True)
+# Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
+_GEMMA_4 = Family(
+    window_pool=True,
+    pool_covered=True,
+    full_heads={
+        "kv_heads": "num_global_key_value_heads",
+        "head_dim": "global_head_dim",
+        "v_head_dim": "global_head_dim",
+    },
+    shares_kv=True,
+    proportional_rope=True,
+    images="text",
+)
+_WINDOW_POOL = Family(window_pool=True, pool_covered=True)
+_SINKS = replace(_WINDOW_POOL, sinks=True)
+# Their pool keeps one token more than a query of a window layer sees: as many as the file says, in addition to its own.
+_KEEPS_ONE_MORE = replace(_WINDOW_POOL, window_extra=1)
+_KEEPS_ONE_MORE_WITH_SINKS = replace(_KEEPS_ONE_MORE, sinks=True)
+_STEP_3 = Family(
+    window_pool=True,
+    pool_covered=True,
+    window_extra=1,
+    window_heads={
+        "q_heads": "attention_other_setting.num_attention_heads",
+        "kv_heads": "attention_other_setting.num_attention_groups",
+    },
+)
 _INTERLEAVED = Family(interleaved=True)
+_MUSE_GLIMMER = replace(_WINDOW_POOL, interleaved=True, full_every=4, rope_in="windows")
 _LATENT = Family(latent=True)
 _LINEAR_STATES = Family(linear_states=True)
 _NGRAM = ("NGRAM",)
@@ -129,9 +157,19 @@ _NGRAM_OR_LAYER = ("NGRAM", "EAGLE", "NEXTN")
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
+# Latents without RoPE in some layers, a state in the others.
+_KIMI_LINEAR = Family(latent=True, linear_states=True, may_lack_rope=True, rope_in="none")
 _LATENT_WITH_TEXT = Family(latent=True, images="text")
+# Of several language models, some with MLA.
+_LATENT_OR_NOT_WITH_TEXT = Family(windows=False, latent=True, images="text")
+# SGLang builds the class that transformers has for the file's language model.
+_OTHER_LANGUAGE_MODEL = Refused(
+    "its language model is none of those that are covered with images",
+    lambda fields: fields.get("model_type") not in ("llava", "llama", "mistral", "qwen2"),
+)
 _NEMOTRON_H = Family(linear_states=True, may_lack_rope=True, rope_in="none")
 _GEMMA_3 = Family(full_every=6)
+_GEMMA_3N = Family(full_every=5, window_extra=1, shares_kv=True)
 _COHERE_2 = Family(interleaved=True, window_extra=1, full_every=4, rope_in="windows")
 # RadixAttention gets the window as the number of tokens before the query.
 _EXAONE_MOE = Family(rope_in="windows", window_extra=1)
@@ -153,10 +191,15 @@ FAMILIES: dict[str, Family] = {
     "Cohere2MoeForCausalLM": _COHERE_2,
     "Cohere2VisionForConditionalGeneration": replace(_COHERE_2, images="text"),
     "CohereForCausalLM": _INTERLEAVED,
+    "Cosmos3EdgeForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Cosmos3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "DbrxForCausalLM": _PLAIN,
     "DeciLMForCausalLM": _PLAIN,
     "DeepseekForCausalLM": _PLAIN,
+    "DeepseekOCRForCausalLM": _PLAIN_WITH_TEXT,
+    "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekVL2ForCausalLM": _LATENT_OR_NOT_WITH_TEXT,
     "DiffusionGemmaForBlockDiffusion": Family(refused=DIFFUSION),
     "Dots1ForCausalLM": Family(),
     "DotsOCRForCausalLM": _PLAIN_WITH_IMAGES,
@@ -164,6 +207,7 @@ FAMILIES: dict[str, Family] = {
     "Ernie4_5ForCausalLM": _INTERLEAVED,
     "Ernie4_5_ForCausalLM": _INTERLEAVED,
     "Ernie4_5_MoeForCausalLM": _INTERLEAVED,
+    "Ernie4_5_VLMoeForConditionalGeneration": Family(windows=False, interleaved=True, images="text"),
     "Exaone4ForCausalLM": Family(rope_in="windows"),
     "ExaoneForCausalLM": _PLAIN,
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
@@ -175,52 +219,50 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="text"),
-    "Gemma4ForCausalLM": Family(window_pool=True, full_heads=_GEMMA_4),
-    # Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
-    "Gemma4ForConditionalGeneration": Family(
-        window_pool=True,
-        pool_covered=True,
-        full_heads=_GEMMA_4,
-        shares_kv=True,
-        proportional_rope=True,
-        images="text",
-    ),
-    "Gemma4UnifiedForConditionalGeneration": _OWN_POOL,
+    "Gemma3nForCausalLM": _GEMMA_3N,
+    "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),
+    "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),
+    "Gemma4ForConditionalGeneration": _GEMMA_4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA_4,
     "GemmaForCausalLM": _PLAIN,
     "Glm4ForCausalLM": _INTERLEAVED,
     "Glm4MoeForCausalLM": Family(rotary_share=0.5),
     "Glm4MoeLiteForCausalLM": _LATENT,
     "Glm4vForConditionalGeneration": Family(images="prompt"),
     "Glm4vMoeForConditionalGeneration": Family(images="prompt"),
+    "GlmAsrForConditionalGeneration": _PLAIN_WITH_TEXT,
     "GlmOcrForConditionalGeneration": Family(images="prompt"),
-    "GptOssForCausalLM": Family(window_pool=True, pool_covered=True, sinks=True),
+    "GptOssForCausalLM": _SINKS,
     "GraniteForCausalLM": Family(),
     "GraniteMoeForCausalLM": Family(),
     "GraniteMoeHybridForCausalLM": Family(linear_states=True, may_lack_rope=True, state_drafts=_NGRAM),
-    "GraniteMoeSWAForCausalLM": _SINKS,
+    "GraniteMoeSWAForCausalLM": _KEEPS_ONE_MORE_WITH_SINKS,
     "GraniteMoeSharedForCausalLM": Family(),
-    "GraniteSWAForCausalLM": _SINKS,
+    "GraniteSWAForCausalLM": _KEEPS_ONE_MORE_WITH_SINKS,
     "Grok1ForCausalLM": Family(branching_drafts=True),
     "Grok1ModelForCausalLM": Family(branching_drafts=True),
     "Grok1VForCausalLM": Family(branching_drafts=True),
+    "HYV3ForCausalLM": _PLAIN,
     "HrmTextForCausalLM": Family(refused=_LOOPS),
     "HunYuanDenseV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
     "HunYuanMoEV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
     "IQuestCoderForCausalLM": _PLAIN,
     "IQuestLoopCoderForCausalLM": Family(refused=_LOOPS),
-    "IQuestQ1ForCausalLM": _SINKS,
+    "IQuestQ1ForCausalLM": replace(_KEEPS_ONE_MORE_WITH_SINKS, still_by_number=True),
     "InklingForConditionalGeneration": _OWN_POOL,
     "InternLM2ForCausalLM": _PLAIN,
     "InternLM3ForCausalLM": _PLAIN,
     "InternS1ForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "InternS2MobiusForConditionalGeneration": _STATES_WITH_TEXT,
     "InternS2PreviewForConditionalGeneration": _STATES_WITH_TEXT,
     "InternVLChatModel": Family(images="prompt"),
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
     "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
-    "KimiLinearForCausalLM": Family(rope_in="none"),
+    "KimiLinearForCausalLM": _KIMI_LINEAR,
+    "KimiVLForConditionalGeneration": _LATENT_WITH_TEXT,
     "LLaDA2MoeModelLM": Family(refused=DIFFUSION),
-    "LagunaForCausalLM": _OWN_POOL,
+    "LagunaForCausalLM": replace(_KEEPS_ONE_MORE, heads_by_layer="num_attention_heads_per_layer"),
     "Lfm2ForCausalLM": _LINEAR_STATES,
     "Lfm2MoeForCausalLM": _LINEAR_STATES,
     "Lfm2VlForConditionalGeneration": _STATES_WITH_TEXT,
@@ -228,12 +270,18 @@ FAMILIES: dict[str, Family] = {
     "Llama4ForCausalLM": _INTERLEAVED,
     "Llama4ForConditionalGeneration": _OWN_POOL,
     "LlamaForCausalLM": Family(windows=False, branching_drafts=True),
+    "LlavaForConditionalGeneration": replace(_PLAIN_WITH_TEXT, refused=_OTHER_LANGUAGE_MODEL),
+    "LlavaLlamaForCausalLM": _PLAIN_WITH_TEXT,
+    "LlavaMistralForCausalLM": _PLAIN_WITH_TEXT,
+    "LlavaQwenForCausalLM": _PLAIN_WITH_TEXT,
+    "LlavaVidForCausalLM": _PLAIN_WITH_TEXT,
     "LocateAnythingForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    "LongcatFlashForCausalLM": _LONGCAT,
+    "LongcatFlashForCausalLM": replace(_LONGCAT, latent=True),
     "LongcatFlashForCausalLMNextN": _LONGCAT,
-    "MellumForCausalLM": Family(window_pool=True, pool_covered=True),
+    "MellumForCausalLM": _WINDOW_POOL,
     "MiDashengLMModel": _PLAIN_WITH_TEXT,
     "MiMoForCausalLM": _PLAIN,
+    "MiMoV2ASRForCausalLM": _PLAIN_WITH_TEXT,
     "MiMoV2FlashForCausalLM": _MIMO,
     "MiMoV2ForCausalLM": _MIMO,
     "MiniCPMForCausalLM": _PLAIN,
@@ -246,14 +294,16 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": _PLAIN,
     "Mistral3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "MistralForCausalLM": _PLAIN,
+    "MistralLarge3ForCausalLM": _LATENT,
     "MixtralForCausalLM": _PLAIN,
     "MultiModalityCausalLM": _PLAIN_WITH_IMAGES,
-    "MuseGlimmerForCausalLM": _OWN_POOL,
-    "MuseGlimmerForConditionalGeneration": _OWN_POOL,
+    "MuseGlimmerForCausalLM": _MUSE_GLIMMER,
+    "MuseGlimmerForConditionalGeneration": replace(_MUSE_GLIMMER, images="text"),
     "NVILAForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "NVILALiteForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    "NanbeigeForCausalLM": Family(refused=_LOOPS),
+    "NanbeigeForCausalLM": Family(windows=False, loops="num_loops"),
     "NemotronHForCausalLM": replace(_NEMOTRON_H, state_drafts=_NGRAM),
+    "NemotronHPuzzleForCausalLM": replace(_NEMOTRON_H, state_drafts=_NGRAM),
     "NemotronH_Nano_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Nano_VL_V2": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
@@ -267,8 +317,10 @@ FAMILIES: dict[str, Family] = {
     "PaddleOCRVLForConditionalGeneration": Family(interleaved=True, images="prompt"),
     "PersimmonForCausalLM": _PLAIN,
     "Phi3ForCausalLM": _PLAIN,
+    "Phi3SmallForCausalLM": _PLAIN,
     "PhiForCausalLM": _PLAIN,
     "PhiMoEForCausalLM": _PLAIN,
+    "PixtralForConditionalGeneration": _LATENT_OR_NOT_WITH_TEXT,
     "QWenLMHeadModel": _PLAIN,
     "QuantMixtralForCausalLM": _PLAIN,
     "Qwen2AudioForConditionalGeneration": _PLAIN_WITH_TEXT,
@@ -276,6 +328,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2MoeForCausalLM": _PLAIN,
     "Qwen2VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen2_5_VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen3ASRForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
     "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=_NGRAM_OR_LAYER),
@@ -291,23 +344,17 @@ FAMILIES: dict[str, Family] = {
     "SDARForCausalLM": Family(refused=DIFFUSION),
     "SDARMoeForCausalLM": Family(refused=DIFFUSION),
     "Sarashina2VisionForCausalLM": _PLAIN_WITH_IMAGES,
+    "SarvamMLAForCausalLM": _LATENT,
     "SarvamMoEForCausalLM": _PLAIN,
     "SeedOssForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(),
     "SolarForCausalLM": _PLAIN,
+    "Spark2_5ForCausalLM": _WINDOW_POOL,
     "StableLmForCausalLM": _PLAIN,
     "Starcoder2ForCausalLM": _PLAIN,
     "Step3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    "Step3p5ForCausalLM": Family(
-        window_pool=True,
-        pool_covered=True,
-        window_extra=1,
-        window_heads={
-            "q_heads": "attention_other_setting.num_attention_heads",
-            "kv_heads": "attention_other_setting.num_attention_groups",
-        },
-    ),
-    "Step3p7ForConditionalGeneration": _OWN_POOL,
+    "Step3p5ForCausalLM": _STEP_3,
+    "Step3p7ForConditionalGeneration": replace(_STEP_3, images="text"),
     "StepVLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "TeleFLMForCausalLM": _PLAIN,
     "TorchNativeLlamaForCausalLM": _PLAIN,
@@ -316,6 +363,7 @@ FAMILIES: dict[str, Family] = {
     "XllmForCausalLM": Family(refused=_OTHER_DIMS),
     "XverseForCausalLM": _PLAIN,
     "XverseMoeForCausalLM": _PLAIN,
+    "YiVLForCausalLM": _PLAIN_WITH_TEXT,
     "ZayaForCausalLM": Family(refused=Refused("its attention keeps a state in addition to the KV cache")),
 }
 

@@ -32,7 +32,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
         ("architectures", "layer_types", "layers_block_type", "mixer_types"), ((list,), (str,), "a list of names")
     ),
     **dict.fromkeys(
-        ("hybrid_layer_pattern", "no_rope_layers", "full_attn_layers", "attn_type_list"),
+        (
+            *("hybrid_layer_pattern", "no_rope_layers", "full_attn_layers", "attn_type_list"),
+            "num_attention_heads_per_layer",
+        ),
         ((list,), (int,), "a list of whole numbers"),
     ),
     **dict.fromkeys(("layer_rope_theta", "partial_rotary_factors"), ((list,), _FLOAT, "a list of numbers")),

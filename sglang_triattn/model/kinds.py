@@ -49,12 +49,19 @@ def layer_kinds(fields: Fields) -> list[str]:
     if not family.windows:
         kinds = [FULL if kind == WINDOW else kind for kind in kinds]
     if fields.get("kv_lora_rank"):
-        kinds = [LATENT if kind == FULL else kind for kind in kinds] * family.attentions
-    return kinds
+        kinds = [LATENT if kind == FULL else kind for kind in kinds]
+    return kinds * attentions_per_layer(fields)
 
 
 def count_layers(fields: Fields) -> int:
     return count(fields, "num_hidden_layers", "num_layers", "n_layer", "n_layers")
+
+
+def attentions_per_layer(fields: Fields) -> int:
+    """Attentions, each with KV of its own, per layer that the file counts."""
+    family = family_in(fields)
+    loops = count(fields, family.loops) if fields.get(family.loops) is not None else 1
+    return family.attentions * loops
 
 
 def block_attention(block: Fields) -> Fields:
@@ -101,7 +108,13 @@ def rotated_layers(fields: Fields, kinds: list[str]) -> list[bool]:
         return [False for _ in layers]
     if family.rope_in == "windows" and WINDOW in kinds:
         return [kind == WINDOW for kind in kinds]
+    bases = fields.get("layer_rope_theta")
+    if bases:
+        # 0 stands for a layer without RoPE.
+        return [number >= len(bases) or bool(bases[number]) for number in layers]
     given, interval = fields.get("no_rope_layers"), fields.get("no_rope_layer_interval")
+    if given and family.still_by_number:
+        return [number not in given for number in layers]
     if given:
         # Despite its name, a 1 stands for a layer with RoPE.
         return [number >= len(given) or bool(given[number]) for number in layers]

@@ -23,7 +23,9 @@ def scored_layers(config: Any) -> tuple[tuple[int, ...], tuple[bool, ...]]:
             `no_rope_layers` have an entry for each layer, where the model knows these.
     """
     kinds = _kinds(config)
-    uses_rope = getattr(config, "no_rope_layers", None) or [1] * len(kinds)  # despite its name, 1 where there is RoPE
+    # Despite its name, the first has a 1 where there is RoPE, and the other a base.
+    given = getattr(config, "no_rope_layers", None) or getattr(config, "layer_rope_theta", None)
+    uses_rope = given or [1] * len(kinds)
     only_full = len(set(kinds)) > 1
     owners = kinds[: _first_sharing(config)]
     layers = tuple(number for number, kind in enumerate(owners) if kind == FULL or not only_full)

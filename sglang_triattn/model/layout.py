@@ -15,6 +15,7 @@ from sglang_triattn.model.kinds import (
     LINEAR,
     NONE,
     WINDOW,
+    attentions_per_layer,
     block_attention,
     count_layers,
     has_window_pool,
@@ -117,7 +118,7 @@ def read_layout(config: Fields) -> AttentionLayout:
     fields = text_fields(config)
     kinds = layer_kinds(fields)
     family = family_in(fields)
-    layers = count_layers(fields) * family.attentions
+    layers = count_layers(fields) * attentions_per_layer(fields)
     # Step-3.5 also lists the layers that only draft tokens.
     if len(kinds) < layers:
         raise TriAttentionError(
@@ -175,6 +176,9 @@ def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Laye
         rotated = count(fields, "qk_rope_head_dim")
         width = count(fields, "kv_lora_rank") + rotated
         return Layer(kind, rotated if rotates else 0, q_heads, 1, width)
+    listed = fields.get(family.heads_by_layer) or ()
+    if number < len(listed):
+        q_heads = listed[number]
     heads = {"q_heads": q_heads, "kv_heads": kv_heads(fields, number), "head_dim": head_dim(fields)}
     heads["v_head_dim"] = fields.get("v_head_dim") or heads["head_dim"]
     heads = _sizes_by_kind(fields, kind, heads)

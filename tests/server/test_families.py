@@ -28,7 +28,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 # Tokens of a prompt that are prefilled at once: whole pages, and a window of the measured text.
 CHUNK = 320
 # Window layers of these have a KV pool of their own.
-POOLS = ("gpt-oss", "mimo-v2", "step-3.5", "gemma-4", "gemma-4-shared", "mellum")
+POOLS = ("gpt-oss", "mimo-v2", "step-3.5", "gemma-4", "gemma-4-shared", "mellum", "laguna")
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ CASES = [
     wide(Case("mimo-v2", 16, "per-layer-head")),
     wide(Case("step-3.5", 64, "per-layer-head")),
     wide(Case("mellum", 16, "per-layer-head", plain=True)),
+    wide(Case("laguna", 16, "per-layer-head")),
     wide(Case("gemma-4", 16, "per-layer-head")),
     wide(Case("gemma-4-shared", 1, "per-layer-head")),
     Case("deepseek-v3", 16, "per-layer-head", plain=True),
     wide(Case("glm-4.7-flash", 64, "per-layer-head")),
+    wide(Case("kimi-linear", 16, "per-layer-head", WITH_BUFFER, plain=True)),
     Case("qwen3-next", 1, "union", WITHOUT_BUFFER, plain=True),
     wide(Case("qwen3-next", 16, "per-layer-head", WITH_BUFFER, measured=False)),
     wide(Case("qwen3.5", 16, "union", WITH_BUFFER, plain=True)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from families import ALTERNATING, FAMILIES, KV_HEADS, PLAIN_ROPE, WINDOW, Family
+from families import ALTERNATING, BETAS, FAMILIES, KV_HEADS, PLAIN_ROPE, WINDOW, YARN, Family
 from state_settings import LFM2
+from tiny_model import VOCABULARY
 
 _ROPE = {"rope_parameters": PLAIN_ROPE}
 _HALF = {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5}
 _WINDOWS = {**_ROPE, "sliding_window": WINDOW, "layer_types": ALTERNATING}
+# Full layers without RoPE.
+_STILL = {"sliding_window": WINDOW, "layer_types": ALTERNATING, "layer_rope_theta": [10000, 0] * 2}
 # Every token takes every expert, so that no rounding decides which.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 64}
@@ -55,6 +58,44 @@ DECODERS = {
         {**LFM2, **_EXPERTS, "num_dense_layers": 1, "num_key_value_heads": KV_HEADS},
     ),
     "glm4": Family("Glm4Config", "glm4", _HALF),
+    "granite-swa": Family("GraniteSWAConfig", "granite", {**_GRANITE, **_STILL}),
+    "granite-moe-swa": Family("GraniteMoeSWAConfig", "granitemoe", {**_GRANITE, **_STILL, **_LOCAL_EXPERTS}),
+    "laguna": Family(
+        "LagunaConfig",
+        "laguna",
+        {
+            **_EXPERTS,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "num_attention_heads_per_layer": [6, 4] * 2,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": {
+                "full_attention": {**YARN, **BETAS, "partial_rotary_factor": 0.5},
+                "sliding_attention": {**PLAIN_ROPE, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        "gemma3n_causal",
+        {
+            "num_hidden_layers": 6,
+            # The last two read the KV of the two before them.
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "sliding_window": WINDOW,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "altup_num_inputs": 2,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": PLAIN_ROPE,
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
     "afmoe": Family(
         "AfmoeConfig",
         "afmoe",

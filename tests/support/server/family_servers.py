@@ -10,7 +10,7 @@ import torch
 from decoder_families import INTERLEAVED
 from families import FAMILIES, HEAD_DIM, WINDOW, build_family
 from gemma3_family import build_gemma3
-from gemma4_family import VARIANTS, build_gemma4
+from gemma4_family import TEXT_ALONE, VARIANTS, build_gemma4, build_gemma4_text
 from harness import (
     BUDGET,
     INTERVAL,
@@ -22,6 +22,7 @@ from harness import (
     served_logprobs,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
+from looped_family import build_looped
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle, means_of
@@ -35,7 +36,7 @@ from tiny_model import save_random_stats
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
-SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "mimo-v2", "step-3.5")
+SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "gemma3n", "mimo-v2", "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
 OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
 # The platform chooses its reference backend for these by itself; others it serves by torch_native.
@@ -48,6 +49,8 @@ BUILDERS = {
     **{family: partial(build_latent, family=family) for family in LATENT_FAMILIES},
     **{family: partial(build_mtp, family=family) for family in DRAFTING},
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
+    TEXT_ALONE: build_gemma4_text,
+    "nanbeige": build_looped,
 }
 # SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
 # which goes with its overlap schedule, and with pages.
@@ -57,7 +60,7 @@ WITH_BUFFER = ("--mamba-track-interval", "64")
 STATE_FLAGS = ("--max-mamba-cache-size", "192")
 STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 # No layer of these has a rotary embedding.
-NEVER_ROTATED = ("granite-4-h", "nemotron-h")
+NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear")
 # How much more the layers of some must be turned down before they repeat themselves.
 QUIETER = {"nemotron-h": 0.2}
 MODULES = {
@@ -72,9 +75,13 @@ MODULES = {
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
+    TEXT_ALONE: ("gemma4_causal",),
+    "nanbeige": ("nanbeige",),
 }
 WITHOUT_ROPE = {
-    **dict.fromkeys(("exaone4", "exaone-moe", "cohere2", "cohere2-moe", "afmoe"), (1, 3)),
+    **dict.fromkeys(
+        ("exaone4", "exaone-moe", "cohere2", "cohere2-moe", "afmoe", "granite-swa", "granite-moe-swa"), (1, 3)
+    ),
     "smollm3": (3,),
 }
 
@@ -82,12 +89,12 @@ WITHOUT_ROPE = {
 def rope_of(model: torch.nn.Module, family: str) -> Rope:
     """The rotation in the layers without a window; of no dim where the model has none."""
     if family in NEVER_ROTATED:
-        return no_rotation(HEAD_DIM)
+        return no_rotation(getattr(model.config, "qk_rope_head_dim", HEAD_DIM))
     rotary = getattr(model.model, "rotary_emb", None) or model.model.pos_emb
     frequencies = getattr(rotary, "full_attention_inv_freq", None)
     frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
     scaling = getattr(rotary, "full_attention_attention_scaling", getattr(rotary, "attention_scaling", 1.0))
-    style = "interleaved" if family in ("cohere2", *INTERLEAVED) else "half"
+    style = "interleaved" if family in ("cohere2", "deepseek-v2", *INTERLEAVED) else "half"
     return Rope(frequencies, scaling, 2 * frequencies.numel(), style)
 
 
@@ -150,7 +157,7 @@ def started(serve, tiny, family, *flags, env=None, compressed=True):
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
-    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole"):
+    if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole", "kimi-linear"):
         more += STATE_FLAGS
     env = {**only_models(*modules_of(family)), **STATE_ENV, **(env or {})}
     return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)

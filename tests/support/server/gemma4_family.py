@@ -2,7 +2,7 @@
 
 "gemma-4" is like the large published ones: layers with full attention take their values from the keys' projection. In
 "gemma-4-shared", like the small ones, the last layers read the KV of layers before them, and each layer has an input of
-its own.
+its own. "gemma-4-text" is in the class of the language model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4ImageProcessor, Gemma4Processor
+from transformers import (
+    Gemma4Config,
+    Gemma4ForCausalLM,
+    Gemma4ForConditionalGeneration,
+    Gemma4ImageProcessor,
+    Gemma4Processor,
+    Gemma4TextConfig,
+)
 
 from families import COMMON, HEADS, KV_HEADS, PLAIN_ROPE, WINDOW
 from tiny_model import VOCABULARY, TinyModel
@@ -64,6 +71,7 @@ VARIANTS = {
         "vocab_size_per_layer_input": VOCABULARY + 16,
     },
 }
+TEXT_ALONE = "gemma-4-text"
 VISION = {
     **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32},
     **{"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64, "initializer_range": 0.12},
@@ -94,18 +102,10 @@ def build_gemma4(folder: Path, family: str) -> Gemma4:
     """Writes the model and its processor. Nothing has written its statistics yet."""
     torch.manual_seed(0)
     ids = dict(zip(IDS, range(VOCABULARY, VOCABULARY + len(IDS)), strict=True))
-    text = json.loads(json.dumps({**TEXT, **VARIANTS[family]}))
+    text = _text_of(family)
     config = Gemma4Config(text_config=text, vision_config=dict(VISION), **ids, video_token_id=VOCABULARY + len(IDS))
     model = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            # Norms and factors are all equal in a new model, and would hide that they are not applied.
-            if "language_model" in name and ("norm" in name or name.endswith("layer_scalar")):
-                value.add_(0.1 * torch.randn_like(value))
-        # The head is the embedding: without other signs, each token would be followed by itself.
-        model.model.language_model.norm.weight.normal_()
-        # No answer has what stands for an image: of all rows, these have the score 0.
-        model.get_input_embeddings().weight[VOCABULARY:] = 0
+    _vary(model.model.language_model)
     path = folder / family
     model.save_pretrained(path)
     save_processor(path)
@@ -113,6 +113,41 @@ def build_gemma4(folder: Path, family: str) -> Gemma4:
         as_published(path / "config.json")
     layers = config.text_config.num_hidden_layers
     return Gemma4(path, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, WIDTH)
+
+
+def build_gemma4_text(folder: Path) -> TinyModel:
+    """Writes the language model alone. Nothing has written its statistics yet."""
+    torch.manual_seed(0)
+    # SGLang refuses the file of a language model alone whose layers have heads of different sizes.
+    sizes = {"global_head_dim": WINDOW_WIDTH, "num_key_value_heads": KV_HEADS, "num_global_key_value_heads": None}
+    config = Gemma4TextConfig(**{**_text_of("gemma-4"), **sizes, "attention_k_eq_v": False})
+    model = Gemma4ForCausalLM._from_config(config, dtype=torch.float32)
+    _vary(model.model)
+    path = folder / TEXT_ALONE
+    model.save_pretrained(path)
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {"swa_head_dim": WINDOW_WIDTH, "swa_v_head_dim": WINDOW_WIDTH, "swa_num_key_value_heads": KV_HEADS}
+    (path / "config.json").write_text(json.dumps(fields))
+    return TinyModel(
+        path, folder / f"{TEXT_ALONE}.safetensors", config.num_hidden_layers, HEADS, KV_HEADS, WINDOW_WIDTH
+    )
+
+
+def _text_of(family: str) -> dict[str, Any]:
+    return json.loads(json.dumps({**TEXT, **VARIANTS[family]}))
+
+
+@torch.no_grad()
+def _vary(layers: torch.nn.Module) -> None:
+    """Given a language model without its head."""
+    for name, value in [*layers.named_parameters(), *layers.named_buffers()]:
+        # Norms and factors are all equal in a new model, and would hide that they are not applied.
+        if "norm" in name or name.endswith("layer_scalar"):
+            value.add_(0.1 * torch.randn_like(value))
+    # The head is the embedding: without other signs, each token would be followed by itself.
+    layers.norm.weight.normal_()
+    # No answer has what stands for an image: of all rows, these have the score 0.
+    layers.embed_tokens.weight[VOCABULARY:] = 0
 
 
 def as_published(file: Path) -> None:

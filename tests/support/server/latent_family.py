@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from families import FAMILIES, PLAIN_ROPE, YARN, build_family
+from families import FAMILIES, HEADS, LAYERS, PLAIN_ROPE, YARN, build_family
 from oracle import Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import TinyModel
@@ -38,7 +39,38 @@ FAMILIES["glm-4.7-flash"] = replace(
         "rope_parameters": PLAIN_ROPE,
     },
 )
-LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash")
+FAMILIES["deepseek-v2"] = replace(
+    _LATENT,
+    config="DeepseekV2Config",
+    settings={
+        **{name: value for name, value in _LATENT.settings.items() if name != "num_mtp_layers"},
+        # On CPUs SGLang chooses experts otherwise than transformers does.
+        "first_k_dense_replace": LAYERS,
+    },
+)
+FAMILIES["kimi-linear"] = replace(
+    _LATENT,
+    config="KimiLinearConfig",
+    module="kimi_linear",
+    settings={
+        **{name: _LATENT.settings[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")},
+        **{name: _LATENT.settings[name] for name in ("num_key_value_heads", "v_head_dim")},
+        "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
+        "mlp_layer_types": ["dense"] * LAYERS,
+        "linear_head_dim": 16,
+        "linear_num_heads": HEADS,
+    },
+    # As published.
+    written={
+        "linear_attn_config": {
+            **{"kda_layers": [1, 3], "full_attn_layers": [2, 4]},
+            **{"head_dim": 16, "num_heads": HEADS, "short_conv_kernel_size": 4},
+        },
+        "first_k_dense_replace": LAYERS,
+        "mla_use_nope": True,
+    },
+)
+LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2", "kimi-linear")
 
 
 class Latent(TinyModel):
@@ -57,13 +89,18 @@ class Latent(TinyModel):
 def build_latent(folder: Path, family: str) -> Latent:
     """Writes the model. Nothing has written its statistics yet."""
     tiny, settings = build_family(folder, family), FAMILIES[family].settings
+    if family == "kimi-linear":
+        # transformers writes an MLP under the name that published files have for experts.
+        weights = load_file(tiny.path / "model.safetensors")
+        renamed = {name.replace("block_sparse_moe.", "mlp."): value for name, value in weights.items()}
+        save_file(renamed, tiny.path / "model.safetensors", {"format": "pt"})
     width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     return Latent(tiny.path, tiny.stats, tiny.num_layers, tiny.num_q_heads, 1, width, interleaved=True)
 
 
 def pool_rope(rope: Rope) -> Rope:
     """The rotation as SGLang's pool has it, given that of transformers, which separates the halves of pairs."""
-    return replace(rope, style="interleaved")
+    return replace(rope, style="interleaved") if rope.inv_freq.any() else rope
 
 
 class LatentOracle(Oracle):

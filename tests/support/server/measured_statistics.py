@@ -34,6 +34,7 @@ BY_TRANSFORMERS = {
     "gpt-oss": (WINDOWED, WINDOWED),
     "mimo-v2": ((0, 5), (0, 5)),
     "mellum": (WINDOWED, WINDOWED),
+    "laguna": (WINDOWED, WINDOWED),
     "exaone4": (WINDOWED, ()),
     "cohere2": (WINDOWED, ()),
     "smollm3": (ALL, (0, 1, 2)),

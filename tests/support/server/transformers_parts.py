@@ -21,5 +21,8 @@ class RoundedCache(DynamicCache):
 def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     """The attention of a layer of a transformers model, if it has one; in Nemotron-H, a layer has one part alone."""
     found = getattr(layer, "self_attn", None)
+    if hasattr(found, "forget_gate"):
+        # In Kimi-Linear, that of a layer that keeps a state has the same name.
+        return None
     mixer = getattr(layer, "mixer", None)
     return mixer if found is None and hasattr(mixer, "q_proj") else found

@@ -11,7 +11,7 @@ from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 
-MLA, STATES, AFTER = "none of the models for which that is covered", "state-space", "after their rotation"
+STATES, AFTER = "state-space", "after their rotation"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -41,7 +41,7 @@ MODELS = {
     "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {(0, 576): 7}, 7 * 576 * 2, STATES),
     "lfm2-1.2b": ({"full": 6, "linear": 10}, {(64, 0): 6}, 12288, None),
     "llama-3.3-70b": ({"full": 80}, {(128, 0): 80}, 327680, None),
-    "longcat-flash": ({"latent": 56}, {(64, 512): 56}, 56 * 576 * 2, MLA),
+    "longcat-flash": ({"latent": 56}, {(64, 512): 56}, 56 * 576 * 2, None),
     "magistral-small-2509": ({"full": 40}, {(128, 0): 40}, 163840, None),
     "mimo-v2-flash": ({"full": 9, "window": 39}, {(64, 128): 9}, 9 * 4 * (192 + 128) * 2, None),
     "minimax-m2": ({"full": 62}, {(64, 64): 62}, 253952, None),
@@ -89,6 +89,34 @@ def test_layers(name):
     assert found.kinds == kinds
     assert Counter((layer.rotary_dim, layer.unrotated_dim) for layer in scored(found)) == dims
     assert found.elements() * 2 == size
+
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+TURNED = [
+    ({"architectures": ["GraniteSWAForCausalLM"], "layer_rope_theta": [0, 1e4, 1e4, 0]}, [0, 16, 16, 0]),
+    # The same field lists flags here, and numbers there.
+    ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 3, 0, 1]}, [16, 16, 0, 16]),
+    ({"architectures": ["IQuestQ1ForCausalLM"], "no_rope_layers": [1, 3]}, [16, 0, 16, 0]),
+]
+
+
+@pytest.mark.parametrize(("fields", "turned"), TURNED)
+def test_layers_that_rope_turns(fields, turned):
+    """Prevents statistics that are refused, or scores, for a layer that RoPE turns or not."""
+    assert [layer.rotary_dim for layer in read_layout({**SIZES, **fields}).layers] == turned
+
+
+def test_query_heads_by_layer():
+    """Prevents figures for another number of heads than that of the layers that are scored."""
+    listed = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads_per_layer": [8, 4] * 2}
+    found = read_layout({**SIZES, **listed, "sliding_window": 8, "architectures": ["LagunaForCausalLM"]})
+    assert [layer.q_heads for layer in found.layers] == [8, 4, 8, 4]
+
+
+def test_layers_that_run_twice():
+    """Prevents figures for half of a KV cache."""
+    found = read_layout({**SIZES, "num_loops": 2, "architectures": ["NanbeigeForCausalLM"]})
+    assert len(found.scored) == 8
 
 
 @pytest.mark.parametrize("name", MODELS)

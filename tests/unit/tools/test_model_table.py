@@ -106,7 +106,7 @@ def test_outcomes(name, module, kind, reason):
 def test_an_architecture_without_a_configuration_fails_closed(monkeypatch):
     """Prevents an unknown architecture from counting as a plain decoder, and a known one as unknown."""
     monkeypatch.setattr(sglang_registry, "configuration", lambda name, module: None)
-    unknown = model_table._outcome("PixtralForConditionalGeneration", "pixtral")
+    unknown = model_table._outcome("MossVLForConditionalGeneration", "moss_vl")
     assert unknown.kind == model_table.NO_CONFIG + model_table.REFUSED
     assert "not known here" in unknown.reason
     assert model_table._outcome("OrionForCausalLM", "orion").kind == model_table.NO_CONFIG + model_table.ACCEPTED
