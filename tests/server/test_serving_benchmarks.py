@@ -41,7 +41,10 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["acceptance", "agents", "capacity", "modes", "serve", "soak", "tool_loop"])
+@pytest.mark.parametrize(
+    "name",
+    ["acceptance", "agents", "capacity", "modes", "serve", "soak", "tool_loop", "tool_loop_reads"],
+)
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
