@@ -141,7 +141,7 @@ def _read(number: int, sizes: Sizes) -> dict[str, list[dict]]:
 
 
 def read(reader: Reader, work: Work) -> dict[str, list[dict]]:
-    """The answers under each view, those about what the agent was told once."""
+    """The answers under each view, those about what the agent was given."""
     asks = [ask for ask in work.asks if ask.kind in INPUTS and ask.kind != "instruction"]
     answers = {}
     for hides in (False, True):

@@ -39,7 +39,7 @@ def logprobs(answers: list[dict]) -> torch.Tensor:
 
 
 def test_only_the_readers_that_may_see_it_see_what_the_agent_wrote(reader, work):
-    """Prevents a view that hides too little or nothing at all, and one that hides what the agent was told."""
+    """Prevents a view that hides too little or nothing at all, and one that hides what the agent was given."""
     first, second, last = work.turns
     other = second.thinking.replace("a", "b").replace("e", "o")
     assert other != second.thinking
@@ -49,8 +49,8 @@ def test_only_the_readers_that_may_see_it_see_what_the_agent_wrote(reader, work)
     for view in VIEWS:
         equal = torch.allclose(logprobs(found[view]), logprobs(changed[view]), atol=1e-5)
         assert equal == (view == "hidden"), view
-    told = replace(last, input=last.input.replace("a", "b"))
-    changed = read(reader, replace(work, turns=(first, second, told)))
+    given = replace(last, input=last.input.replace("a", "b"))
+    changed = read(reader, replace(work, turns=(first, second, given)))
     for view in VIEWS:
         assert not torch.allclose(logprobs(found[view]), logprobs(changed[view]), atol=1e-5), view
 
