@@ -177,3 +177,11 @@ def test_what_the_own_text_is_read_for():
             f"{view['logprob']:.2f}",
             "" if view["view"] == "all" else "[{logprob_low:.2f}, {logprob_high:.2f}]".format(**view),
         ]
+
+
+def test_first_tokens():
+    """Prevents times to first tokens that are not those of their run."""
+    growths = {(row["policy"], row["part"]): row for row in results("first-token")["growths"]}
+    for name, *cells in table(DOCS / "agents.md", "What a first token waits for", "served as"):
+        parts = [growths[name.strip("`"), part] for part in ("forward_ms", "rest_ms")]
+        assert cells == [f"{part[when]:.0f}" for part in parts for when in ("early_ms", "late_ms")]
