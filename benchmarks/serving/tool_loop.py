@@ -238,11 +238,13 @@ def measure(model: str, stats: str, sizes: Sizes, dtype: str) -> list[Agent]:
     return agents
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    def bounds(text: str) -> tuple[int, int]:
-        low, _, high = text.partition("-")
-        return int(low), int(high)
+def bounds(text: str) -> tuple[int, int]:
+    """LOW-HIGH on a command line."""
+    low, _, high = text.partition("-")
+    return int(low), int(high)
 
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one agent, three short turns")

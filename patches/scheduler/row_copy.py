@@ -63,7 +63,7 @@ class RowCopier:
 
         The second item copies the K/V, which can wait until the row's first round or its release: until then its
         request only appends to the row. Where window layers have a pool of their own, this method copies it, because
-        SGLang frees what a window leaves behind before the next prefill.
+        SGLang frees what a window has left before the next prefill.
 
         Args:
             room: slots that are free, or that the tree gives up, and that no request may still need.

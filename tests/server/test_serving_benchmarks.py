@@ -41,7 +41,10 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("name", ["acceptance", "agents", "capacity", "modes", "serve", "soak", "tool_loop"])
+@pytest.mark.parametrize(
+    "name",
+    ["acceptance", "agents", "capacity", "first_token", "modes", "serve", "soak", "tool_loop", "tool_loop_reads"],
+)
 def test_command(name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
@@ -119,6 +122,21 @@ def test_agents(run_quick):
         # The message, and the last sampled token, whose K/V has not been computed.
         assert all(tokens == setting["message"] + 1 for tokens in content[name]["prefilled_tokens_per_turn"][1:])
     assert all(tokens > setting["tokens"] / 2 for tokens in exact["prefilled_tokens_per_turn"][1:])
+
+
+@pytest.mark.wide
+def test_first_token(run_quick):
+    """Prevents times of turns that prefill earlier text again, and parts of a time that are not all of it."""
+    content = run_quick("first_token")
+    sizes = content["setting"]
+    for row in content["turns"]:
+        later = row["turn"] > 1
+        assert row["starts"] == ["none" if row["policy"] == "dense" else "resumed" if later else "new"]
+        assert row["prefilled"] == (sizes["message"] + 1 if later else sizes["first"])
+        assert 0 < row["forward_ms"] < row["ttft_ms"]
+    last = [row for row in content["turns"] if row["turn"] == sizes["turns"]]
+    assert [row["held"] < row["history"] for row in last] == [False, True, True]
+    assert [row["part"] for row in content["growths"]] == ["ttft_ms", "forward_ms", "rest_ms"] * 3
 
 
 @pytest.mark.wide

@@ -162,3 +162,26 @@ def test_tool_loop():
             f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
         ], name
     assert len(rows) == 8
+
+
+def test_what_the_own_text_is_read_for():
+    """Prevents figures of hidden text that are not those of its run."""
+    rows = table(
+        DOCS / "agents.md",
+        "What the agent's own text is read for",
+        "what the agent wrote in earlier turns is hidden from",
+    )
+    for (_, *cells), view in zip(rows, results("tool-loop-reads-qwen2.5-coder-0.5b")["views"], strict=True):
+        assert cells == [
+            f"{view['right']}/{view['questions']}",
+            f"{view['logprob']:.2f}",
+            "" if view["view"] == "all" else "[{logprob_low:.2f}, {logprob_high:.2f}]".format(**view),
+        ]
+
+
+def test_first_tokens():
+    """Prevents times to first tokens that are not those of their run."""
+    growths = {(row["policy"], row["part"]): row for row in results("first-token")["growths"]}
+    for name, *cells in table(DOCS / "agents.md", "What a first token waits for", "served as"):
+        parts = [growths[name.strip("`"), part] for part in ("forward_ms", "rest_ms")]
+        assert cells == [f"{part[when]:.0f}" for part in parts for when in ("early_ms", "late_ms")]
