@@ -19,7 +19,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req,
 from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from content import contents, exact_length, same_for_all
+from content import content_of_one, contents, exact_length, same_for_all
 from memory import CONTEXT, Memory
 from running import Running
 from sglang_triattn.patches.request import chunked_prefill
@@ -399,7 +399,11 @@ class Simulation(Memory):
         return self.rows.req_to_token[kv.req_pool_idx, : kv.kv_committed_len]
 
     def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
-        content = contents(running.tokens, same_for_all(positions), running.req.serial if running.evicted else 0)
+        stamp = running.req.serial if running.evicted else 0
+        if len(positions) == 1:
+            content = content_of_one(running.tokens[positions[0]], positions[0], stamp)[None]
+        else:
+            content = contents(running.tokens, same_for_all(positions), stamp)
         for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
             k[slots.long()] = content[:, layer, 0]
             v[slots.long()] = content[:, layer, 1]
