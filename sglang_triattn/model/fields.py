@@ -23,6 +23,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
                 "rope_parameters",
                 "linear_attn_config",
                 "attention_other_setting",
+                "attn_config",
             ),
             "per_layer_config",
         ),

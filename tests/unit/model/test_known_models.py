@@ -113,6 +113,13 @@ def test_query_heads_by_layer():
     assert [layer.q_heads for layer in found.layers] == [8, 4, 8, 4]
 
 
+def test_names_of_dbrx():
+    """Prevents a model that is accepted, but of which nothing can be read."""
+    sizes = {"d_model": 64, "n_layers": 4, "n_heads": 8, "attn_config": {"kv_n_heads": 2}}
+    found = read_layout({**sizes, "architectures": ["DbrxForCausalLM"]})
+    assert [(layer.q_heads, layer.kv_heads, layer.head_dim) for layer in found.layers] == [(8, 2, 8)] * 4
+
+
 def test_full_layers_by_group():
     """Prevents a layer that keeps a state from counting as one with latents, and the reverse."""
     fields = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "layer_group_size": 2}
