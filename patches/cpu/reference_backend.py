@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_triattn.patches.cpu.attention import Span, attend, drafted_spans
-from sglang_triattn.patches.model.buffers import has_latents
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -109,7 +108,9 @@ class ReferenceBackend(AttentionBackend):
             # The parameter is declared a tensor; all pools take either.
             pool.set_kv_buffer(layer, places, k, v)  # pyright: ignore[reportArgumentType]
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        expanded = not save_kv_cache and has_latents(pool)
+        # That of layers without a state, if others have one.
+        own = getattr(pool, "full_kv_pool", pool)
+        expanded = not save_kv_cache and isinstance(own, MLATokenToKVPool)
         if expanded and k is not None and v is not None:
             if any(span.first for span in self._spans):
                 raise NotImplementedError("The reference backend reads a prefix as latents: serve this model on a GPU.")

@@ -37,14 +37,10 @@ def kv_buffers(pool: KVCache, layers: Sequence[int]) -> tuple[list[torch.Tensor]
 
     Rows of latents are given as keys, without values.
     """
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
     keys = [pool.get_key_buffer(layer) for layer in layers]
-    if has_latents(pool):
+    # Where some layers keep a state, that of the others.
+    if isinstance(getattr(pool, "full_kv_pool", pool), MLATokenToKVPool):
         return keys, []
     return keys, [pool.get_value_buffer(layer) for layer in layers]
-
-
-def has_latents(pool: KVCache) -> bool:
-    """Whether a pool has latents in place of keys and values, for all of its layers that keep no state instead."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
-
-    return isinstance(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool, MLATokenToKVPool)

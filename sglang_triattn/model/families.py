@@ -157,8 +157,9 @@ _NGRAM_OR_LAYER = ("NGRAM", "EAGLE", "NEXTN")
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
-# Latents without RoPE in some layers, a state in the others.
-_KIMI_LINEAR = Family(latent=True, linear_states=True, may_lack_rope=True, rope_in="none")
+# Latents in some layers, a state in the others.
+_LATENT_WITH_STATES = Family(latent=True, linear_states=True)
+_KIMI_LINEAR = replace(_LATENT_WITH_STATES, may_lack_rope=True, rope_in="none")
 _LATENT_WITH_TEXT = Family(latent=True, images="text")
 # Of several language models, some with MLA.
 _LATENT_OR_NOT_WITH_TEXT = Family(windows=False, latent=True, images="text")
@@ -185,6 +186,9 @@ FAMILIES: dict[str, Family] = {
     "BailingMoEForCausalLM": _PLAIN,
     "BailingMoeForCausalLM": _PLAIN,
     "BailingMoeV2ForCausalLM": _PLAIN,
+    "BailingMoeV2_5ForCausalLM": _LATENT_WITH_STATES,
+    "BailingMoeV3ForCausalLM": replace(_LATENT_WITH_STATES, may_lack_rope=True),
+    "BailingMoeV3VLForConditionalGeneration": replace(_LATENT_WITH_STATES, may_lack_rope=True, images="text"),
     "BeamForCausalLM": _OWN_POOL,
     "ChatGLMModel": Family(interleaved=True, rotary_share=0.5),
     "Cohere2ForCausalLM": _COHERE_2,
@@ -230,6 +234,7 @@ FAMILIES: dict[str, Family] = {
     "Glm4MoeLiteForCausalLM": _LATENT,
     "Glm4vForConditionalGeneration": Family(images="prompt"),
     "Glm4vMoeForConditionalGeneration": Family(images="prompt"),
+    "GigaChat35ForCausalLM": _LATENT_WITH_STATES,
     "GlmAsrForConditionalGeneration": _PLAIN_WITH_TEXT,
     "GlmOcrForConditionalGeneration": Family(images="prompt"),
     "GptOssForCausalLM": _SINKS,
@@ -259,6 +264,8 @@ FAMILIES: dict[str, Family] = {
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
     "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
+    "KimiK3ForConditionalGeneration": replace(_KIMI_LINEAR, images="text"),
+    "KimiK3LinearForCausalLM": _KIMI_LINEAR,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "KimiVLForConditionalGeneration": _LATENT_WITH_TEXT,
     "LLaDA2MoeModelLM": Family(refused=DIFFUSION),

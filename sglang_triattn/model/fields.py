@@ -23,6 +23,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
                 "rope_parameters",
                 "linear_attn_config",
                 "attention_other_setting",
+                "attn_config",
             ),
             "per_layer_config",
         ),
@@ -48,7 +49,8 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...] | None, str]] = {
         ((int,), None, "a whole number"),
     ),
     **dict.fromkeys(
-        ("full_attention_interval", "no_rope_layer_interval", "num_kv_shared_layers"), ((int,), None, "a whole number")
+        ("full_attention_interval", "layer_group_size", "no_rope_layer_interval", "num_kv_shared_layers"),
+        ((int,), None, "a whole number"),
     ),
     "sliding_window_pattern": ((int, str), None, "a whole number or letters"),
     "hybrid_override_pattern": ((str,), None, "letters"),

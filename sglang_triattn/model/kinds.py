@@ -83,8 +83,9 @@ def _kind_by_number(fields: Fields, family: Family, number: int) -> str:
     window = fields.get("sliding_window")
     if linear:
         return FULL if ordinal in (linear.get("full_attn_layers") or ()) else LINEAR
-    if fields.get("full_attention_interval"):
-        return LINEAR if ordinal % fields["full_attention_interval"] else FULL
+    for interval in ("full_attention_interval", "layer_group_size"):
+        if fields.get(interval):
+            return LINEAR if ordinal % fields[interval] else FULL
     if letters:
         return FULL if number >= len(letters) or not letters[number] else WINDOW
     # transformers has a window where the file has no such field.

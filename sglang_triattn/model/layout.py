@@ -24,6 +24,8 @@ from sglang_triattn.model.kinds import (
     window_of,
 )
 
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -171,7 +173,7 @@ def _layer(fields: Fields, number: int, kinds: list[str], rotates: bool) -> Laye
         return Layer(kind, 0, 0, kv_heads(fields, attending), head_dim(fields), head_dim(fields))
     if kind in (LINEAR, NONE):
         return Layer(kind)
-    q_heads = count(fields, "num_attention_heads", "n_head")
+    q_heads = count(fields, *_HEADS)
     if kind == LATENT:
         rotated = count(fields, "qk_rope_head_dim")
         width = count(fields, "kv_lora_rank") + rotated
@@ -202,13 +204,13 @@ def head_dim(fields: Fields) -> int:
     """Width of a query and key."""
     if fields.get("head_dim") is not None:
         return count(fields, "head_dim")
-    width = count(fields, "hidden_size", "n_embd") // count(fields, "num_attention_heads", "n_head")
+    width = count(fields, "hidden_size", "n_embd", "d_model") // count(fields, *_HEADS)
     return count({**fields, "head_dim": width}, "head_dim")
 
 
 def kv_heads(fields: Fields, number: int = 0) -> int:
     """KV heads of a layer."""
-    q_heads = count(fields, "num_attention_heads", "n_head")
+    q_heads = count(fields, *_HEADS)
     blocks = fields.get("block_configs") or ()
     group = block_attention(blocks[number]).get("n_heads_in_group") if number < len(blocks) else None
     if group is not None:
@@ -216,6 +218,9 @@ def kv_heads(fields: Fields, number: int = 0) -> int:
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1
     given = ("num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+    nested = _own(fields, "attn_config.kv_n_heads")
+    if nested is not None:
+        return nested
     return count(fields, *given) if any(fields.get(field) is not None for field in given) else q_heads
 
 

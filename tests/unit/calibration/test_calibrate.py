@@ -178,7 +178,7 @@ def dynamic():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (other_mla, r"latent KV \(MLA\), whose queries are known for"),
+        (other_mla, "turn their queries in a way that is not supported"),
         (gpt2, "no rotary position embedding"),
         (no_full, "needs some with full attention"),
         (dynamic, "'dynamic' changes its frequencies"),

@@ -11,7 +11,7 @@ from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 
-STATES, AFTER = "state-space", "after their rotation"
+AFTER = "after their rotation"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -38,7 +38,7 @@ MODELS = {
     "hunyuan-7b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
     "hunyuan-a13b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
     "kimi-k2": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, None),
-    "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {(0, 576): 7}, 7 * 576 * 2, STATES),
+    "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {(0, 576): 7}, 7 * 576 * 2, None),
     "lfm2-1.2b": ({"full": 6, "linear": 10}, {(64, 0): 6}, 12288, None),
     "llama-3.3-70b": ({"full": 80}, {(128, 0): 80}, 327680, None),
     "longcat-flash": ({"latent": 56}, {(64, 512): 56}, 56 * 576 * 2, None),
@@ -111,6 +111,20 @@ def test_query_heads_by_layer():
     listed = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads_per_layer": [8, 4] * 2}
     found = read_layout({**SIZES, **listed, "sliding_window": 8, "architectures": ["LagunaForCausalLM"]})
     assert [layer.q_heads for layer in found.layers] == [8, 4, 8, 4]
+
+
+def test_names_of_dbrx():
+    """Prevents a model that is accepted, but of which nothing can be read."""
+    sizes = {"d_model": 64, "n_layers": 4, "n_heads": 8, "attn_config": {"kv_n_heads": 2}}
+    found = read_layout({**sizes, "architectures": ["DbrxForCausalLM"]})
+    assert [(layer.q_heads, layer.kv_heads, layer.head_dim) for layer in found.layers] == [(8, 2, 8)] * 4
+
+
+def test_full_layers_by_group():
+    """Prevents a layer that keeps a state from counting as one with latents, and the reverse."""
+    fields = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "layer_group_size": 2}
+    found = read_layout({**SIZES, **fields, "architectures": ["BailingMoeV2_5ForCausalLM"]})
+    assert [layer.kind for layer in found.layers] == ["linear", "latent"] * 2
 
 
 def test_layers_that_run_twice():

@@ -42,7 +42,7 @@ REFUSED = [
     ("DeepseekV32ForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
     ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
     ("GlmMoeDsaForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
-    ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"x": 1}}, "linear-attention layers"),
+    ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"x": 1}}, "linear-attention layers"),
     ("FalconMambaForCausalLM", {"model_type": "falcon_mamba"}, "state-space"),
     ("BambaForCausalLM", {"mamba_d_state": 16, "layers_block_type": ["mamba", "attention"]}, "state-space"),
     ("Zamba2ForCausalLM", {"mamba_d_state": 16, "layer_types": ["mamba", FULL]}, "state-space"),
@@ -166,6 +166,9 @@ ACCEPTED_FIELDS = [
     ("NanbeigeForCausalLM", {"num_loops": 2}),
     ("DeepseekV2ForCausalLM", {"kv_lora_rank": 512}),
     ("LongcatFlashForCausalLM", {"kv_lora_rank": 512}),
+    ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"full_attn_layers": [4]}}),
+    ("BailingMoeV2_5ForCausalLM", {"kv_lora_rank": 512, "layer_group_size": 4}),
+    ("GigaChat35ForCausalLM", {"kv_lora_rank": 512, "layer_types": ["linear_attention", "attention"] * 2}),
     # Wrappers of a language model that is accepted, of which requests without images are.
     ("LlavaForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"model_type": "mistral"}}),
     ("LlavaQwenForCausalLM", {"vision_config": {"x": 1}}),

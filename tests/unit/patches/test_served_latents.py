@@ -9,6 +9,7 @@ from sglang.srt.layers.rotary_embedding.factory import get_rope_wrapper
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
 
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.rope import no_rotation
 from sglang_triattn.patches.model.buffers import kv_buffers
 from sglang_triattn.patches.model.inspect import check_pool, read_rope, read_ropes, read_shape
 from sglang_triattn.patches.model.layers import Call, attention_layers, watching_queries
@@ -79,16 +80,23 @@ def test_frequencies_and_scaling_reproduce_the_table():
 @pytest.mark.parametrize(
     ("fields", "rotates", "words"),
     [
-        ({"use_dsa": True}, True, "attends to the tokens that an indexer selects"),
-        ({"qk_rope_head_dim": TURNING + 2}, True, "not all of its layers with latent KV turn all dims"),
-        ({}, False, "not all of its layers with latent KV turn all dims"),
+        ({"use_dsa": True}, (True,) * 3, "attends to the tokens that an indexer selects"),
+        ({"qk_rope_head_dim": TURNING + 2}, (True,) * 3, "not all of its layers with latent KV turn all dims"),
+        ({}, (True, False, True), "not all of its layers with latent KV turn all dims of their rotated keys, or none"),
     ],
 )
 def test_other_layers_are_refused(fields, rotates, words):
     """Prevents scores that leave out what decides, or that turn dims that stand still."""
     runner = served(**fields)
     with pytest.raises(TriAttentionError, match=words):
-        read_shape(runner, 1, Rotation(read_rope(embedding()), (rotates,) * 3))
+        read_shape(runner, 1, Rotation(read_rope(embedding()), rotates))
+
+
+def test_latents_that_nothing_turns():
+    """Prevents a launch of Kimi-Linear that fails, or that scores what it keeps by a rotation."""
+    shape = read_shape(served(), 1, Rotation(no_rotation(TURNING), (False,) * 3))
+    assert (shape.rotates, shape.rotary_start) == ((False,) * 3, RANK)
+    assert not shape.rope.inv_freq.any()
 
 
 def test_layers_of_both_kinds_are_refused():

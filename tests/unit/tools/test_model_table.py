@@ -85,7 +85,8 @@ def test_no_architecture_without_a_row_is_accepted():
 QUICK = [
     ("LlamaForCausalLM", "llama", model_table.ACCEPTED, ""),
     ("GraniteMoeHybridForCausalLM", "granitemoehybrid", model_table.ACCEPTED, ""),
-    ("KimiLinearForCausalLM", "kimi_linear", model_table.REFUSED, "state-space"),
+    ("KimiLinearForCausalLM", "kimi_linear", model_table.ACCEPTED, ""),
+    ("HunYuanDenseV1ForCausalLM", "hunyuan", model_table.REFUSED, "after their rotation"),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5", model_table.TEXT, ""),
     ("LlamaForCausalLMEagle3", "llama_eagle3", model_table.ALONE, ""),
     ("Qwen3Model", "qwen3_embedding", model_table.ALONE, ""),
