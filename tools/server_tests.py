@@ -112,7 +112,7 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/scheduler": CORE,
     "patches/scheduler/circuit_breaker.py": ("test_served_failures",),
     "patches/scheduler/conversations.py": ("conversation", "test_sessions"),
-    "patches/scheduler/disaggregation.py": ("test_disaggregation",),
+    "patches/scheduler/disaggregation.py": ("test_disaggregation", "test_disaggregated_models"),
     "patches/scheduler/idle_rows.py": ("conversation", "test_turn_inputs"),
     "patches/scheduler/release.py": ("test_reasoning", "test_hicache", "test_sessions", "storm"),
     "patches/worker_app.py": ("--tokenizer-worker-num", "test_entrances", "test_refusals"),
