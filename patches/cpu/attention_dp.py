@@ -17,6 +17,7 @@ def install() -> None:
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     forward_batch_info._is_cpu = True
     GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
+    GroupCoordinator.all_to_all_single = GroupCoordinator._all_to_all_single
     # It also returns its output, which is not used.
     GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor  # pyright: ignore[reportAttributeAccessIssue]
     # SGLang asks backends that do not have it.

@@ -162,7 +162,7 @@ def check_pool(model_runner: ModelRunner) -> None:
 
     Window layers may have such a pool of their own, and layers that keep a state instead of KV need none.
     """
-    from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
+    from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, HybridMambaDecodeReqToTokenPool
     from sglang.srt.mem_cache.memory_pool import (
         HybridLinearKVPool,
         HybridReqToTokenPool,
@@ -179,8 +179,8 @@ def check_pool(model_runner: ModelRunner) -> None:
         pools = [pool.full_kv_pool, pool.swa_kv_pool]
     for pool in pools:
         check_slots(pool)
-    rows = model_runner.req_to_token_pool
-    if rows is None or type(rows) not in (ReqToTokenPool, HybridReqToTokenPool, DecodeReqToTokenPool):
+    rows, known = model_runner.req_to_token_pool, (ReqToTokenPool, HybridReqToTokenPool)
+    if type(rows) not in (*known, DecodeReqToTokenPool, HybridMambaDecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"rounds do not compact its {type(rows._aux_cache).__name__}")

@@ -144,6 +144,15 @@ class WindowPool:
                 total += growth
         return total
 
+    def most_of(self, request: Req, held: int) -> int:
+        """Most slots, in whole pages, that a request holds which gets `held` of them with its row."""
+        # SGLang sets a limit for requests that come without one.
+        left = max(request.sampling_params.max_new_tokens - len(request.output_ids), 0)  # pyright: ignore[reportOptionalOperand]
+        step = self._reserve or 1
+        end, next_end = (ceil_align(held + tokens, self.page_size) for tokens in (left + step, step))
+        # The window slides after a step at the earliest.
+        return max(min(self.peak, end), next_end)
+
     def free_before(self, rows: Sequence[tuple[ReqKvInfo, int]]) -> list[int]:
         """Frees the peers of all entries before the newest tokens of each row, in whole pages.
 

@@ -30,6 +30,7 @@ from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.request.bounds import growth_of
 from sglang_triattn.patches.request.chunked_prefill import evicted_on_host
 from sglang_triattn.patches.request.compressed import compression_of, evicted_of, settings_of, write_tree_rule
+from sglang_triattn.patches.scheduler.decode_windows import WindowReservation
 from sglang_triattn.request.lifecycle import Stage
 
 if TYPE_CHECKING:
@@ -69,12 +70,14 @@ class DecodeServer:
         self._on_step = on_step
         # Requests of this pass over the queue, which SGLang has not put anywhere yet.
         self._admitted: list[Req] = []
+        self._windows = WindowReservation(self._active)
 
     def hooks(self) -> list[Hook]:
         batch = "sglang.srt.disaggregation.decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin"
         cache = "req tree_cache req_to_token_pool token_to_kv_pool_allocator backend"
         return [
             *self._queue_hooks(),
+            *self._windows.hooks(),
             Hook(
                 f"{batch}.prepare_for_prebuilt",
                 "after",
@@ -119,14 +122,14 @@ class DecodeServer:
             Hook(
                 f"{_QUEUE}._required_admission_tokens",
                 "around",
-                _required_for_new,
+                self._required_for_new,
                 "self req allocated_tokens prefix_len retractable_tokens",
                 why="reserves by the bound on a decode server",
             ),
             Hook(
                 f"{_QUEUE}._prealloc_required_tokens",
                 "after",
-                _required_for_retracted,
+                self._required_for_retracted,
                 "self req",
                 why="reserves by the bound for requests that were retracted",
             ),
@@ -161,6 +164,39 @@ class DecodeServer:
             compression.admit(len(req.origin_input_ids), None)
         write_tree_rule(req)
 
+    def _required_for_new(
+        self,
+        original: Callable,
+        queue: DecodePreallocQueue,
+        req: Req,
+        allocated_tokens: int,
+        prefix_len: int,
+        retractable_tokens: int,
+    ) -> int:
+        self._windows.asked = req
+        if settings_of(req) is None:
+            return original(queue, req, allocated_tokens, prefix_len, retractable_tokens)
+        return allocated_tokens + _growth_of_new(queue, req)
+
+    def _required_for_retracted(
+        self, required: tuple[int, int], queue: DecodePreallocQueue, req: Req
+    ) -> tuple[int, int] | None:
+        self._windows.asked = req
+        if settings_of(req) is None:
+            return None
+        full, windows = required
+        return full - queue.num_reserved_decode_tokens + _growth_of_new(queue, req), windows
+
+    def _active(self, queue: DecodePreallocQueue) -> list[Req]:
+        """The requests that hold a row."""
+        scheduler = queue.scheduler
+        return _distinct(
+            scheduler.running_batch.reqs,
+            (transfer.req for transfer in queue.transfer_queue.queue if not transfer.host_staged),
+            scheduler.waiting_queue,
+            self._admitted,
+        )
+
     def _reserved(
         self,
         original: Callable,
@@ -169,13 +205,7 @@ class DecodeServer:
         extra_reserved_reqs: int = 0,
     ) -> int:
         """Slots reserved for the requests that hold rows: what compressed ones still need to reach their bounds."""
-        scheduler = queue.scheduler
-        active = _distinct(
-            scheduler.running_batch.reqs,
-            (transfer.req for transfer in queue.transfer_queue.queue if not transfer.host_staged),
-            scheduler.waiting_queue,
-            self._admitted,
-        )
+        active = self._active(queue)
         ours = [req for req in active if settings_of(req) is not None and req.kv.holds_kv]
         page_size = queue.token_to_kv_pool_allocator.page_size
         grown = sum(
@@ -194,27 +224,9 @@ def _physical_fill(length: int, req: Req) -> int:
     return length - evicted_of(req)
 
 
-def _required_for_new(
-    original: Callable,
-    queue: DecodePreallocQueue,
-    req: Req,
-    allocated_tokens: int,
-    prefix_len: int,
-    retractable_tokens: int,
-) -> int:
-    if settings_of(req) is None:
-        return original(queue, req, allocated_tokens, prefix_len, retractable_tokens)
+def _growth_of_new(queue: DecodePreallocQueue, req: Req) -> int:
     held = queue._pre_alloc_fill_len(req)
-    return allocated_tokens + growth_of(req, queue.token_to_kv_pool_allocator.page_size, held=held)
-
-
-def _required_for_retracted(required: tuple[int, int], queue: DecodePreallocQueue, req: Req) -> tuple[int, int] | None:
-    if settings_of(req) is None:
-        return None
-    full, windows = (each - queue.num_reserved_decode_tokens for each in required)
-    held = queue._pre_alloc_fill_len(req)
-    growth = growth_of(req, queue.token_to_kv_pool_allocator.page_size, held=held)
-    return full + growth, windows + growth
+    return growth_of(req, queue.token_to_kv_pool_allocator.page_size, held=held)
 
 
 def _needed_for_one(original: Callable, queue: DecodePreallocQueue, retractable_tokens: int | None = None) -> int:

@@ -229,20 +229,34 @@ _DECODE_SERVERS = (
             Rule("enable_hierarchical_cache", _set, _NOT_ON_DECODE_SERVERS),
             Rule("speculative_algorithm", _set, _NOT_ON_DECODE_SERVERS),
             Rule("pp_size", _many, _NOT_ON_DECODE_SERVERS, "use --pp-size 1"),
-            Rule("dp_size", _many, _NOT_ON_DECODE_SERVERS, "use --dp-size 1"),
             Rule("enable_lora", _set, _NOT_ON_DECODE_SERVERS),
         ),
         _is_decode_server,
         "disaggregation_mode",
     ),
     Rule(
+        "dp_size",
+        _many,
+        _NOT_ON_DECODE_SERVERS,
+        "use --dp-size 1",
+        lambda server: _is_decode_server(server) and not server.is_above_one("attn_dp_size"),
         "disaggregation_mode",
-        lambda value: value == "decode",
-        "models that take images, whose window layers have a KV pool of their own, or whose layers keep a state "
-        "instead of KV are not tested on a decode server",
-        "leave --disaggregation-mode out",
-        lambda server: server.traits.window_pool or server.traits.linear_states or server.traits.images,
-        names_model=True,
+    ),
+    *(
+        Rule("disaggregation_mode", lambda value: value == "decode", reason, remedy, when, names_model=True)
+        for reason, remedy, when in (
+            (
+                "models that take images are not tested on a decode server",
+                "leave --disaggregation-mode out",
+                lambda server: server.traits.images,
+            ),
+            (
+                "with overlap scheduling, SGLang computes a retracted request's newest token again on a state that has "
+                "seen it",
+                "use --disable-overlap-schedule",
+                lambda server: server.traits.linear_states and not server.settings.get("disable_overlap_schedule"),
+            ),
+        )
     ),
 )
 

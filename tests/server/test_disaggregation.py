@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -17,18 +15,20 @@ from harness import (
     compression,
     greedy,
     prompt,
-    served_logprobs,
     two_cores,
 )
-from oracle import TOLERANCE, oracle_of
-from separated import Pairs, Retractions, Separated, running_separated
+from oracle import Oracle, oracle_of
+from separated import (
+    RETRACT,
+    Pairs,
+    Retractions,
+    Separated,
+    assert_account,
+    hold_to_account,
+    running_separated,
+    storm,
+)
 from sets import wide
-
-# In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
-# five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
-RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-# Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
-RETRACTED = 310
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +62,9 @@ def pairs(forkserver, tmp_path_factory):
     found.stop_all()
 
 
-def assert_account(
-    tiny, ids: list[int], response: dict, selection: str = "per-layer-head", redrawn: Collection[int] = ()
-) -> None:
-    """Asserts that the served log-probabilities are those of the account, over at least five rounds."""
-    account, report = oracle_of(tiny), compression(response)
-    account.value_share, account.selection = 0.0, selection
-    everything = ids + response["output_ids"][:-1]
-    expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"], redrawn=redrawn)
-    assert report["rounds"] == rounds >= 5
-    values, tokens = served_logprobs(response)
-    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
-    account.budget = 10_000
-    dense, _ = account.logprobs(everything, len(ids), report["frozen_length"])
-    assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+def account_of(tiny, selection: str = "per-layer-head") -> Oracle:
+    """The account of a server that chooses by keys alone."""
+    return replace(oracle_of(tiny), value_share=0.0, selection=selection)
 
 
 def cold_answer(client: Separated, ids: list[int]) -> dict:
@@ -109,7 +98,7 @@ def test_logits(pair, tiny):
     prompts = [stem, stem + prompt(10, 12), prompt(11, 33)]
     for ids, answer in zip(prompts, client.generate_all(prompts, 260, logprobs=True), strict=True):
         assert compression(answer)["frozen_length"] == len(ids)
-        assert_account(tiny, ids, answer)
+        assert_account(account_of(tiny), ids, answer)
     assert_pool_is_whole(client)
 
 
@@ -117,12 +106,7 @@ def test_logits_of_retracted_requests(retracting, retractions, tiny):
     """Prevents a compacted row that comes back from the host with other entries, or at other positions, in the step of
     a round as in any other."""
     prompts = [prompt(20 + number, 30 + number) for number in range(4)]
-    answers = retracting.generate_all(prompts, RETRACTED, logprobs=True)
-    redrawn = [retractions.redrawn(answer) for answer in answers]
-    assert any(redrawn)
-    for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
-        assert_account(tiny, ids, answer, redrawn=again)
-    assert_pool_is_whole(retracting)
+    hold_to_account(retracting, account_of(tiny), retractions, prompts)
 
 
 RANKS = ("--tp-size", "2")
@@ -136,12 +120,7 @@ def test_logits_on_two_ranks(pairs, retractions, tiny, page_size, selection):
     pool = ("--max-total-tokens", "2048")
     client = pairs(*RANKS, *flags, *pool, model=tiny, env={**two_cores(), **RETRACT, **retractions.env})
     prompts = [prompt(40 + number, 30 + number) for number in range(3)]
-    answers = client.generate_all(prompts, RETRACTED, logprobs=True)
-    redrawn = [retractions.redrawn(answer, ranks=2) for answer in answers]
-    assert any(redrawn)
-    for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
-        assert_account(tiny, ids, answer, selection, again)
-    assert_pool_is_whole(client)
+    hold_to_account(client, account_of(tiny, selection), retractions, prompts, ranks=2)
     pairs.stop(client)
 
 
@@ -159,25 +138,4 @@ def test_storm(retracting):
 
     Every slot of the decode server is counted around each round.
     """
-    stem = prompt(70, 90)
-
-    def ask(number: int) -> dict:
-        ids = [*stem, *prompt(71 + number, 10)] if number % 2 else prompt(71 + number, 20 + 9 * number)
-        rid = f"storm-{number:03}"
-        if number % 3 == 0:
-            for each in (retracting, retracting.prefill):
-                threading.Timer(0.5 + number / 4, Client.post, (each, "/abort_request"), {"rid": rid}).start()
-        body = {"input_ids": ids, "sampling_params": greedy(300 if number % 4 else 7)}
-        return retracting.post("/generate", rid=rid, **body).json()
-
-    with ThreadPoolExecutor(24) as pool:
-        answers = list(pool.map(ask, range(24)))
-    whole = [answer["meta_info"] for answer in answers if "meta_info" in answer]
-    whole = [meta for meta in whole if meta["finish_reason"]["type"] == "length"]
-    assert len(whole) >= 16
-    assert sum(meta["num_retractions"] for meta in whole) > 2
-    for meta in whole:
-        report = meta["triattention"]
-        assert report["physical_length"] <= report["frozen_length"] + BUDGET + INTERVAL + 16
-    assert_pool_is_whole(retracting)
-    assert_pool_is_whole(retracting.prefill)
+    storm(retracting, BUDGET + INTERVAL + 16)

@@ -1,11 +1,13 @@
-"""A prefill server, decode servers and SGLang's routers before them, on CPUs."""
+"""A prefill server, decode servers and SGLang's routers before them, on CPUs; and what the decode server answers."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,27 @@ from harness import (
     Client,
     assert_pool_is_whole,
     compressed_args,
+    compression,
+    greedy,
     install_plugin,
     plain_args,
+    prompt,
     python_path,
     read_lines,
+    served_logprobs,
 )
+from oracle import TOLERANCE, Oracle
 from run_router import running_router
 from storm import retractions
 from tiny_model import TinyModel
 from warm import Forkserver, running_launch
 
 TRANSFER = ("--disaggregation-transfer-backend", "process_memory")
+# In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
+# five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+# Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
+RETRACTED = 310
 
 
 class Separated(Client):
@@ -132,6 +144,78 @@ class Pairs:
         for stack in self._running.values():
             stack.close()
         self._running.clear()
+
+
+def assert_account(account: Oracle, ids: list[int], response: dict[str, Any], redrawn: Collection[int] = ()) -> None:
+    """Asserts that the served log-probabilities are those of the account, over at least five rounds.
+
+    Args:
+        redrawn: see `Oracle.logprobs`.
+    """
+    report = compression(response)
+    everything = ids + response["output_ids"][:-1]
+    expected, rounds = account.logprobs(everything, len(ids), report["frozen_length"], redrawn=redrawn)
+    assert report["rounds"] == rounds >= 5
+    values, tokens = served_logprobs(response)
+    assert (expected.gather(1, tokens) - values).abs().max() < TOLERANCE
+    dense, _ = replace(account, budget=10_000).logprobs(everything, len(ids), report["frozen_length"])
+    assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+def hold_to_account(
+    client: Separated,
+    account: Oracle,
+    retractions: Retractions,
+    prompts: list[list[int]],
+    ranks: int = 1,
+    *,
+    overlaps: bool = True,
+) -> None:
+    """Holds the answers of a decode server with `RETRACT` to an account.
+
+    Args:
+        ranks: those that share a request.
+        overlaps: whether a step is queued while another is planned. Then some are retracted in the step of a round;
+            else nothing is drawn again.
+    """
+    answers = client.generate_all(prompts, RETRACTED, logprobs=True)
+    redrawn = [retractions.redrawn(answer, ranks) for answer in answers]
+    assert any(redrawn) if overlaps else client.retracted > 9
+    for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
+        assert_account(account, ids, answer, again if overlaps else ())
+    assert_pool_is_whole(client)
+
+
+def storm(client: Separated, most_private: int, requests: int = 24, tokens: int = 300) -> None:
+    """Asks for more than the decode server's pool holds, at once, and aborts some of it.
+
+    Args:
+        most_private: KV entries of a request on top of its frozen ones.
+        tokens: of the longer answers.
+    """
+    stem = prompt(70, 90)
+
+    def ask(number: int) -> dict[str, Any]:
+        ids = [*stem, *prompt(71 + number, 10)] if number % 2 else prompt(71 + number, 20 + 9 * number)
+        rid = f"storm-{number:03}"
+        if number % 3 == 0:
+            for each in (client, client.prefill):
+                threading.Timer(0.5 + number / 4, Client.post, (each, "/abort_request"), {"rid": rid}).start()
+        body = {"input_ids": ids, "sampling_params": greedy(tokens if number % 4 else 7)}
+        return client.post("/generate", rid=rid, **body).json()
+
+    with ThreadPoolExecutor(requests) as pool:
+        answers = list(pool.map(ask, range(requests)))
+    whole = [answer["meta_info"] for answer in answers if "meta_info" in answer]
+    whole = [meta for meta in whole if meta["finish_reason"]["type"] == "length"]
+    assert len(whole) >= requests * 2 // 3
+    assert sum(meta["num_retractions"] for meta in whole) > 2
+    assert sum(client.rounds_by_rank()) > requests
+    for meta in whole:
+        report = meta["triattention"]
+        assert report["physical_length"] <= report["frozen_length"] + most_private
+    assert_pool_is_whole(client)
+    assert_pool_is_whole(client.prefill)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ SETTINGS = {
     "host tier": {"enable_hierarchical_cache": True},
     "mixed chunks": {"enable_mixed_chunk": True},
     "stages and mixed chunks": {"pp_size": 2, "enable_mixed_chunk": True},
+    "decode server without overlap": {"disaggregation_mode": "decode", "disable_overlap_schedule": True},
     "decode server, two ranks": {"disaggregation_mode": "decode", "tp_size": 2},
     "decode server, two replicas": {"disaggregation_mode": "decode", "dp_size": 2},
     "decode server and LoRA": {"disaggregation_mode": "decode", "enable_lora": True},
