@@ -180,7 +180,7 @@ def check_pool(model_runner: ModelRunner) -> None:
     for pool in pools:
         check_slots(pool)
     rows, known = model_runner.req_to_token_pool, (ReqToTokenPool, HybridReqToTokenPool)
-    if type(rows) not in (*known, DecodeReqToTokenPool, HybridMambaDecodeReqToTokenPool):
+    if rows is None or type(rows) not in (*known, DecodeReqToTokenPool, HybridMambaDecodeReqToTokenPool):
         raise UnsupportedModel(f"its rows are kept in a {type(rows).__name__}")
     if rows._aux_cache is not None:
         raise UnsupportedModel(f"rounds do not compact its {type(rows._aux_cache).__name__}")

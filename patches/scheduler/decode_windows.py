@@ -11,7 +11,7 @@ request, compressed or not, reserves what it lacks to the most that it ever hold
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.window_pool import WindowPool, has_window_pool
@@ -20,6 +20,8 @@ from sglang_triattn.rounds.plan import ceil_align
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
     from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 _QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 
@@ -66,7 +68,7 @@ class WindowReservation:
 
     def _room(self, _: Callable, queue: DecodePreallocQueue, *, count_retracted: bool = True, **__: int | None) -> int:
         """Slots that no request may still need."""
-        windows = WindowPool(queue.scheduler)
+        windows = WindowPool(_scheduler_of(queue))
         waiting = queue.retracted_queue if count_retracted else ()
         needed = sum(_needed(queue, windows, request) for request in waiting)
         return windows.free_slots() - windows.growth_in(self._active(queue)) - needed
@@ -74,13 +76,17 @@ class WindowReservation:
     def _fits(
         self, original: Callable, queue: DecodePreallocQueue, full_tokens: int, swa_tokens: int, **room: int | None
     ) -> bool:
-        if self.asked is not None and has_window_pool(queue.scheduler):
-            swa_tokens = _needed(queue, WindowPool(queue.scheduler), self.asked)
+        if self.asked is not None and has_window_pool(_scheduler_of(queue)):
+            swa_tokens = _needed(queue, WindowPool(_scheduler_of(queue)), self.asked)
         return original(queue, full_tokens, swa_tokens, **room)
 
 
+def _scheduler_of(queue: DecodePreallocQueue) -> Scheduler:
+    return cast("Scheduler", queue.scheduler)
+
+
 def _has_pool(counts: bool, queue: DecodePreallocQueue) -> bool:
-    return counts or has_window_pool(queue.scheduler)
+    return counts or has_window_pool(_scheduler_of(queue))
 
 
 def _needed(queue: DecodePreallocQueue, windows: WindowPool, request: Req) -> int:

@@ -308,15 +308,15 @@ _LEVEL = _only(
     "triattention_rounds_per_step",
 )
 
-_USE_NAMES = "use --triattention-conversations named"
+_WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 _AUTO_CONVERSATIONS = _only(
     (
-        Rule("pp_size", _many, "rows that stages find by tokens are not tested", _USE_NAMES),
+        Rule("pp_size", _many, "rows that stages find by tokens are not tested", _WITHOUT_CONVERSATIONS),
         Rule(
             "disaggregation_mode",
             lambda value: value == "decode",
             "another server sends it whole prompts, and not what follows a row",
-            _USE_NAMES,
+            _WITHOUT_CONVERSATIONS,
         ),
     ),
     lambda server: server.config.conversations == "auto",
@@ -413,7 +413,7 @@ _DRAFTS = (
         "speculative_algorithm",
         _set,
         "queued steps move the states of its layers beyond the rows that wait for a next turn",
-        _USE_NAMES,
+        _WITHOUT_CONVERSATIONS,
         lambda server: server.config.conversations == "auto" and server.drafts_with_states,
         "triattention_conversations",
         names_model=True,

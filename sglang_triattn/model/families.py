@@ -95,6 +95,8 @@ class Family:
 NO_ROPE = "its attention has no rotary embedding"
 _LOOPS = Refused("it runs its layers several times, with KV of its own each time")
 DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
+_UNCONFIRMED = "SGLang's answers with it could not be confirmed, without compression"
+_OF_MISTRAL_LARGE_3 = Refused(_UNCONFIRMED, lambda fields: fields.get("kv_lora_rank"))
 _NORM_AFTER_ROPE = Refused(
     "it normalises queries and keys after their rotation", lambda fields: fields.get("use_qk_norm")
 )
@@ -301,7 +303,7 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": _PLAIN,
     "Mistral3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "MistralForCausalLM": _PLAIN,
-    "MistralLarge3ForCausalLM": _LATENT,
+    "MistralLarge3ForCausalLM": Family(refused=Refused(_UNCONFIRMED)),
     "MixtralForCausalLM": _PLAIN,
     "MultiModalityCausalLM": _PLAIN_WITH_IMAGES,
     "MuseGlimmerForCausalLM": _MUSE_GLIMMER,
@@ -327,7 +329,7 @@ FAMILIES: dict[str, Family] = {
     "Phi3SmallForCausalLM": _PLAIN,
     "PhiForCausalLM": _PLAIN,
     "PhiMoEForCausalLM": _PLAIN,
-    "PixtralForConditionalGeneration": _LATENT_OR_NOT_WITH_TEXT,
+    "PixtralForConditionalGeneration": replace(_PLAIN_WITH_TEXT, refused=_OF_MISTRAL_LARGE_3),
     "QWenLMHeadModel": _PLAIN,
     "QuantMixtralForCausalLM": _PLAIN,
     "Qwen2AudioForConditionalGeneration": _PLAIN_WITH_TEXT,

@@ -39,7 +39,7 @@ def servers_of(
     [
         ("deepseek-v3", 32, "per-layer-head", ()),
         wide("deepseek-v3", 1, "shared-mean", TWO_RANKS),
-        ("deepseek-v3", 1, "shared-mean", TWO_GROUPS),
+        wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS),
         wide("qwen3-moe-all", 16, "per-layer-head", TWO_GROUPS),
         ("gpt-oss", 16, "per-layer-head", ()),
         wide("gpt-oss", 1, "per-layer-head", ()),
@@ -62,7 +62,8 @@ def test_logits(pairs, tmp_path, family, page_size, selection, flags):
     pairs.stop(client)
 
 
-@pytest.mark.parametrize("page_size", [16, wide(1)])
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [16, 1])
 def test_answers_longer_than_either_pool(pairs, tmp_path, page_size):
     """Prevents an answer from waiting for ever for slots of window layers that it will not need, and two of them from
     taking one another's."""

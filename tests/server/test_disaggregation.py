@@ -28,7 +28,6 @@ from separated import (
     running_separated,
     storm,
 )
-from sets import wide
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,8 @@ def test_logits_of_retracted_requests(retracting, retractions, tiny):
 RANKS = ("--tp-size", "2")
 
 
-@pytest.mark.parametrize(("page_size", "selection"), [(1, "union"), wide(16, "per-layer-head")])
+@pytest.mark.wide
+@pytest.mark.parametrize(("page_size", "selection"), [(1, "union"), (16, "per-layer-head")])
 def test_logits_on_two_ranks(pairs, retractions, tiny, page_size, selection):
     """Prevents ranks that keep tokens of each other's heads, different ones of a shared set, or that disagree about who
     is admitted, retracted or due: they would then wait for one another for ever."""

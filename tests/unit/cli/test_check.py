@@ -175,7 +175,7 @@ def test_speculative_decoding(run_check):
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference does not work",
         ("qwen2.5-vl-7b",): "positions that follow images are not tested with drafted tokens",
         ("lfm2-1.2b",): "a state instead of KV are not tested with such drafts",
-        ("qwen3-next-80b-a3b", "--triattention-conversations", "auto"): "use --triattention-conversations named.",
+        ("qwen3-next-80b-a3b", "--triattention-conversations", "auto"): "use --triattention-conversations off.",
         ("qwen3-next-80b-a3b", "--enable-hierarchical-cache"): "copies of states are not tested with drafted tokens",
     }
     for words, reason in refused.items():

@@ -30,6 +30,12 @@ REFUSED = [
     ("HunYuanMoEV1ForCausalLM", {"use_cla": True}, "share KV"),
     ("Gemma3ForCausalLM", {"layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 1}, "share KV"),
     ("BeamForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
+    ("MistralLarge3ForCausalLM", {"kv_lora_rank": 512}, "could not be confirmed"),
+    (
+        "PixtralForConditionalGeneration",
+        {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}},
+        "could not be confirmed",
+    ),
     ("Gemma4ForCausalLM", {"vision_config": {"x": 1}}, "images or sound"),
     ("Gemma4ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": "all"}}, "attend to later ones"),
     ("MiMoV2ForCausalLM", {"vision_config": {"depth": 2}, "audio_config": {"x": 1}}, "images or sound"),
@@ -172,7 +178,6 @@ ACCEPTED_FIELDS = [
     # Wrappers of a language model that is accepted, of which requests without images are.
     ("LlavaForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"model_type": "mistral"}}),
     ("LlavaQwenForCausalLM", {"vision_config": {"x": 1}}),
-    ("PixtralForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}}),
     ("PixtralForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {}}),
     ("DeepseekVL2ForCausalLM", {"vision_config": {"x": 1}, "language_config": {"kv_lora_rank": 512}}),
     ("Qwen3ASRForConditionalGeneration", {"thinker_config": {"audio_config": {"x": 1}, "text_config": {"x": 1}}}),
