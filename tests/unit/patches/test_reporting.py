@@ -11,6 +11,9 @@ from sglang_triattn.patches.observability.reporting import KEY, reporting_stream
 from sglang_triattn.patches.request.compressed import compression_of
 from sglang_triattn.patches.scheduler.release import Rows
 
+WITHOUT_ROWS = SimpleNamespace(finish_copies=lambda: None)
+"""In the place of Conversations."""
+
 
 class Request(SimpleNamespace):
     """A request of which it is counted how often it is asked whether it has finished."""
@@ -30,7 +33,7 @@ class Request(SimpleNamespace):
         """As SGLang ends a request, before it sends the batch's output."""
         self.reason, compression_of(self).report = "length", REPORT
         if released:
-            Rows(None).release(lambda *_, **__: None, self, None, checkpoint=True)
+            Rows(WITHOUT_ROWS).release(lambda *_, **__: None, self, None, checkpoint=True)
 
 
 @pytest.fixture
