@@ -68,7 +68,7 @@ def unsupported_model(folder: Path, name: str) -> Path:
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     if name == "mla":
-        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["DeepseekV2ForCausalLM"])
+        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["MiniCPM3ForCausalLM"])
     else:
         config = HunYuanDenseV1Config(**sizes, use_qk_norm=True, architectures=["HunYuanDenseV1ForCausalLM"])
     config.save_pretrained(target)
@@ -207,7 +207,7 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
         (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
         (
             ["--model", "mla"],
-            "mla (DeepseekV2ForCausalLM) cannot be calibrated, because it has multi-head latent attention (MLA)",
+            "mla (MiniCPM3ForCausalLM) cannot be calibrated, because it has multi-head latent attention (MLA)",
         ),
         (
             ["--model", "late-norm"],
