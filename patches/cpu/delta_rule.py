@@ -69,11 +69,11 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def step(
+def _step(
     state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each request: state [..., V, K], q and k [..., K], v [..., V], g and beta [...]."""
-    state = state * g.exp()[..., None, None]
+    """One token of each request: state [..., V, K], q and k [..., K], v [..., V], g [..., 1 or K], and beta [...]."""
+    state = state * g.exp()[..., None, :]
     change = (v - (state @ k[..., None])[..., 0]) * beta[..., None]
     state = state + change[..., None] * k[..., None, :]
     return state, (state @ q[..., None])[..., 0]
@@ -111,20 +111,48 @@ def prefill(
     queries, keys = (part[0].float().repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
         queries, keys = unit(queries), unit(keys)
-    queries, values = queries * factor, v[0].float()
-    found, states = torch.zeros_like(values), []
+    parts = queries * factor, keys, v[0].float(), g[0].float()[..., None], beta[0].float()
+    found, states = run(parts, initial_state, initial_state_indices, cu_seqlens, inplace_update)
+    return found.to(v.dtype)[None], None, joined(states)
+
+
+def run(
+    parts: tuple[torch.Tensor, ...],
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    inplace_update: bool = True,
+) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """Runs requests one after another, token by token.
+
+    Args:
+        parts: queries, keys, values, g and beta of `_step`, of all tokens.
+        initial_state, initial_state_indices, cu_seqlens: as for `prefill`.
+        inplace_update: whether the slots take the last states.
+
+    Returns:
+        Outputs like the values; the states before each chunk of each request's tokens.
+    """
+    found, states = torch.zeros_like(parts[2]), []
     bounds = cu_seqlens.tolist()
     for slot, first, end in zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False):
-        state = initial_state[slot].float() if slot >= 0 else torch.zeros_like(initial_state[0], dtype=torch.float32)
+        # A copy: the slot takes the last state before the first one is returned.
+        state = initial_state[max(slot, 0)].to(torch.float32, copy=True)
+        if slot < 0:
+            state.zero_()
+        states.append([])
         for token in range(first, end):
             if (token - first) % CHUNK == 0:
-                states.append(state)
-            state, found[token] = step(
-                state, queries[token], keys[token], values[token], g[0, token].float(), beta[0, token].float()
-            )
+                states[-1].append(state)
+            state, found[token] = _step(state, *(part[token] for part in parts))
         if inplace_update and slot >= 0:
             initial_state[slot] = state.to(initial_state.dtype)
-    return found.to(v.dtype)[None], None, torch.stack(states)[None]
+    return found, states
+
+
+def joined(states: list[list[torch.Tensor]]) -> torch.Tensor:
+    """[1, chunks, value heads, V, K]: the states that `run` returns, as SGLang's kernels return them."""
+    return torch.stack([state for own in states for state in own])[None]
 
 
 def decode(
@@ -143,6 +171,23 @@ def decode(
 
     Writes `out`, [requests, 1, value heads, V], and the states of the requests whose slot is not negative.
     """
+    g, beta = gates(A_log, a, b, dt_bias)
+    return decode_gated(
+        mixed_qkv, g[0][..., None], beta[0], scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel
+    )
+
+
+def decode_gated(
+    mixed_qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `decode`, with g [requests, value heads, 1 or K] and beta [requests, value heads] of `_step`."""
     requests = len(mixed_qkv)
     value_heads, value_dim, key_dim = initial_state.shape[1:]
     value_width = value_heads * value_dim
@@ -152,11 +197,10 @@ def decode(
     q, k = (part.view(requests, -1, key_dim).repeat_interleave(group, dim=1) for part in (q, k))
     if use_qk_l2norm_in_kernel:
         q, k = unit(q), unit(k)
-    g, beta = gates(A_log, a, b, dt_bias)
     slots = ssm_state_indices[:requests].long()
     real = slots >= 0
     before = initial_state[slots.clamp(min=0)].float()
-    state, found = step(before, q * scale, k, v.view(requests, value_heads, value_dim), g[0], beta[0])
+    state, found = _step(before, q * scale, k, v.view(requests, value_heads, value_dim), g, beta)
     initial_state[slots[real]] = state[real].to(initial_state.dtype)
     out[:, 0] = (found * real[:, None, None]).to(out.dtype)
     return out, initial_state
@@ -207,14 +251,15 @@ def verify(
         queries, keys = unit(queries), unit(keys)
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     g, beta = gates(A_log, a, b, dt_bias, softplus_beta, softplus_threshold)
-    parts = [part.unflatten(0, (requests, cache_steps)) for part in (queries, keys, v[0].float(), g[0], beta[0])]
+    parts = (queries, keys, v[0].float(), g[0][..., None], beta[0])
+    parts = [part.unflatten(0, (requests, cache_steps)) for part in parts]
     rows = intermediate_state_indices[:requests].long()
     state = initial_state_source[initial_state_indices[:requests].long().clamp(min=0)].float()
     found, after = torch.zeros_like(parts[2]), []
     for token in range(cache_steps):
         if token:
             state = convolution.state_before(after, retrieve_parent_token, token)
-        state, found[:, token] = step(state, *(part[:, token] for part in parts))
+        state, found[:, token] = _step(state, *(part[:, token] for part in parts))
         after.append(state)
         intermediate_states_buffer[rows, token] = state.to(intermediate_states_buffer.dtype)
     return found.flatten(0, 1).to(v.dtype)[None]

@@ -23,13 +23,6 @@ def gates(A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, lower_bou
     return -rate * functional.softplus(steps)
 
 
-def _step(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each request: as in `delta_rule`, but g [..., K]."""
-    return delta_rule.step(state * g.exp()[..., None, :], q, k, v, torch.zeros_like(beta), beta)
-
-
 def prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,28 +56,19 @@ def prefill(
     Returns:
         Outputs like `v`; on demand also the states before each chunk of a request's tokens, [1, chunks, heads, V, K].
     """
-    tracked = [-1] * len(cu_seqlens) if track_chunk_idx is None else track_chunk_idx.tolist()
-    queries, keys, values = (part[0].float() for part in (q, k, v))
+    queries, keys = q[0].float(), k[0].float()
     if use_qk_l2norm_in_kernel:
         queries, keys = delta_rule.unit(queries), delta_rule.unit(keys)
-    queries = queries * q.shape[-1] ** -0.5
     decays = gates(A_log, g[0], dt_bias, lower_bound)
     strengths = beta[0].float().sigmoid() if beta_is_raw else beta[0].float()
-    found, states = torch.zeros_like(values), []
-    bounds = cu_seqlens.tolist()
-    for row, (slot, first, end) in enumerate(zip(initial_state_indices.tolist(), bounds, bounds[1:], strict=False)):
-        state = initial_state[max(slot, 0)].float() * (slot >= 0)
-        for token in range(first, end):
-            if (token - first) % delta_rule.CHUNK == 0:
-                states.append(state)
-                if track_state is not None and (token - first) // delta_rule.CHUNK == tracked[row]:
-                    track_state[row] = state
-            parts = (part[token] for part in (queries, keys, values, decays, strengths))
-            state, found[token] = _step(state, *parts)
-        if slot >= 0:
-            initial_state[slot] = state.to(initial_state.dtype)
+    parts = queries * q.shape[-1] ** -0.5, keys, v[0].float(), decays, strengths
+    found, states = delta_rule.run(parts, initial_state, initial_state_indices, cu_seqlens)
+    if track_state is not None and track_chunk_idx is not None:
+        for row, (own, chunk) in enumerate(zip(states, track_chunk_idx.tolist(), strict=False)):
+            if 0 <= chunk < len(own):
+                track_state[row] = own[chunk]
     outputs = found.to(v.dtype)[None]
-    return (outputs, torch.stack(states)[None]) if output_intermediate_states else outputs
+    return (outputs, delta_rule.joined(states)) if output_intermediate_states else outputs
 
 
 def decode(
@@ -104,17 +88,8 @@ def decode(
 
     Writes `out`, [requests, 1, heads, V], and the states of the requests whose slot is not negative.
     """
-    requests = len(mixed_qkv)
-    heads, value_dim, key_dim = initial_state.shape[1:]
-    widths = (heads * key_dim, heads * key_dim, heads * value_dim)
-    q, k, v = (part.unflatten(-1, (heads, -1)) for part in mixed_qkv.float().split(widths, dim=-1))
-    if use_qk_l2norm_in_kernel:
-        q, k = delta_rule.unit(q), delta_rule.unit(k)
-    decays = gates(A_log, a.reshape(requests, heads, key_dim), dt_bias, lower_bound)
-    slots = ssm_state_indices[:requests].long()
-    real = slots >= 0
-    before = initial_state[slots.clamp(min=0)].float()
-    state, found = _step(before, q * scale, k, v, decays, b.float().sigmoid())
-    initial_state[slots[real]] = state[real].to(initial_state.dtype)
-    out[:, 0] = (found * real[:, None, None]).to(out.dtype)
-    return out, initial_state
+    decays = gates(A_log, a.reshape(len(mixed_qkv), initial_state.shape[1], -1), dt_bias, lower_bound)
+    return delta_rule.decode_gated(
+        *(mixed_qkv, decays, b.float().sigmoid(), scale),
+        *(initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel),
+    )
