@@ -14,9 +14,7 @@ compressed row sees less of the past than that.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +23,7 @@ import requests
 
 from benchmarks.common import print_table, write
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
+from benchmarks.serving.streamed import streamed
 from server import exit_on_signals
 
 AGENTS, MESSAGE = 4, 20
@@ -45,19 +44,12 @@ def ask(url: str, ids: list[int], tokens: int, conversation: str | None, key: st
     sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     if conversation is not None:
         sampling["custom_params"] = {"triattention": {"conversation": conversation}}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": True, "extra_key": key}
-    start, first, last = time.monotonic(), None, {}
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=3600) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                first = first or time.monotonic()
-                last = json.loads(line.removeprefix(b"data: "))
+    last, ttft_ms = streamed(url, {"input_ids": ids, "sampling_params": sampling, "extra_key": key})
     facts = last["meta_info"]
     return {
         "output": last["output_ids"],
         "prefilled": facts["prompt_tokens"] - facts["cached_tokens"],
-        "ttft_ms": 1e3 * (first - start),
+        "ttft_ms": ttft_ms,
         "start": facts["triattention"].get("conversation"),
     }
 

@@ -1,7 +1,8 @@
 """Which part of the time to an agent's first token grows with the turns of its conversation?
 
 One agent at a time on an otherwise idle server. Each turn brings as many tokens, which stay, and its answer outgrows
-budget and interval, so that every turn has a round. SGLang's clock in the scheduler parts the time to the first token:
+budget and interval, so that every turn has a round. SGLang's clock in the scheduler divides the time to the first
+token:
 
     forward_ms  the prefill of the new tokens, from the batch's launch until its result; attention reads the whole row
     rest_ms     all else: HTTP, the search for the row, admission, the answer's way back
@@ -16,20 +17,17 @@ Policies, on one server with `--triattention-conversations auto`: `dense` (not c
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import requests
-
 from benchmarks.common import print_table, write
 from benchmarks.serving.agents import tokens_of
 from benchmarks.serving.servers import options_and_flags, prepared_model, serving, sizes_asked, threads
+from benchmarks.serving.streamed import streamed
 from server import exit_on_signals
 
 MOST_GROWTH = 1.3
@@ -64,27 +62,20 @@ def ask(url: str, ids: list[int], sizes: Sizes, policy: str, agent: str) -> tupl
     body = {
         "input_ids": ids,
         "sampling_params": {**sampling, "custom_params": {"triattention": settings}},
-        "stream": True,
         "extra_key": agent,
     }
-    start, first, last = time.monotonic(), 0.0, {}
-    with requests.post(f"{url}/generate", json=body, stream=True, timeout=3600) as response:
-        response.raise_for_status()
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                first = first or time.monotonic()
-                last = json.loads(line.removeprefix(b"data: "))
+    last, ttft_ms = streamed(url, body)
     facts = last["meta_info"]
-    ttft, forward = first - start, facts["prefill_finished_time"] - facts["forward_entry_time"]
+    forward_ms = 1e3 * (facts["prefill_finished_time"] - facts["forward_entry_time"])
     report = facts["triattention"]
     return last["output_ids"], {
         "start": report.get("conversation", "none"),
         "history": len(ids),
         "held": report.get("physical_length", len(ids) + sizes.answer - 1),
         "prefilled": facts["prompt_tokens"] - facts["cached_tokens"],
-        "ttft_ms": 1e3 * ttft,
-        "forward_ms": 1e3 * forward,
-        "rest_ms": 1e3 * (ttft - forward),
+        "ttft_ms": ttft_ms,
+        "forward_ms": forward_ms,
+        "rest_ms": ttft_ms - forward_ms,
     }
 
 

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
-
+from benchmarks.serving.streamed import streamed
 from benchmarks.serving.tool_loop_tasks import Ask, Work
 
 
@@ -187,20 +186,12 @@ class Loop:
             SystemExit: the server wrote something else than it was made to.
         """
         params: dict[str, Any] = {"triattention": {**agent.settings(), **(settings or {})}}
-        body: dict[str, Any] = {"input_ids": ids, "stream": True, "extra_key": agent.name}
+        body: dict[str, Any] = {"input_ids": ids, "extra_key": agent.name}
         if forced is not None:
             params["forced"] = forced
             body["custom_logit_processor"] = self.processor
         sampling = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True, "custom_params": params}
-        start, first, last = time.monotonic(), 0.0, {}
-        with requests.post(
-            f"{self.url}/generate", json={**body, "sampling_params": sampling}, stream=True, timeout=3600
-        ) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    first = first or time.monotonic()
-                    last = json.loads(line.removeprefix(b"data: "))
+        last, ttft_ms = streamed(self.url, {**body, "sampling_params": sampling})
         if forced is not None and last["output_ids"] != forced:
             raise SystemExit(f"Agent {agent.name} wrote other tokens than it was made to.")
         facts = last["meta_info"]
@@ -209,7 +200,7 @@ class Loop:
             "output": last["output_ids"],
             "prefilled": facts["prompt_tokens"] - facts["cached_tokens"],
             "cached": facts["cached_tokens"],
-            "ttft_ms": 1e3 * (first - start),
+            "ttft_ms": ttft_ms,
             "report": report,
             "held": report.get("physical_length", len(ids) + tokens - 1),
         }
