@@ -54,6 +54,11 @@ class Choice:
         """Whether the choice needs the model's statistics."""
         return self.control is None and self.name != DENSE
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the choice needs the weights of `look-ups`."""
+        return self.control is not None and self.control.needs_lookups
+
     def config(self, budget: int, interval: int | None) -> Config:
         """The settings at a budget in tokens; an `interval` of None means the server's.
 

@@ -21,13 +21,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.common import write
 from benchmarks.quality.cells import Cell, Found
 from benchmarks.quality.choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
+from benchmarks.quality.lookups import LookupsError, load_lookups
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.run import Runner
 from benchmarks.quality.server import AskError, ServerRunner
@@ -49,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _options(argv)
     try:
         _run(options)
-    except (AskError, ChoiceError, StreamError, TriAttentionError, OSError) as error:
+    except (AskError, ChoiceError, LookupsError, StreamError, TriAttentionError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
 def _run(options: argparse.Namespace) -> None:
-    names = options.policies or (() if options.server else ALL)
+    names = options.policies or (() if options.server else usual(options))
     cells = cells_of(names, options.shares or (QUICK_SHARES if options.quick else SHARES))
     (_run_by_server if options.server else _run_here)(options, cells)
 
@@ -75,11 +78,13 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     model = load_model(options.model, options.device, options.dtype)
+    lookups = lookups_for(options, model, [cell.choice for cell in cells])
     streams = _streams(options, load_tokenizer(options.model))
     stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
-        model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}")
-    )
+        model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}"),
+        lookups=lookups,
+    )  # fmt: skip
     setting = {
         "model": Path(options.model).name,
         "measured": "each row fed" if options.fed else "questions on dense K/V, text fed",
@@ -138,6 +143,26 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
     return found
 
 
+def usual(options: argparse.Namespace) -> list[str]:
+    """All policies, without those whose weights are not given."""
+    return [name for name in ALL if options.lookups or not read_choice(name).looks_up]
+
+
+def lookups_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> torch.Tensor | None:
+    """The weights that `--lookups` names.
+
+    Raises:
+        LookupsError: they cannot be used, or a choice needs some and none are given.
+    """
+    wanting = [choice.name for choice in choices if choice.looks_up]
+    if wanting and not options.lookups:
+        raise LookupsError(
+            f"{wanting[0]} needs weights: make them by `benchmarks.quality.fit_lookups`, give --lookups."
+        )
+    shape = shape_of(model)
+    return load_lookups(options.lookups, shape.num_layers, shape.num_kv_heads) if options.lookups else None
+
+
 def say(line: str) -> None:
     """Progress, which is none of the results."""
     print(line, file=sys.stderr, flush=True)
@@ -160,6 +185,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--stats", metavar="FILE", help="its statistics; by default those that a server keeps of it")
+    parser.add_argument("--lookups", metavar="FILE", help="weights for look-ups, of benchmarks.quality.fit_lookups")
     parser.add_argument("--streams", metavar="FILE", help="of benchmarks.quality.streams; by default made from --seed")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
     parser.add_argument("--shares", type=shares_of, help="budgets as parts of the private tokens (0.5,0.25,0.125)")

@@ -16,6 +16,7 @@ one head:
                         how similar a key is to other keys
     value-range         max(v) - min(v) for a quarter,          (VaSE, arXiv 2606.03928, in its plainest reading)
                         drawn for the rest
+    look-ups            log |v - c| + sum_f w_f |k_f|           (`lookups.py`; needs --lookups)
 
 A priority that is drawn once, for life, makes the kept tokens a uniform sample of all tokens older than `recent`: a
 token that once lost against k others stays lost, as if all had been compared at the end.
@@ -27,10 +28,13 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
+from benchmarks.quality.lookups import sizes
 from benchmarks.quality.queries import QueryLog
+from sglang_triattn.kernels.score.value_size import NEWEST
 from sglang_triattn.kernels.select.reference import keep_torch
 from sglang_triattn.model.rope import Rope, rotate
 from sglang_triattn.transformers_cache.policy import Pools
@@ -54,6 +58,7 @@ class RowFacts:
         frozen: first entry of the row that a round may touch.
         rope: the model's.
         queries: queries of the row's tokens; None unless the policy `needs_queries`.
+        lookups: weights [L, H_kv, F] of `look-ups`; None unless they were given.
     """
 
     seed: str
@@ -61,12 +66,14 @@ class RowFacts:
     frozen: int
     rope: Rope
     queries: QueryLog | None = None
+    lookups: torch.Tensor | None = None
 
 
 class Control(ABC):
     """A policy by importance, which subclasses define; what they say about the newest `recent` tokens is ignored."""
 
     needs_queries = False
+    needs_lookups = False
 
     def __init__(self, pools: Pools, row: RowFacts) -> None:
         self.pools, self.row = pools, row
@@ -247,6 +254,24 @@ class ExpectedAttention(Control):
         return rotate(axes[:, None].expand(-1, FUTURE, -1), ahead, self.row.rope).mean(1).T
 
 
+class LookUps(Control):
+    """How strongly a key may be looked up, times what its value adds to an output, both as logarithms.
+
+    c is the mean value of the newest tokens, as for the server's own value sizes.
+    """
+
+    needs_lookups = True
+
+    def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
+        values = self.vectors(self.pools.v_buffers, slots)
+        newest = values[:, :, max(aged, len(slots) - NEWEST) :]
+        center = newest.mean(2, keepdim=True) if newest.shape[2] else 0.0
+        found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
+        weights = cast(torch.Tensor, self.row.lookups).to(found.device)
+        strength = (found @ weights[..., None])[..., 0]
+        return strength + (values - center).norm(dim=-1).clamp_min(1e-20).log()
+
+
 CONTROLS: dict[str, type[Control]] = {
     "newest": Newest,
     "random": Random,
@@ -258,4 +283,5 @@ CONTROLS: dict[str, type[Control]] = {
     "expected-attention": ExpectedAttention,
     "r-kv": RKV,
     "value-range": ValueRange,
+    "look-ups": LookUps,
 }

@@ -57,6 +57,7 @@ class Runner:
         fed: whether questions, too, are asked of rows that computed their own K/V.
         seed: for random choices.
         progress: called with a line of text.
+        lookups: weights of `look-ups`, see `RowFacts`.
     """
 
     model: Any
@@ -66,6 +67,7 @@ class Runner:
     fed: bool = False
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
+    lookups: torch.Tensor | None = None
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
         """Units of every cell; equal settings are computed once. `dense` must be among the cells.
@@ -110,7 +112,7 @@ class Runner:
             if control is not None and control.needs_queries:
                 log = plan.logs.get(None) or QueryLog(shape.num_layers, shape.rope)
             frozen = frozen_of(config, len(stream.prompt))
-            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log)
+            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.lookups)
             setting = cell.choice.setting(config, facts)
             plan.groups.setdefault(setting, []).append(cell)
             if log is not None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from benchmarks.quality.choices import DENSE, frozen_of, read_choice
 from benchmarks.quality.policies import RowFacts
 from benchmarks.quality.queries import QueryLog, recording
@@ -53,6 +55,7 @@ class Solver:
         limit: most tokens of a text.
         rows: policies side by side.
         seed: for random choices.
+        lookups: weights of `look-ups`, see `RowFacts`.
     """
 
     model: Any
@@ -63,6 +66,7 @@ class Solver:
     rows: int = 8
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
+    lookups: torch.Tensor | None = None
 
     def solve(self, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Answer]:
         """The answer of every cell; equal settings are computed once.
@@ -164,7 +168,7 @@ class Solver:
     ) -> Setting:
         config = cell.config(dense_tokens, self.interval)
         tokens, rope = len(prompt) + limit, shape_of(self.model).rope
-        facts = RowFacts(f"{self.seed} {problem.id}", tokens, frozen_of(config, len(prompt)), rope, log)
+        facts = RowFacts(f"{self.seed} {problem.id}", tokens, frozen_of(config, len(prompt)), rope, log, self.lookups)
         return cell.choice.setting(config, facts)
 
     def _answer(self, text: list[int], evicted: int) -> Answer:
