@@ -104,7 +104,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     if rope_type not in STATIC_TYPES:
         raise RopeError(
             f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
-            f"ones: use a model with one of {', '.join(STATIC_TYPES)}."
+            f"ones: calibrate with --engine sglang, or use a model with one of {', '.join(STATIC_TYPES)}."
         )
     inv_freq = cast(torch.Tensor, _frequencies(rotary)).detach()
     if inv_freq.dtype not in (torch.float32, torch.float64):

@@ -3,7 +3,7 @@
 import pytest
 
 import harness
-from decoder_families import DECODERS
+from decoder_families import DECODERS, SHORT_CONTEXT
 from family_servers import WITHOUT_BUFFER, compare_with_account
 from gemma4_family import TEXT_ALONE
 
@@ -23,6 +23,7 @@ def activate():
 # would choose, which an account does not know. One kept set for all layers leaves no such choice.
 REPEATING = {
     "arcee",
+    "dynamic-rope",
     "gemma",
     "gemma3-with-images",
     "glm4",
@@ -36,7 +37,9 @@ REPEATING = {
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", [*DECODERS, "deepseek-v2", "gemma3-with-images", TEXT_ALONE, "nanbeige"])
+@pytest.mark.parametrize(
+    "family", [*DECODERS, "deepseek-v2", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope"]
+)
 def test_a_decoder(serve, tmp_path, family):
     """Prevents an architecture that is accepted by its file alone: layers scored by a rotation that is not theirs,
     windows that see tokens across a gap, heads of other sizes, positions that are
@@ -45,6 +48,8 @@ def test_a_decoder(serve, tmp_path, family):
     flags: tuple[str, ...] = ()
     if family == "lfm2-moe":
         page_size, flags = 1, WITHOUT_BUFFER
+    if family == "phi3":
+        flags = ("--context-length", str(SHORT_CONTEXT))
     env = None
     if family == "gemma3n":
         harness.install_plugin(tmp_path / "unpadded", "unpadded", UNPADDED)

@@ -31,6 +31,7 @@ from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
 from step_family import build_step
+from stretched_family import build_stretched
 from tiny_model import save_random_stats
 
 RECENT = WINDOW + 1
@@ -51,6 +52,7 @@ BUILDERS = {
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
     TEXT_ALONE: build_gemma4_text,
     "nanbeige": build_looped,
+    "dynamic-rope": build_stretched,
 }
 # SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
 # which goes with its overlap schedule, and with pages.

@@ -74,8 +74,7 @@ REFUSED = [
     ("HrmTextForCausalLM", {}, "several times"),
     ("SDARForCausalLM", {}, "diffusion"),
     ("Grok1ForCausalLM", {"attn_temperature_len": 1024}, "by length"),
-    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind dynamic"),
-    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "of the kind longrope"),
+    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "default", "use_fope": True}}, "of the kind fope"),
     ("Qwen3ForCausalLM", {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, "position axes"),
     ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 8192}}, "local to chunks"),
 ]
@@ -132,6 +131,7 @@ ACCEPTED_FIELDS = [
     ("FalconH1ForCausalLM", {"mamba_d_state": 16}),
     ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-E"}),
     ("MiniMaxM2ForCausalLM", {"rotary_dim": 16}),
+    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("XllmForCausalLM", {"rope_head_dim": 32}),
     ("BaichuanForCausalLM", {"hidden_size": 4096}),
     ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
@@ -214,10 +214,10 @@ def test_refused_families(tmp_path, architecture, fields, words):
 )
 def test_the_text_model_is_found(tmp_path, place):
     """Prevents judging the fields of an encoder, or none, where a file has the text model in an object of its own."""
-    inner = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    inner = {"rope_scaling": {"type": "ntk", "factor": 2.0}}
     for name in reversed(place):
         inner = {name: inner}
-    with pytest.raises(TriAttentionError, match="of the kind dynamic"):
+    with pytest.raises(TriAttentionError, match="of the kind ntk"):
         check(tmp_path, BASE | inner | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
 
 
