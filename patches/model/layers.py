@@ -97,7 +97,7 @@ class AttentionLayer:
     @property
     def called(self) -> list[RadixAttention]:
         """What of the layer is called in a forward pass: one of these, once."""
-        return [self.attention] if self.latent is None else [self.attention, self.latent.expanded]
+        return [self.attention] if self.latent is None else self.latent.called
 
     @property
     def rotary_width(self) -> int:

@@ -52,6 +52,7 @@ class Family:
         asymmetric: SGLang reads the widths of keys and of values separately, and its pools hold them so.
         shares_kv: layers may read the KV of earlier ones, and are scored by the queries of all that read them.
         latent: queries meet latent KV (MLA) in the way that scores assume.
+        latent_halves: of latent KV, RoPE pairs the halves of a rotated key, where the file does not say.
         linear_states: some layers may keep a state instead of KV, which rounds leave alone.
         state_in_every_layer: each layer has a state and attention.
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
@@ -82,6 +83,7 @@ class Family:
     asymmetric: bool = False
     shares_kv: bool = False
     latent: bool = False
+    latent_halves: bool = False
     linear_states: bool = False
     state_in_every_layer: bool = False
     state_drafts: tuple[str, ...] = ()
@@ -293,6 +295,7 @@ FAMILIES: dict[str, Family] = {
     "MiMoV2ASRForCausalLM": _PLAIN_WITH_TEXT,
     "MiMoV2FlashForCausalLM": _MIMO,
     "MiMoV2ForCausalLM": _MIMO,
+    "MiniCPM3ForCausalLM": replace(_LATENT, latent_halves=True),
     "MiniCPMForCausalLM": _PLAIN,
     "MiniCPMO": _PLAIN_WITH_IMAGES,
     "MiniCPMV": _PLAIN_WITH_IMAGES,

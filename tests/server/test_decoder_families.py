@@ -38,7 +38,7 @@ REPEATING = {
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "family", [*DECODERS, "deepseek-v2", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope"]
+    "family", [*DECODERS, "deepseek-v2", "minicpm3", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope"]
 )
 def test_a_decoder(serve, tmp_path, family):
     """Prevents an architecture that is accepted by its file alone: layers scored by a rotation that is not theirs,

@@ -123,7 +123,7 @@ def prepared(folder, family, *, repeating=False):
     rotates = tuple(number not in still for number in layers)
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
-    save_random_stats(tiny, pool_rope(rope) if latent else rope, layers, rotates, start)
+    save_random_stats(tiny, pool_rope(rope) if latent and family != "minicpm3" else rope, layers, rotates, start)
     account = (LatentOracle if latent else Oracle)(
         **means_of(tiny.stats),
         model=model,
