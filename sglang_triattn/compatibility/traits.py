@@ -20,7 +20,7 @@ from sglang_triattn.model.kinds import (
     layer_kinds,
 )
 from sglang_triattn.model.layout import AttentionLayout
-from sglang_triattn.model.sizes import context_limit
+from sglang_triattn.model.sizes import CONTEXT_FIELDS, context_limit
 
 _STATE_SPACE = (
     *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
@@ -91,7 +91,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
     fields = text_fields(config)
     family = family_in(fields)
     first = layout.layers[layout.scored[0]] if layout.scored else None
-    known = fields.get("max_position_embeddings") is not None
+    known = any(fields.get(name) is not None for name in CONTEXT_FIELDS)
     return Traits(
         name=name,
         uncovered=uncovered_in_file(config) or ({} if first else {"no_full_attention": PLAIN}),
@@ -186,7 +186,8 @@ def _by_position(fields: Fields, family: Family, kinds: list[str]) -> Iterator[t
     rope = _scored_rope(fields)
     kind = _kind_of(rope)
     known = _ROPE_KINDS + (("proportional",) if family.proportional_rope else ())
-    missing = embedding in ("absolute", "learned_absolute") or fields.get("attn_use_rope") is False
+    learned = embedding in ("absolute", "learned_absolute") and not family.learned_positions
+    missing = learned or fields.get("attn_use_rope") is False
     marks = {
         "alibi": fields.get("alibi") or fields.get("use_alibi") or embedding == "alibi",
         "no_rope": missing or (embedding in ("nope", "none") and not family.may_lack_rope),

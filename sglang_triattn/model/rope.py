@@ -157,7 +157,7 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     if not found:
         raise RopeError(
             f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
-            "TriAttention needs one: use a model that has."
+            "this needs one: calibrate with --engine sglang, or use a model that has."
         )
     first, *others = (cast(torch.Tensor, _frequencies(module)) for module in found)
     if any(other.shape != first.shape or not torch.equal(other, first) for other in others):

@@ -6,6 +6,8 @@ import harness
 from decoder_families import DECODERS, SHORT_CONTEXT
 from family_servers import WITHOUT_BUFFER, compare_with_account
 from gemma4_family import TEXT_ALONE
+from learned_family import LEARNED
+from sets import wide
 
 # On CPUs SGLang pads the width of MLPs, but not where a file lists that of each layer.
 UNPADDED = """
@@ -33,12 +35,15 @@ REPEATING = {
     "olmo2",
     "olmoe",
     "persimmon",
+    *LEARNED,
 }
 
 
-@pytest.mark.wide
+OTHERS = ("deepseek-v2", "minicpm3", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope")
+
+
 @pytest.mark.parametrize(
-    "family", [*DECODERS, "deepseek-v2", "minicpm3", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope"]
+    "family", ["gpt2", *(wide(family) for family in (*DECODERS, *OTHERS, *LEARNED) if family != "gpt2")]
 )
 def test_a_decoder(serve, tmp_path, family):
     """Prevents an architecture that is accepted by its file alone: layers scored by a rotation that is not theirs,

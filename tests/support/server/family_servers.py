@@ -22,6 +22,7 @@ from harness import (
     served_logprobs,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
+from learned_family import LEARNED, LearnedOracle
 from looped_family import build_looped
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
@@ -62,7 +63,7 @@ WITH_BUFFER = ("--mamba-track-interval", "64")
 STATE_FLAGS = ("--max-mamba-cache-size", "192")
 STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 # No layer of these has a rotary embedding.
-NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear")
+NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear", *LEARNED)
 # How much more the layers of some must be turned down before they repeat themselves.
 QUIETER = {"nemotron-h": 0.2}
 MODULES = {
@@ -124,7 +125,8 @@ def prepared(folder, family, *, repeating=False):
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
     save_random_stats(tiny, pool_rope(rope) if latent and family != "minicpm3" else rope, layers, rotates, start)
-    account = (LatentOracle if latent else Oracle)(
+    kind = LearnedOracle if family in LEARNED else LatentOracle if latent else Oracle
+    account = kind(
         **means_of(tiny.stats),
         model=model,
         inv_freq=rope.inv_freq,
