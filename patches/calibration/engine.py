@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.compatibility.rules import ENVIRONMENT
-from sglang_triattn.compatibility.uncovered import why_uncovered
+from sglang_triattn.compatibility.uncovered import LONG_ROPE, why_uncovered
 from sglang_triattn.config import SWITCH
 from sglang_triattn.errors import TriAttentionError, first_line
 from sglang_triattn.patches.hooks.hook import Hook, check_version
@@ -207,6 +207,11 @@ def _check(record: ServerArgs) -> None:
         raise CalibrationError(
             f"The model {name} cannot be calibrated, because {reason}: use a decoder-only model with ordinary "
             "multi-head or grouped-query attention."
+        )
+    if traits.changes_frequencies(traits.context):
+        raise CalibrationError(
+            f"{traits.name} cannot be calibrated in a context of more than {traits.rope_limit:,} tokens, because "
+            f"{LONG_ROPE}: add -- --context-length {traits.rope_limit}."
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_triattn.compatibility.traits import PLAIN, Traits
+from sglang_triattn.compatibility.traits import PLAIN, Traits, rope_limit
 from sglang_triattn.model.families import Family, family_of, is_unknown
 from sglang_triattn.model.kinds import served_window
 
@@ -33,6 +33,7 @@ def traits_of(model: ModelConfig) -> Traits:
         images=bool(model.is_multimodal or model.model_is_mrope),
         image_prompts=family.images != "text",
         context=model.context_len,
+        rope_limit=rope_limit(model.hf_text_config.to_dict()),
     )
 
 

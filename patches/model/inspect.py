@@ -6,19 +6,24 @@ SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenT
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_triattn.kernels.pools import KINDS
 from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
 from sglang_triattn.model.rope import Rope, ropes_of_buffers, same_rope
-from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
+from sglang_triattn.patches.model.layers import (
+    UnsupportedModel,
+    attention_layers,
+    is_rotary,
+    numbers_of,
+    scored_layers,
+)
 from sglang_triattn.patches.model.rotation import Rotation
 from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
     from sglang.srt.mem_cache.memory_pool import KVCache, MLATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -85,13 +90,11 @@ def read_ropes(model: torch.nn.Module, head_dim: int) -> list[Rope]:
     Raises:
         UnsupportedModel: there are some, but none can be scored.
     """
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
     ropes: list[Rope] = []
     refusals = []
     for module in model.modules():
         try:
-            found = [read_rope(module)] if isinstance(module, RotaryEmbedding) else ropes_of_buffers(module)
+            found = [read_rope(module)] if is_rotary(module) else ropes_of_buffers(module)
         except UnsupportedModel as error:
             refusals.append(error)
             continue
@@ -103,48 +106,21 @@ def read_ropes(model: torch.nn.Module, head_dim: int) -> list[Rope]:
     return ropes
 
 
-def read_rope(rotary: RotaryEmbedding) -> Rope:
+def read_rope(rotary: Any) -> Rope:
     """Reads the frequencies of one of SGLang's rotary embedding modules.
 
     They come from the module's own formula in float32, not from its table, which may be stored in bfloat16; the table
-    is then checked against them.
+    is then checked against them. Of LongRoPE, they are those for short contexts, in which a server with rounds stays.
 
     Raises:
         TriAttentionError: for a kind of module for which this is not known to be right.
     """
-    from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
-    from sglang.srt.layers.rotary_embedding.mrope import (
-        Ernie4_5_VLRotaryEmbedding,
-        MRotaryEmbedding,
-        YaRNScalingMRotaryEmbedding,
-    )
-    from sglang.srt.layers.rotary_embedding.rope_variant import (
-        DeepseekScalingRotaryEmbedding,
-        Gemma4RotaryEmbedding,
-        Llama3RotaryEmbedding,
-    )
-    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
-
-    scaling = 1.0
-    # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
-    plain = (RotaryEmbedding, Llama3RotaryEmbedding, Gemma4RotaryEmbedding)
-    if type(rotary) in (*plain, MRotaryEmbedding, Ernie4_5_VLRotaryEmbedding):
-        frequencies = rotary._compute_inv_freq(rotary.base)
-    elif (
-        type(rotary) is YaRNScalingRotaryEmbedding
-        or type(rotary) is YaRNScalingMRotaryEmbedding
-        or type(rotary) is DeepseekScalingRotaryEmbedding
-    ):
-        frequencies = rotary._compute_inv_freq(rotary.scaling_factor)
-        scaling = float(rotary.mscale)
-    elif type(rotary) is LinearScalingRotaryEmbedding and len(rotary.scaling_factors) == 1:
-        frequencies = rotary._compute_inv_freq(rotary.base) / rotary.scaling_factors[0]
-    else:
-        raise UnsupportedModel(f"its rotary embedding is a {type(rotary).__name__}, which cannot be scored yet")
+    frequencies, scaling = _frequencies_of(rotary)
     frequencies = frequencies.double().cpu()
     half = frequencies.numel()
+    is_long = hasattr(rotary, "short_cos_sin_cache")
     for position in (1, 2):
-        table = rotary.cos_sin_cache[position].double().cpu()
+        table = (rotary.short_cos_sin_cache if is_long else rotary.cos_sin_cache)[position].double().cpu()
         phases = frequencies * position
         expected = torch.cat((phases.cos(), phases.sin())) * scaling
         if table.numel() != 2 * half or (table - expected).abs().max() > _TABLE_TOLERANCE:
@@ -153,8 +129,46 @@ def read_rope(rotary: RotaryEmbedding) -> Rope:
         inv_freq=frequencies,
         attention_scaling=scaling,
         rotary_dim=rotary.rotary_dim,
-        style="half" if rotary.is_neox_style else "interleaved",
+        style="half" if is_long or rotary.is_neox_style else "interleaved",
     )
+
+
+def _frequencies_of(rotary: Any) -> tuple[torch.Tensor, float]:
+    """[F] radians per token, in float32, and the factor on cosines and sines."""
+    from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.mrope import (
+        Ernie4_5_VLRotaryEmbedding,
+        MRotaryEmbedding,
+        YaRNScalingMRotaryEmbedding,
+    )
+    from sglang.srt.layers.rotary_embedding.rope_variant import (
+        DeepseekScalingRotaryEmbedding,
+        DynamicNTKAlphaRotaryEmbedding,
+        DynamicNTKScalingRotaryEmbedding,
+        Gemma4RotaryEmbedding,
+        Llama3RotaryEmbedding,
+        Phi3LongRoPEScaledRotaryEmbedding,
+    )
+    from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
+
+    kind = type(rotary)
+    # With several position axes (M-RoPE) too, every token that may be evicted has equal positions on all of them.
+    plain = (RotaryEmbedding, Llama3RotaryEmbedding, Gemma4RotaryEmbedding)
+    if kind in (*plain, MRotaryEmbedding, Ernie4_5_VLRotaryEmbedding):
+        return rotary._compute_inv_freq(rotary.base), 1.0
+    if kind in (YaRNScalingRotaryEmbedding, YaRNScalingMRotaryEmbedding, DeepseekScalingRotaryEmbedding):
+        return rotary._compute_inv_freq(rotary.scaling_factor), float(rotary.mscale)
+    if kind is LinearScalingRotaryEmbedding and len(rotary.scaling_factors) == 1:
+        return rotary._compute_inv_freq(rotary.base) / rotary.scaling_factors[0], 1.0
+    if kind in (DynamicNTKAlphaRotaryEmbedding, DynamicNTKScalingRotaryEmbedding):
+        # Stretched once, for the longest context that the table has room for.
+        factor = getattr(rotary, "scaling_factor", 1.0)
+        stretch = getattr(rotary, "scaling_alpha", factor * factor - (factor - 1))
+        dims = rotary.rotary_dim
+        return rotary._compute_inv_freq(rotary.base * stretch ** (dims / (dims - 2))), 1.0
+    if kind is Phi3LongRoPEScaledRotaryEmbedding:
+        return rotary._compute_inv_freq(rotary.short_factor), float(rotary.short_mscale)
+    raise UnsupportedModel(f"its rotary embedding is a {kind.__name__}, which cannot be scored yet")
 
 
 def check_pool(model_runner: ModelRunner) -> None:

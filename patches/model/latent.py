@@ -3,7 +3,7 @@
 SGLang part: `DeepseekV2AttentionMLA` (sglang/srt/models/deepseek_v2.py). Such a layer holds two `RadixAttention` of one
 number. `attn_mqa` meets the latents as they are cached, with absorbed queries; `attn_mha` meets keys and values that
 are expanded from latents, as with most backends where a prompt is prefilled. SGLang chooses for each step, so both are
-watched.
+watched. `MiniCPM3AttentionMLA` (sglang/srt/models/minicpm3.py) has the first alone, as `attn`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class LatentAttention:
     @property
     def attention(self) -> RadixAttention:
         """The one that meets the cached latents."""
-        return self.module.attn_mqa
+        return getattr(self.module, "attn_mqa", None) or self.module.attn
 
     @property
-    def expanded(self) -> RadixAttention:
-        return self.module.attn_mha
+    def called(self) -> list[RadixAttention]:
+        """What of the layer is called in a forward pass: one of these, once."""
+        expanded = getattr(self.module, "attn_mha", None)
+        return [self.attention] if expanded is None else [self.attention, expanded]
 
     @property
     def rotary_width(self) -> int:
@@ -67,7 +69,7 @@ class LatentAttention:
         """The queries of a call's first tokens.
 
         Args:
-            attention: which of the two is called.
+            attention: which of `called` is called.
             query, options: its query, and its keywords; some backends are given the rotated part among these.
         """
         is_absorbed = attention is self.attention
@@ -94,5 +96,6 @@ class LatentAttention:
 def latent_attentions(model: torch.nn.Module) -> Iterator[LatentAttention]:
     """The layers of a model that have latent KV."""
     for module in model.modules():
-        if hasattr(module, "attn_mqa") and hasattr(module, "attn_mha"):
+        absorbs_always = hasattr(module, "w_kc") and hasattr(module, "attn")
+        if absorbs_always or (hasattr(module, "attn_mqa") and hasattr(module, "attn_mha")):
             yield LatentAttention(module)

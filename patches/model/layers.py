@@ -97,7 +97,7 @@ class AttentionLayer:
     @property
     def called(self) -> list[RadixAttention]:
         """What of the layer is called in a forward pass: one of these, once."""
-        return [self.attention] if self.latent is None else [self.attention, self.latent.expanded]
+        return [self.attention] if self.latent is None else self.latent.called
 
     @property
     def rotary_width(self) -> int:
@@ -190,10 +190,17 @@ def numbers_of(layers: Sequence[AttentionLayer]) -> tuple[int, ...]:
     return tuple(sorted({layer.number for layer in layers}))
 
 
+def is_rotary(module: torch.nn.Module) -> bool:
+    """Whether a module is one of SGLang's rotary embeddings."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
+
+    return isinstance(module, (RotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding))
+
+
 @contextmanager
 def watching_positions(model: torch.nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """While open, `see` gets the positions that a rotary embedding of `model` is called with, before it runs."""
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     def watch(_: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         see(args[0] if args else kwargs["positions"])
@@ -205,7 +212,7 @@ def watching_positions(model: torch.nn.Module, see: Callable[[torch.Tensor], Non
     handles = [
         module.register_forward_pre_hook(watch if own else watch_other, with_kwargs=True)
         for module in model.modules()
-        if (own := isinstance(module, RotaryEmbedding)) or ropes_of_buffers(module)
+        if (own := is_rotary(module)) or ropes_of_buffers(module)
     ]
     try:
         yield

@@ -11,7 +11,7 @@ from sglang_triattn.model.families import family_of
 from sglang_triattn.model.rope import no_rotation, same_rope
 from sglang_triattn.patches.model.inspect import read_ropes, read_shape
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, scored_layers
-from sglang_triattn.patches.model.rotation import POSITION, match_rotation, queries_at
+from sglang_triattn.patches.model.rotation import POSITION, Rotation, match_rotation, queries_at
 from sglang_triattn.patches.ranks.pipeline import is_staged
 from sglang_triattn.patches.ranks.tensor_parallel import agreed
 from sglang_triattn.stats.file import ModelShape
@@ -54,8 +54,12 @@ def shape_of_stage(scheduler: Scheduler) -> ModelShape:
     with agreed(scheduler) if is_staged(scheduler) else nullcontext():
         layers = scored_layers(attention_layers(runner.model))
         ropes = read_ropes(runner.model, layers[0].rotary_width)
-        if not ropes and family_of(runner.model_config.hf_config.architectures).may_lack_rope:
+        family = family_of(runner.model_config.hf_config.architectures)
+        if not ropes and family.may_lack_rope:
             ropes = [no_rotation(layers[0].rotary_width)]
+        if family.learned_positions:
+            # The same token enters a layer differently at two positions, so their queries say nothing of a rotation.
+            return read_shape(runner, ranks, Rotation(ropes[0], (False,) * len(layers)))
     position = min(POSITION, scheduler.model_config.context_len - 1)
     seen, first = queries_at(scheduler, layers, position)
     rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)

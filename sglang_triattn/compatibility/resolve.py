@@ -13,7 +13,7 @@ from sglang_triattn.compatibility.rules import (
     refusals,
 )
 from sglang_triattn.compatibility.traits import Traits
-from sglang_triattn.compatibility.uncovered import refused_model, why_uncovered
+from sglang_triattn.compatibility.uncovered import LONG_ROPE, refused_model, why_uncovered
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rounds.plan import check_reach
@@ -55,6 +55,7 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
         keeps_rows=not server.drafts_with_states,
     )
     context = settings.get("context_length") or traits.context
+    _check_rope(traits, context)
     for most, what in ((context, "the context limit is"), (settings.get("max_total_tokens"), "the KV pool holds")):
         if most is not None:
             check_reach(rules, most, what)
@@ -68,6 +69,16 @@ def with_draft_defaults(settings: Mapping[str, Any], traits: Traits) -> dict[str
         return dict(settings)
     branches = traits.branching_drafts and str(algorithm).upper() != "STANDALONE"
     return {**settings, "speculative_eagle_topk": _BRANCHES if branches else 1}
+
+
+def _check_rope(traits: Traits, context: int | None) -> None:
+    """Raises TriAttentionError if RoPE may take other frequencies within the context."""
+    if traits.changes_frequencies(context):
+        raise TriAttentionError(
+            f"{traits.name} does not work with --enable-triattention in a context of more than {traits.rope_limit:,} "
+            f"tokens, because {LONG_ROPE}: use --context-length {traits.rope_limit}, or start without "
+            "--enable-triattention."
+        )
 
 
 def _check_heads(traits: Traits, ranks: int) -> None:

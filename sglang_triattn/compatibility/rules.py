@@ -442,6 +442,11 @@ _DRAFTS = (
                 # Those whose states take drafts are served compressed with text alone.
                 lambda server: server.traits.images and not server.traits.state_drafts,
             ),
+            (
+                "drafted tokens may lie beyond the context in which LongRoPE keeps its frequencies",
+                "",
+                lambda server: server.traits.rope_limit is not None,
+            ),
         )
     ),
 )

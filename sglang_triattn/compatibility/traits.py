@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.families import Family, family_in, is_unknown
-from sglang_triattn.model.fields import Fields, text_fields
+from sglang_triattn.model.fields import Fields, count, text_fields
 from sglang_triattn.model.kinds import (
     CHUNK,
     FULL,
@@ -20,13 +20,15 @@ from sglang_triattn.model.kinds import (
     layer_kinds,
 )
 from sglang_triattn.model.layout import AttentionLayout
-from sglang_triattn.model.sizes import context_limit
+from sglang_triattn.model.sizes import CONTEXT_FIELDS, context_limit
 
 _STATE_SPACE = (
     *("ssm_", "mamba_", "linear_num_", "linear_attn", "lru_width", "conv_L_cache"),
     *("hybrid_override_pattern", "layers_block_type", "mamba2_"),
 )
-_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope")
+_LONG_ROPE = "longrope"
+# SGLang stretches "dynamic" once, when the model is loaded, by the longest context.
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn", "mrope", "dynamic", _LONG_ROPE)
 _MEDIA = ("vision_config", "audio_config", "sound_config", "thinker_config")
 # Value of a mark that says all by its name.
 PLAIN = ""
@@ -47,6 +49,7 @@ class Traits:
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
         context: most tokens of a request; None if the file does not say.
+        rope_limit: longest context in which RoPE turns tokens by the same frequencies all the time; None for any.
         branching_drafts: SGLang's default drafts for it branch.
         heads: query and KV heads of a scored layer; None where SGLang has checked them.
     """
@@ -61,6 +64,7 @@ class Traits:
     images: bool = False
     image_prompts: bool = True
     context: int | None = None
+    rope_limit: int | None = None
     branching_drafts: bool = False
     heads: tuple[int, int] | None = None
 
@@ -68,6 +72,10 @@ class Traits:
     def has_windows(self) -> bool:
         """Whether some layers attend to a sliding window."""
         return bool(self.window or self.window_pool)
+
+    def changes_frequencies(self, context: int | None) -> bool:
+        """Whether RoPE may turn tokens by other frequencies in a context of so many tokens, or of unknown length."""
+        return self.rope_limit is not None and (context is None or context > self.rope_limit)
 
 
 def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits:
@@ -83,7 +91,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
     fields = text_fields(config)
     family = family_in(fields)
     first = layout.layers[layout.scored[0]] if layout.scored else None
-    known = fields.get("max_position_embeddings") is not None
+    known = any(fields.get(name) is not None for name in CONTEXT_FIELDS)
     return Traits(
         name=name,
         uncovered=uncovered_in_file(config) or ({} if first else {"no_full_attention": PLAIN}),
@@ -95,9 +103,29 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
         images=any(fields.get(each) for each in _MEDIA) or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         context=context_limit(fields) if known else None,
+        rope_limit=rope_limit(fields),
         branching_drafts=family.branching_drafts,
         heads=(first.q_heads, first.kv_heads) if first else None,
     )
+
+
+def rope_limit(fields: Fields) -> int | None:
+    """Longest context, in tokens, in which RoPE turns the scored layers by the same frequencies all the time.
+
+    With LongRoPE, SGLang takes other ones for a whole batch as soon as a token of it is farther than the context that
+    the model was first trained for: `Phi3LongRoPEScaledRotaryEmbedding` in sglang/srt/layers/rotary_embedding.
+
+    Args:
+        fields: from `text_fields`.
+
+    Returns:
+        None if there is no such limit.
+    """
+    rope = _scored_rope(fields)
+    if _kind_of(rope) != _LONG_ROPE:
+        return None
+    name = "original_max_position_embeddings"
+    return count({**rope, **fields} if fields.get(name) else {**fields, **rope}, name, "max_position_embeddings")
 
 
 def uncovered_in_file(config: Fields) -> dict[str, str]:
@@ -156,9 +184,10 @@ def _by_attention(fields: Fields, family: Family, kinds: list[str]) -> Iterator[
 def _by_position(fields: Fields, family: Family, kinds: list[str]) -> Iterator[tuple[str, str]]:
     embedding = fields.get("position_embedding_type")
     rope = _scored_rope(fields)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _kind_of(rope)
     known = _ROPE_KINDS + (("proportional",) if family.proportional_rope else ())
-    missing = embedding in ("absolute", "learned_absolute") or fields.get("attn_use_rope") is False
+    learned = embedding in ("absolute", "learned_absolute") and not family.learned_positions
+    missing = learned or fields.get("attn_use_rope") is False
     marks = {
         "alibi": fields.get("alibi") or fields.get("use_alibi") or embedding == "alibi",
         "no_rope": missing or (embedding in ("nope", "none") and not family.may_lack_rope),
@@ -194,8 +223,12 @@ def _scored_rope(fields: Fields) -> dict[str, Any]:
     return dict(own) if isinstance(own, Mapping) else rope
 
 
+def _kind_of(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _has_axes(rope: Mapping[str, Any]) -> bool:
-    return "mrope_section" in rope or (rope.get("rope_type") or rope.get("type")) == "mrope"
+    return "mrope_section" in rope or _kind_of(rope) == "mrope"
 
 
 def _rotates_unequally(fields: Fields, rope: Mapping[str, Any], kinds: list[str]) -> bool:

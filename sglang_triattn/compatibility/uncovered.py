@@ -35,6 +35,8 @@ UNCOVERED = {
 }
 """Why a model is not compressed, by the names of `Traits.uncovered`, to complete "because ..."."""
 
+LONG_ROPE = "SGLang turns all requests of a batch by other frequencies (LongRoPE) while one of them is longer"
+
 
 def why_uncovered(uncovered: Mapping[str, str]) -> str | None:
     """The first of the reasons, to complete "because ..."; None if there is none."""

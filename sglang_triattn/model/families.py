@@ -47,11 +47,13 @@ class Family:
         rotary_share: share of a head's dims that RoPE turns, where the file does not say.
         interleaved: RoPE pairs neighbouring dims, where the file does not say.
         may_lack_rope: no layer needs a rotary embedding, because states carry positions.
+        learned_positions: embeddings of positions are added to those of tokens, so RoPE turns nothing.
         proportional_rope: RoPE may leave out dims between those that it turns.
         sinks: the softmax has one more, learned, logit per head.
         asymmetric: SGLang reads the widths of keys and of values separately, and its pools hold them so.
         shares_kv: layers may read the KV of earlier ones, and are scored by the queries of all that read them.
         latent: queries meet latent KV (MLA) in the way that scores assume.
+        latent_halves: of latent KV, RoPE pairs the halves of a rotated key, where the file does not say.
         linear_states: some layers may keep a state instead of KV, which rounds leave alone.
         state_in_every_layer: each layer has a state and attention.
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
@@ -77,11 +79,13 @@ class Family:
     rotary_share: float = 1.0
     interleaved: bool = False
     may_lack_rope: bool = False
+    learned_positions: bool = False
     proportional_rope: bool = False
     sinks: bool = False
     asymmetric: bool = False
     shares_kv: bool = False
     latent: bool = False
+    latent_halves: bool = False
     linear_states: bool = False
     state_in_every_layer: bool = False
     state_drafts: tuple[str, ...] = ()
@@ -92,13 +96,14 @@ class Family:
     refused: Refused | None = None
 
 
-NO_ROPE = "its attention has no rotary embedding"
 _LOOPS = Refused("it runs its layers several times, with KV of its own each time")
 DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
 _UNCONFIRMED = "SGLang's answers with it could not be confirmed, without compression"
 _OF_MISTRAL_LARGE_3 = Refused(_UNCONFIRMED, lambda fields: fields.get("kv_lora_rank"))
+# Scores know one weight for both dims of a pair; undoing two needs them in the kernels that read the keys.
 _NORM_AFTER_ROPE = Refused(
-    "it normalises queries and keys after their rotation", lambda fields: fields.get("use_qk_norm")
+    "it normalises queries and keys after their rotation, with a weight for each dim",
+    lambda fields: fields.get("use_qk_norm"),
 )
 _OTHER_DIMS = Refused(
     "it rotates other dims of a head than the leading ones",
@@ -149,6 +154,7 @@ _STEP_3 = Family(
         "kv_heads": "attention_other_setting.num_attention_groups",
     },
 )
+_LEARNED_POSITIONS = Family(windows=False, rope_in="none", may_lack_rope=True, learned_positions=True)
 _INTERLEAVED = Family(interleaved=True)
 _MUSE_GLIMMER = replace(_WINDOW_POOL, interleaved=True, full_every=4, rope_in="windows")
 _LATENT = Family(latent=True)
@@ -219,8 +225,8 @@ FAMILIES: dict[str, Family] = {
     "ExaoneMoEForCausalLM": _EXAONE_MOE,
     "ExaoneMoeForCausalLM": _EXAONE_MOE,
     "FalconH1ForCausalLM": Family(linear_states=True, state_in_every_layer=True, state_drafts=_NGRAM),
-    "GPT2LMHeadModel": Family(refused=Refused(NO_ROPE)),
-    "GPTBigCodeForCausalLM": Family(refused=Refused(NO_ROPE)),
+    "GPT2LMHeadModel": _LEARNED_POSITIONS,
+    "GPTBigCodeForCausalLM": _LEARNED_POSITIONS,
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
@@ -293,6 +299,7 @@ FAMILIES: dict[str, Family] = {
     "MiMoV2ASRForCausalLM": _PLAIN_WITH_TEXT,
     "MiMoV2FlashForCausalLM": _MIMO,
     "MiMoV2ForCausalLM": _MIMO,
+    "MiniCPM3ForCausalLM": replace(_LATENT, latent_halves=True),
     "MiniCPMForCausalLM": _PLAIN,
     "MiniCPMO": _PLAIN_WITH_IMAGES,
     "MiniCPMV": _PLAIN_WITH_IMAGES,
@@ -316,7 +323,7 @@ FAMILIES: dict[str, Family] = {
     "NemotronH_Nano_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Nano_VL_V2": replace(_NEMOTRON_H, images="text"),
     "NemotronH_Omni_Reasoning_V3": replace(_NEMOTRON_H, images="text"),
-    "OPTForCausalLM": Family(refused=Refused(NO_ROPE)),
+    "OPTForCausalLM": _LEARNED_POSITIONS,
     "Olmo2ForCausalLM": Family(),
     "Olmo3ForCausalLM": Family(full_every=4),
     "OlmoForCausalLM": _PLAIN,

@@ -160,7 +160,7 @@ def _rotary_dim(fields: Fields, head_dim: int, number: int, kind: str) -> int:
 
 def _interleaved(fields: Fields) -> bool:
     if fields.get("kv_lora_rank"):
-        return bool(fields.get("rope_interleave", True))
+        return bool(fields.get("rope_interleave", not family_in(fields).latent_halves))
     style = fields.get("rope_is_neox_style")
     return family_in(fields).interleaved if style is None else not style
 

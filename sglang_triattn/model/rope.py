@@ -104,7 +104,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     if rope_type not in STATIC_TYPES:
         raise RopeError(
             f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
-            f"ones: use a model with one of {', '.join(STATIC_TYPES)}."
+            f"ones: calibrate with --engine sglang, or use a model with one of {', '.join(STATIC_TYPES)}."
         )
     inv_freq = cast(torch.Tensor, _frequencies(rotary)).detach()
     if inv_freq.dtype not in (torch.float32, torch.float64):
@@ -157,7 +157,7 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     if not found:
         raise RopeError(
             f"{type(model).__name__} has no rotary position embedding (RoPE) common to its layers, but "
-            "TriAttention needs one: use a model that has."
+            "this needs one: calibrate with --engine sglang, or use a model that has."
         )
     first, *others = (cast(torch.Tensor, _frequencies(module)) for module in found)
     if any(other.shape != first.shape or not torch.equal(other, first) for other in others):

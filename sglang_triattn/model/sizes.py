@@ -18,6 +18,7 @@ from sglang_triattn.model.layout import AttentionLayout, read_layout
 from sglang_triattn.model.weights import WeightBytes, Weights, bits_of, read_weights
 
 FP8_KV = ("fp8_e4m3", "fp8_e5m2")
+CONTEXT_FIELDS = ("max_position_embeddings", "max_seq_len", "n_positions")
 MODEL_HELP = "config.json of a Hugging Face model, its folder, or a name in the local cache of Hugging Face"
 
 
@@ -155,9 +156,7 @@ def context_limit(config: Mapping[str, Any]) -> int:
     """Context limit as SGLang derives it: a RoPE factor counts unless the config already gives the stretched length."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
-    return int(
-        count(config, "max_position_embeddings", "max_seq_len") * (1 if stretched else scaling.get("factor") or 1)
-    )
+    return int(count(config, *CONTEXT_FIELDS) * (1 if stretched else scaling.get("factor") or 1))
 
 
 def kv_dtype_of(config: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import DeepseekV3Config, HunYuanDenseV1Config
+from transformers import HunYuanDenseV1Config, LlamaConfig
 
 import harness
 from launches import Ended
@@ -62,13 +62,16 @@ def run(forkserver, folder, tmp_path):
 
 
 def unsupported_model(folder: Path, name: str) -> Path:
-    """Configuration and tokenizer, without weights, of a model whose latent KV is not covered ("mla"), or that
-    normalises queries and keys after their rotation ("late-norm")."""
+    """Configuration and tokenizer, without weights, of a model that changes its frequencies in long texts
+    ("long-rope"), or that normalises queries and keys after their rotation ("late-norm")."""
     target = folder / name
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-    if name == "mla":
-        config = DeepseekV3Config(**sizes, kv_lora_rank=16, architectures=["MiniCPM3ForCausalLM"])
+    if name == "long-rope":
+        rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 512}
+        config = LlamaConfig(**sizes, max_position_embeddings=1024, rope_parameters=rope)
+        config.architectures = ["LlamaForCausalLM"]
     else:
         config = HunYuanDenseV1Config(**sizes, use_qk_norm=True, architectures=["HunYuanDenseV1ForCausalLM"])
     config.save_pretrained(target)
@@ -206,8 +209,8 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
     [
         (["--", "--pp-size", "2"], "--pp-size 2 does not work with calibrate"),
         (
-            ["--model", "mla"],
-            "mla (MiniCPM3ForCausalLM) cannot be calibrated, because it has multi-head latent attention (MLA)",
+            ["--model", "long-rope"],
+            "long-rope (LlamaForCausalLM) cannot be calibrated in a context of more than 512 tokens, because SGLang",
         ),
         (
             ["--model", "late-norm"],
@@ -215,7 +218,7 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
         ),
         (["--", "--enable-triattention", "--triattention-stats", "x"], "has no place in a calibration"),
     ],
-    ids=["pp", "mla", "late-norm", "compressed"],
+    ids=["pp", "long-rope", "late-norm", "compressed"],
 )
 def test_what_cannot_be_calibrated_is_refused(run, folder, options, words):
     """Prevents a user's mistake from ending in a traceback or a long start."""

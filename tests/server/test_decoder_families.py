@@ -3,9 +3,11 @@
 import pytest
 
 import harness
-from decoder_families import DECODERS
+from decoder_families import DECODERS, SHORT_CONTEXT
 from family_servers import WITHOUT_BUFFER, compare_with_account
 from gemma4_family import TEXT_ALONE
+from learned_family import LEARNED
+from sets import wide
 
 # On CPUs SGLang pads the width of MLPs, but not where a file lists that of each layer.
 UNPADDED = """
@@ -23,6 +25,7 @@ def activate():
 # would choose, which an account does not know. One kept set for all layers leaves no such choice.
 REPEATING = {
     "arcee",
+    "dynamic-rope",
     "gemma",
     "gemma3-with-images",
     "glm4",
@@ -32,11 +35,16 @@ REPEATING = {
     "olmo2",
     "olmoe",
     "persimmon",
+    *LEARNED,
 }
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("family", [*DECODERS, "deepseek-v2", "gemma3-with-images", TEXT_ALONE, "nanbeige"])
+OTHERS = ("deepseek-v2", "minicpm3", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope")
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(wide(family) for family in (*DECODERS, *OTHERS, *LEARNED) if family != "gpt2")]
+)
 def test_a_decoder(serve, tmp_path, family):
     """Prevents an architecture that is accepted by its file alone: layers scored by a rotation that is not theirs,
     windows that see tokens across a gap, heads of other sizes, positions that are
@@ -45,6 +53,8 @@ def test_a_decoder(serve, tmp_path, family):
     flags: tuple[str, ...] = ()
     if family == "lfm2-moe":
         page_size, flags = 1, WITHOUT_BUFFER
+    if family == "phi3":
+        flags = ("--context-length", str(SHORT_CONTEXT))
     env = None
     if family == "gemma3n":
         harness.install_plugin(tmp_path / "unpadded", "unpadded", UNPADDED)

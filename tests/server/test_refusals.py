@@ -176,7 +176,7 @@ def test_what_a_refused_draft_is_advised_is_accepted(outcomes, index):
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
     ("HunYuanDenseV1ForCausalLM", {"model_type": "hunyuan_v1_dense", "use_qk_norm": True}, "after their rotation"),
-    wide("MiniCPM3ForCausalLM", {"model_type": "minicpm3", "kv_lora_rank": 256}, "latent attention"),
+    wide("GlmMoeDsaForCausalLM", {"model_type": "glm_moe_dsa", "index_topk": 2048}, "an indexer selects"),
 ]
 
 

@@ -11,6 +11,7 @@ _HALF = {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}, "parti
 _WINDOWS = {**_ROPE, "sliding_window": WINDOW, "layer_types": ALTERNATING}
 # Full layers without RoPE.
 _STILL = {"sliding_window": WINDOW, "layer_types": ALTERNATING, "layer_rope_theta": [10000, 0] * 2}
+SHORT_CONTEXT = 2048
 # Every token takes every expert, so that no rounding decides which.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 64}
@@ -56,6 +57,20 @@ DECODERS = {
         "Lfm2MoeConfig",
         "lfm2_moe",
         {**LFM2, **_EXPERTS, "num_dense_layers": 1, "num_key_value_heads": KV_HEADS},
+    ),
+    # Served in the context in which LongRoPE keeps its frequencies.
+    "phi3": Family(
+        "Phi3Config",
+        "llama",
+        {
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+                "short_factor": [1 + 0.1 * number for number in range(12)],
+                "long_factor": [2.0 + number for number in range(12)],
+            },
+            "original_max_position_embeddings": SHORT_CONTEXT,
+            "partial_rotary_factor": 0.75,
+        },
     ),
     "glm4": Family("Glm4Config", "glm4", _HALF),
     "granite-swa": Family("GraniteSWAConfig", "granite", {**_GRANITE, **_STILL}),

@@ -308,4 +308,4 @@ def build_family(folder: Path, family: str) -> TinyModel:
     if FAMILIES[family].code:
         (folder / family / "configuration.py").write_text(FAMILIES[family].code)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads, fields.get("head_dim", 0)
-    return TinyModel(folder / family, folder / f"{family}.safetensors", fields["num_hidden_layers"], *heads)
+    return TinyModel(folder / family, folder / f"{family}.safetensors", model.config.num_hidden_layers, *heads)

@@ -22,6 +22,7 @@ from harness import (
     served_logprobs,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
+from learned_family import LEARNED, LearnedOracle
 from looped_family import build_looped
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
@@ -31,6 +32,7 @@ from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
 from step_family import build_step
+from stretched_family import build_stretched
 from tiny_model import save_random_stats
 
 RECENT = WINDOW + 1
@@ -51,6 +53,7 @@ BUILDERS = {
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
     TEXT_ALONE: build_gemma4_text,
     "nanbeige": build_looped,
+    "dynamic-rope": build_stretched,
 }
 # SGLang's two ways of keeping states for its tree: of the last token alone, or of a place that it passes now and then,
 # which goes with its overlap schedule, and with pages.
@@ -60,7 +63,7 @@ WITH_BUFFER = ("--mamba-track-interval", "64")
 STATE_FLAGS = ("--max-mamba-cache-size", "192")
 STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 # No layer of these has a rotary embedding.
-NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear")
+NEVER_ROTATED = ("granite-4-h", "nemotron-h", "kimi-linear", *LEARNED)
 # How much more the layers of some must be turned down before they repeat themselves.
 QUIETER = {"nemotron-h": 0.2}
 MODULES = {
@@ -121,8 +124,9 @@ def prepared(folder, family, *, repeating=False):
     rotates = tuple(number not in still for number in layers)
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
-    save_random_stats(tiny, pool_rope(rope) if latent else rope, layers, rotates, start)
-    account = (LatentOracle if latent else Oracle)(
+    save_random_stats(tiny, pool_rope(rope) if latent and family != "minicpm3" else rope, layers, rotates, start)
+    kind = LearnedOracle if family in LEARNED else LatentOracle if latent else Oracle
+    account = kind(
         **means_of(tiny.stats),
         model=model,
         inv_freq=rope.inv_freq,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from families import FAMILIES, HEADS, LAYERS, PLAIN_ROPE, YARN, build_family
+from families import COMMON, FAMILIES, HEADS, LAYERS, PLAIN_ROPE, YARN, Family, build_family
 from oracle import Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import TinyModel
@@ -70,7 +70,25 @@ FAMILIES["kimi-linear"] = replace(
         "mla_use_nope": True,
     },
 )
-LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2", "kimi-linear")
+FAMILIES["minicpm3"] = Family(
+    "MiniCPM3Config",
+    "minicpm3",
+    {
+        **{name: _LATENT.settings[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")},
+        **{name: _LATENT.settings[name] for name in ("num_key_value_heads", "qk_rope_head_dim", "head_dim")},
+        # What SGLang takes for it, and what the inner norms of transformers always have.
+        "v_head_dim": COMMON["hidden_size"] // HEADS,
+        "rms_norm_eps": 1e-6,
+        # As published: trained with its whole context.
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 10000.0, "factor": 1.0},
+            "short_factor": [1 + 0.1 * number for number in range(8)],
+            "long_factor": [2.0 + number for number in range(8)],
+            "original_max_position_embeddings": COMMON["max_position_embeddings"],
+        },
+    },
+)
+LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2", "kimi-linear", "minicpm3")
 
 
 class Latent(TinyModel):

@@ -20,7 +20,7 @@ class RoundedCache(DynamicCache):
 
 def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
     """The attention of a layer of a transformers model, if it has one; in Nemotron-H, a layer has one part alone."""
-    found = getattr(layer, "self_attn", None)
+    found = getattr(layer, "self_attn", getattr(layer, "attn", None))
     if hasattr(found, "forget_gate"):
         # In Kimi-Linear, that of a layer that keeps a state has the same name.
         return None

@@ -331,6 +331,27 @@ def test_a_window_bounds_the_budget(run_check):
     assert "--triattention-recent is 64" in output
 
 
+def test_long_rope_needs_a_short_context(run_check, tmp_path):
+    """Prevents scores by frequencies that SGLang gives up as soon as a request of the batch is long."""
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    content = json.loads((CONFIGS / "phi-4.json").read_text())
+    content |= {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": rope}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    status, output, _ = run_check(str(file))
+    assert status == 1
+    assert "in a context of more than 4,096 tokens, because" in output
+    assert output.endswith("use --context-length 4096, or start without --enable-triattention.\n")
+    assert run_check(str(file), "--context-length", "4097")[0] == 1
+    assert run_check(str(file), "--context-length", "4096")[0] == 0
+    assert run_check(str(file), "--context-length", "4096", "--speculative-algorithm", "NGRAM")[0] == 1
+    # As MiniCPM-4, which was trained with its whole context.
+    rope["original_max_position_embeddings"] = content["max_position_embeddings"] = 32768
+    del content["original_max_position_embeddings"]
+    file.write_text(json.dumps(content))
+    assert run_check(str(file))[0] == 0
+
+
 def test_a_pool_for_windows(run_check):
     """Prevents counting as freed what SGLang frees by itself."""
     _, output, _ = run_check("gpt-oss-20b")

@@ -206,3 +206,5 @@ def test_sinks_and_styles():
     interleaved = {name for name in MODELS if layout(name).style == "interleaved"}
     latent = {name for name in MODELS if layout(name).latent}
     assert interleaved == {"command-a", "ernie-4.5-21b-a3b"} | latent
+    minicpm3 = {**content("deepseek-v3"), "architectures": ["MiniCPM3ForCausalLM"]}
+    assert read_layout(minicpm3).style == "half"

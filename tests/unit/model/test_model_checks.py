@@ -44,7 +44,7 @@ REFUSED = [
     ("Llama4ForCausalLM", {"attention_chunk_size": 8192}, "local to chunks"),
     ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": True}, "by length"),
     ("DeciLMForCausalLM", {"block_configs": GROUPS}, "differ from one another"),
-    ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256}, "none of the models for which that is covered"),
+    ("LlamaForCausalLM", {"kv_lora_rank": 256}, "none of the models for which that is covered"),
     ("DeepseekV32ForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
     ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
     ("GlmMoeDsaForCausalLM", {"kv_lora_rank": 512, "index_topk": 2048}, "an indexer selects"),
@@ -64,7 +64,6 @@ REFUSED = [
     ("Qwen3ForCausalLM", {"thinker_config": {"audio_config": {"x": 1}}}, "images or sound"),
     ("NewForCausalLM", {}, "not known here"),
     ("LagunaForCausalLM", {"num_attention_heads_per_layer": [4, 8, 4, 4]}, "differ from one another"),
-    ("GPT2LMHeadModel", {}, "no rotary embedding"),
     ("GraniteMoeForCausalLM", {"position_embedding_type": "nope"}, "no rotary embedding"),
     ("BaichuanForCausalLM", {"hidden_size": 5120}, "ALiBi"),
     ("XllmForCausalLM", {"rope_head_dim": 16}, "other dims of a head"),
@@ -74,8 +73,7 @@ REFUSED = [
     ("HrmTextForCausalLM", {}, "several times"),
     ("SDARForCausalLM", {}, "diffusion"),
     ("Grok1ForCausalLM", {"attn_temperature_len": 1024}, "by length"),
-    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of the kind dynamic"),
-    ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "of the kind longrope"),
+    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "default", "use_fope": True}}, "of the kind fope"),
     ("Qwen3ForCausalLM", {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 4, 4]}}, "position axes"),
     ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 8192}}, "local to chunks"),
 ]
@@ -132,7 +130,11 @@ ACCEPTED_FIELDS = [
     ("FalconH1ForCausalLM", {"mamba_d_state": 16}),
     ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-E"}),
     ("MiniMaxM2ForCausalLM", {"rotary_dim": 16}),
+    ("InternLM2ForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("XllmForCausalLM", {"rope_head_dim": 32}),
+    ("GPT2LMHeadModel", {}),
+    ("GPTBigCodeForCausalLM", {"multi_query": True, "position_embedding_type": "learned_absolute"}),
+    ("OPTForCausalLM", {}),
     ("BaichuanForCausalLM", {"hidden_size": 4096}),
     ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
     ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}),
@@ -171,6 +173,7 @@ ACCEPTED_FIELDS = [
     ("MuseGlimmerForCausalLM", {"sliding_window": 2048, "layer_types": None}),
     ("NanbeigeForCausalLM", {"num_loops": 2}),
     ("DeepseekV2ForCausalLM", {"kv_lora_rank": 512}),
+    ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256}),
     ("LongcatFlashForCausalLM", {"kv_lora_rank": 512}),
     ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {"full_attn_layers": [4]}}),
     ("BailingMoeV2_5ForCausalLM", {"kv_lora_rank": 512, "layer_group_size": 4}),
@@ -214,10 +217,10 @@ def test_refused_families(tmp_path, architecture, fields, words):
 )
 def test_the_text_model_is_found(tmp_path, place):
     """Prevents judging the fields of an encoder, or none, where a file has the text model in an object of its own."""
-    inner = {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    inner = {"rope_scaling": {"type": "ntk", "factor": 2.0}}
     for name in reversed(place):
         inner = {name: inner}
-    with pytest.raises(TriAttentionError, match="of the kind dynamic"):
+    with pytest.raises(TriAttentionError, match="of the kind ntk"):
         check(tmp_path, BASE | inner | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
 
 

@@ -21,6 +21,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 512,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1 + 0.1 * number for number in range(16)],
+    "long_factor": [2.0 + number for number in range(16)],
+    "original_max_position_embeddings": 2048,
+}
 
 
 def rotary(scaling=None, neox=True, base=10000, dtype=torch.float32, turning=32):
@@ -60,7 +68,9 @@ def shape_of(runner, ranks=1):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("scaling", [None, LLAMA3, YARN, {"rope_type": "linear", "factor": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "scaling", [None, LLAMA3, YARN, DYNAMIC, ALPHA, {"rope_type": "linear", "factor": 2.0}], ids=str
+)
 def test_frequencies_reproduce_the_table(scaling, neox, dtype):
     """Prevents scoring with unscaled or rounded frequencies, which are wrong only at long contexts."""
     embedding = rotary(scaling, neox, dtype=dtype)
@@ -73,6 +83,19 @@ def test_frequencies_reproduce_the_table(scaling, neox, dtype):
     assert torch.allclose(found, exact, atol=2e-3)
     if scaling is YARN:
         assert rope.attention_scaling > 1.1
+
+
+def test_long_rope_in_a_short_context():
+    """Prevents scoring by the frequencies of long contexts, or without the factor on cosines and sines."""
+    embedding = rotary(LONG)
+    rope = read_rope(embedding)
+    phases = rope.inv_freq * 2000
+    found = torch.cat((phases.cos(), phases.sin())) * rope.attention_scaling
+    assert rope.attention_scaling > 1.04
+    assert rope.style == "half"
+    assert torch.allclose(found, embedding.long_short_cos_sin_cache[2000].double(), atol=2e-3)
+    far = embedding.long_short_cos_sin_cache[2048 + 2000].double()
+    assert (found - far).abs().max() > 0.5
 
 
 @pytest.mark.parametrize("scaling", [{"rope_type": "default"}, YARN], ids=str)
@@ -98,9 +121,9 @@ def test_partial_rotary(neox):
 
 def test_unknown_rotary_embeddings_are_refused():
     """Prevents wrong frequencies for kinds whose formula is not known here."""
-    dynamic = rotary({"rope_type": "dynamic", "factor": 2.0})
-    with pytest.raises(TriAttentionError, match="DynamicNTKScalingRotaryEmbedding"):
-        read_rope(dynamic)
+    linear = rotary({"rope_type": "linear", "factor": (2.0, 4.0)})
+    with pytest.raises(TriAttentionError, match="LinearScalingRotaryEmbedding"):
+        read_rope(linear)
 
 
 def test_a_table_that_contradicts_its_frequencies_is_refused():
