@@ -6,6 +6,7 @@ import torch
 from benchmarks.decode import kernels
 from benchmarks.decode.attention_triton import SplitAttention
 from benchmarks.decode.model import SHAPES, Model, TorchOps
+from sets import matrix
 
 
 @pytest.fixture
@@ -53,11 +54,10 @@ def test_rotation_and_stores(device, name):
     assert pools[:, slots].any(-1).all()
 
 
-@pytest.mark.parametrize("parts", [1, 4, 16])
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 2), (6, 2), (2, 2)])
-def test_attention(device, parts, q_heads, kv_heads):
+@pytest.mark.parametrize(("parts", "heads"), matrix([1, 4, 16], [(8, 2), (6, 2), (2, 2)], strength=1), ids=str)
+def test_attention(device, parts, heads):
     """Prevents attention over other slots than the row's first ones, and parts that are lost or counted twice."""
-    dim, lengths = 16, [1, 64, 130, 333]
+    (q_heads, kv_heads), dim, lengths = heads, 16, [1, 64, 130, 333]
     # The interpreter cannot multiply matrices in bf16.
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     slots = torch.stack([torch.randperm(699)[:400] for _ in lengths]).to(device, torch.int32)

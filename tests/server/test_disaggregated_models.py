@@ -37,7 +37,7 @@ def servers_of(
 @pytest.mark.parametrize(
     ("family", "page_size", "selection", "flags"),
     [
-        ("deepseek-v3", 32, "per-layer-head", ()),
+        wide("deepseek-v3", 32, "per-layer-head", ()),
         wide("deepseek-v3", 1, "shared-mean", TWO_RANKS),
         wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS),
         wide("qwen3-moe-all", 16, "per-layer-head", TWO_GROUPS),

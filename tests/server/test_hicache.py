@@ -39,13 +39,18 @@ WAYS = {
 RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "32"}
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture
 def tiered(serve, request) -> Client:
     """A server whose host tier holds four times as many tokens as its small KV pool; both start empty."""
     way = ("--hicache-write-policy", request.param, "--hicache-ratio", "4", *WAYS[request.param])
     client = serve(*HOST_TIER, *way, env=RESERVE)
     client.flush()
     return client
+
+
+def by_default(way: str):
+    """Runs a test of `tiered` for all of WAYS, of which all but this one are wide."""
+    return pytest.mark.parametrize("tiered", [each if each == way else wide(each) for each in WAYS], indirect=True)
 
 
 def hits(response: dict) -> dict[str, int]:
@@ -79,6 +84,7 @@ def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> 
         answers.append((index, response))
 
 
+@by_default("write_back")
 def test_prompts_return_from_the_host_during_rounds(tiered):
     """Prevents prompts that left the KV pool from coming back altered, or over the rows of compressed requests.
 
@@ -107,6 +113,7 @@ def test_prompts_return_from_the_host_during_rounds(tiered):
     assert tiered.slots_in_use() == 0
 
 
+@by_default("write_through")
 def test_generated_tokens_reach_no_tier(tiered):
     """Prevents K/V with holes, or computed after an eviction, from being kept for later requests in either tier."""
     for seed, tier in ((320, "device"), (330, "host")):
@@ -126,6 +133,7 @@ def test_generated_tokens_reach_no_tier(tiered):
         assert_same_answer(warm, cold)
 
 
+@by_default("write_back")
 def test_full_pool_with_the_host_tier(tiered):
     """Prevents slots from being lost and requests from being retracted when more wait than the pool can hold."""
     responses = tiered.generate_all([prompt(340 + i, 64) for i in range(12)], 150)
@@ -175,7 +183,7 @@ WRITE_BACK = ("--hicache-write-policy", "write_back")
 # A pool of states that five prompts outgrow.
 FEW_STATES = ("--max-mamba-cache-size", "16")
 OTHER_POOLS = [
-    ("deepseek-v3", WAYS["write_back"]),
+    wide("deepseek-v3", WAYS["write_back"]),
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
     wide("gpt-oss", WAYS["write_back"]),
     wide("gpt-oss", (*WRITE_BACK, *WAYS["write_through"])),

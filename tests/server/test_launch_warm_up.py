@@ -14,6 +14,7 @@ from harness import (
     compressed_args,
     compression,
     install_plugin,
+    only_models,
     prompt,
     python_path,
 )
@@ -42,7 +43,7 @@ def test_kernels_that_cannot_run_end_the_launch(forkserver, tiny, tmp_path):
     """Prevents a server that starts, takes requests, and dies in its first round."""
     install_plugin(tmp_path, "kernels", KERNELS)
     words = ["--model-path", tiny.path, *compressed_args(tiny)]
-    env = {"PYTHONPATH": python_path(tmp_path)}
+    env = {**only_models("llama"), "PYTHONPATH": python_path(tmp_path)}
     ended = warm.run_module(forkserver, ["sglang.launch_server", *words], env, tmp_path / "log")
     assert ended.code == 2
     assert "score_kernel.py, score failed" in ended.error

@@ -67,12 +67,12 @@ def test_without_the_radix_cache(serve):
     """Prevents the prompt from being evicted if no tree protects it."""
     client = serve("--page-size", "1", "--disable-radix-cache")
     ids = prompt(4, 70)
-    response = client.generate(ids, 300)
+    response = client.generate(ids, 200)
     report = compression(response)
     assert report["frozen_length"] == 70
-    assert report["rounds"] >= 7
+    assert report["rounds"] >= 4
     assert report["physical_length"] <= 70 + 64 + 32
-    assert response["output_ids"] == serve("--page-size", "1").generate(ids, 300)["output_ids"]
+    assert response["output_ids"] == serve("--page-size", "1").generate(ids, 200)["output_ids"]
     assert_pool_is_whole(client)
 
 
@@ -154,9 +154,9 @@ def test_storm(serve, page_size):
         return {"asked": tokens, **response.json()}
 
     with ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(one, range(60)))
+        results = list(pool.map(one, range(40)))
     finished = [result for result in results if result["meta_info"]["finish_reason"]["type"] == "length"]
-    assert len(finished) > 30
+    assert len(finished) > 20
     assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
-    assert client.totals()["rounds"] > 20
+    assert client.totals()["rounds"] > 13
     assert_pool_is_whole(client)

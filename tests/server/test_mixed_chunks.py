@@ -28,7 +28,8 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     hold_mixed_steps_to_account(client, steps, account, page_size)
 
 
-@pytest.mark.parametrize("flags", [WITH_BUFFER, wide(WITHOUT_BUFFER)])
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [WITH_BUFFER, WITHOUT_BUFFER])
 def test_states_in_mixed_steps(probed, tmp_path, flags):
     """Prevents states of decoding requests that a prefill in the same step changes, or that see a token twice."""
     tiny, account = prepared(tmp_path, "qwen3-next")

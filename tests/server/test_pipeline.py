@@ -11,6 +11,7 @@ import requests
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from sglang_triattn.stats.file import load_stats
+from tiny_model import build_tiny_model
 
 STAGES = ("--pp-size", "2")
 STORM = (*STAGES, "--page-size", "16", "--triattention-selection", "shared-mean", "--chunked-prefill-size", "64")
@@ -22,13 +23,19 @@ RETRACT = {
 
 
 @pytest.fixture(scope="module")
-def client(serve):
-    return serve("--page-size", "1", *STAGES, env=two_cores())
+def tiny(tmp_path_factory):
+    """The tiny model with three layers: the second stage has two, which choose together."""
+    return build_tiny_model(tmp_path_factory.mktemp("model"), layers=3)
 
 
 @pytest.fixture(scope="module")
-def storm_client(serve):
-    return serve(*STORM, "--max-total-tokens", "2048", env={**two_cores(), **RETRACT})
+def client(serve, tiny):
+    return serve("--page-size", "1", *STAGES, env=two_cores(), model=tiny)
+
+
+@pytest.fixture(scope="module")
+def storm_client(serve, tiny):
+    return serve(*STORM, "--max-total-tokens", "2048", env={**two_cores(), **RETRACT}, model=tiny)
 
 
 def assert_account(account: Oracle, ids: list[int], response: dict, frozen: int) -> None:
@@ -60,9 +67,9 @@ def test_logits_and_sums(client, tiny):
 
 
 @pytest.mark.wide
-def test_answers_below_the_trigger(serve, client):
+def test_answers_below_the_trigger(serve, client, tiny):
     """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
-    plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False)
+    plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False, model=tiny)
     stem = prompt(1, 60)
     for ids in (stem, stem + prompt(3, 30)):
         ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))

@@ -23,7 +23,7 @@ from harness import STRICT, Client, assert_pool_is_whole, compression
 from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
 from sets import wide
-from warm import running_server
+from warm import Forkserver, run_script, running_server
 
 PORT = 30000
 URL = f"http://localhost:{PORT}"
@@ -39,11 +39,11 @@ def client(serve, chat_model):
     return serve(*flags, "--enable-cache-report", model=chat_model, tokenizer=True)
 
 
-def run(tmp_path: Path, source: str, **options) -> list[str]:
-    """The lines that a script prints."""
+def run(tmp_path: Path, source: str, forkserver: Forkserver | None = None, **options) -> list[str]:
+    """The lines that a script prints, in a new interpreter unless a forkserver is given."""
     script = tmp_path / "example.py"
     script.write_text(source)
-    ended = run_python(str(script), **options)
+    ended = run_script(forkserver, script, [], {}) if forkserver else run_python(str(script), **options)
     assert ended.code == 0, ended.output[-3000:]
     return ended.output.splitlines()
 
@@ -59,13 +59,13 @@ def test_curl(client):
     assert_pool_is_whole(client)
 
 
-def test_openai(client, tmp_path):
+def test_openai(client, forkserver, tmp_path):
     """Prevents an example that users copy from failing."""
     source = example(CLIENTS, "OpenAI", "python").replace(URL, client.url)
     # A random model may end its answers at any time.
     source = source.replace("extra_body={", 'temperature=0, extra_body={"ignore_eos": True, ')
     before = client.totals()["rounds"]
-    lines = run(tmp_path, source)
+    lines = run(tmp_path, source, forkserver)
     assert [line.startswith("CompletionUsage(completion_tokens=400") for line in lines] == [True, False] * 2
     reports = [ast.literal_eval(line) for line in lines[1::2]]
     assert client.totals()["rounds"] == before + sum(report["rounds"] for report in reports)
@@ -132,9 +132,9 @@ def test_ollama(client):
     assert_pool_is_whole(client)
 
 
-def test_program(client, tmp_path):
+def test_program(client, forkserver, tmp_path):
     """Prevents the example's backend from losing its settings, and the SGLang methods that it extends from moving."""
-    lines = run(tmp_path, example(CLIENTS, "SGLang's frontend language", "python").replace(URL, client.url))
+    lines = run(tmp_path, example(CLIENTS, "SGLang's frontend language", "python").replace(URL, client.url), forkserver)
     assert [report["rounds"] for report in ast.literal_eval(lines[-1])] == [ROUNDS, ROUNDS]
     assert_pool_is_whole(client)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,12 +44,12 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     "name",
     ["acceptance", "agents", "capacity", "first_token", "modes", "serve", "soak", "tool_loop", "tool_loop_reads"],
 )
-def test_command(name):
+def test_command(forkserver, tmp_path, name):
     """Prevents a benchmark that does not run as the command in its docstring."""
-    command = [sys.executable, "-m", f"benchmarks.serving.{name}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--quick" in done.stdout
+    command = [f"benchmarks.serving.{name}", "--help"]
+    ended = warm.run_module(forkserver, command, {"PYTHONPATH": str(ROOT)}, tmp_path / "log")
+    assert ended.code == 0, ended.output
+    assert "--quick" in ended.output
 
 
 @pytest.mark.wide

@@ -88,7 +88,7 @@ NGRAM = (
     ("family", "flags", "requests"),
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
-        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 40),
+        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 30),
         wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM[:4]), 60),
         wide("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),

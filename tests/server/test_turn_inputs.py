@@ -41,7 +41,7 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--page-size", "1"),
+        wide(("--page-size", "1")),
         wide(("--page-size", "1", "--triattention-selection", "shared-mean")),
         ("--page-size", "16"),
         wide(("--page-size", "16", "--triattention-recent", "40")),
@@ -80,7 +80,7 @@ def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
     [
         wide("gpt-oss", 1, ()),
         wide("gemma3", 16, ()),
-        ("lfm2", 1, ()),
+        wide("lfm2", 1, ()),
         wide("qwen3-next", 1, WITHOUT_BUFFER),
         wide("deepseek-v3", 1, ()),
     ],

@@ -18,10 +18,10 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
     flags = ("--page-size", "16", "--max-total-tokens", "640", "--swa-full-tokens-ratio", "0.4")
     client = started(serve, tiny, "gpt-oss", *flags)
     ids = prompt(63, 40)
-    response = client.generate(ids, 1200)
+    response = client.generate(ids, 900)
     report = compression(response)
-    assert len(response["output_ids"]) == 1200
-    assert report["physical_length"] + report["evicted_tokens"] == report["logical_length"] == len(ids) + 1199
+    assert len(response["output_ids"]) == 900
+    assert report["physical_length"] + report["evicted_tokens"] == report["logical_length"] == len(ids) + 899
     assert report["freed_slots"] == report["evicted_tokens"] > 640
     assert_pool_is_whole(client)
     serve.stop(client)
@@ -30,7 +30,7 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
 @pytest.mark.parametrize(
     ("family", "page_size", "ratio", "interval", "requests"),
     [
-        ("gpt-oss", 16, 0.8, 16, 40),
+        ("gpt-oss", 16, 0.8, 16, 30),
         wide("gpt-oss", 1, 0.2, 128, 80),
         wide("mimo-v2", 1, 0.8, 16, 40),
         wide("gemma-4-shared", 16, 0.8, 16, 40),

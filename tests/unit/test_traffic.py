@@ -31,7 +31,7 @@ def layout_of(name: str):
     return read_layout(json.loads((CONFIGS / f"{name}.json").read_text()))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     budget=BUDGETS,
     interval=INTERVALS,
@@ -54,7 +54,7 @@ def test_rows_stay_within_their_peak(budget, interval, prompt, answer, page_size
     assert decode(None, workload, page_size).rows == tuple(range(prompt + 1, prompt + answer + 1))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     budget=BUDGETS,
     interval=INTERVALS,
@@ -89,7 +89,7 @@ def never(length: int | None) -> float:
     return float("inf") if length is None else length
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(budget=BUDGETS, interval=INTERVALS, prompt=st.integers(4, 1000))
 def test_the_break_even_grows_with_what_stays(budget, interval, prompt):
     """Prevents a break-even that falls where more of a request stays, or that comes before the first round."""
@@ -101,7 +101,7 @@ def test_the_break_even_grows_with_what_stays(budget, interval, prompt):
     assert never(break_even(MODEL, one, prompt + 1)) in (found + 1, float("inf"))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(budget=BUDGETS, interval=INTERVALS, prompt=st.integers(1, 1000))
 def test_the_break_even_is_where_whole_answers_are_equal(budget, interval, prompt):
     """Prevents a break-even that the bytes of whole answers contradict."""

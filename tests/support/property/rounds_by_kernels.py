@@ -140,7 +140,7 @@ NUM_PAGES = 5
 """Place of the argument that SGLang's kernel is not specialized for."""
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("page_size", [wide(1), 4])
 def test_the_warm_up_compiles_what_frees_window_slots(page_size, monkeypatch):
     """Prevents the first round of a model with window pools from compiling SGLang's kernel while requests wait, and a
     warm-up that frees a slot."""

@@ -401,14 +401,17 @@ class Simulation(Memory):
     def _write(self, running: Running, slots: torch.Tensor, positions) -> None:
         stamp = running.req.serial if running.evicted else 0
         if len(positions) == 1:
-            content = content_of_one(running.tokens[positions[0]], positions[0], stamp)[None]
+            # By a number: far cheaper than by a tensor of one, and most writes are of one.
+            where: int | torch.Tensor = int(slots)
+            content = content_of_one(running.tokens[positions[0]], positions[0], stamp)
         else:
+            where = slots.long()
             content = contents(running.tokens, same_for_all(positions), stamp)
         for layer, (k, v) in enumerate(zip(self.pool.k_buffer, self.pool.v_buffer, strict=True)):
-            k[slots.long()] = content[:, layer, 0]
-            v[slots.long()] = content[:, layer, 1]
+            k[where] = content[..., layer, 0, :, :]
+            v[where] = content[..., layer, 1, :, :]
         if self.window:
-            self.window_keys[self.allocator.full_to_swa_index_mapping[slots.long()]] = content[:, 0, 0]
+            self.window_keys[self.allocator.full_to_swa_index_mapping[where]] = content[..., 0, 0, :, :]
 
     def _next_token(self, running: Running) -> int:
         # Depends only on what came before, so that retracted and repeated requests continue as they were.
