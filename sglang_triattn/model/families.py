@@ -122,7 +122,8 @@ _MIMO = Family(
     },
     asymmetric=True,
 )
-# Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
+# Tokens of an image see later ones, as in Gemma-3. SGLang's prefill leaves that out (most attention backends), cuts it
+# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it.
 _GEMMA_4 = Family(
     window_pool=True,
     pool_covered=True,

@@ -208,13 +208,6 @@ VISION_FAMILIES |= {
     "qwen3.5-moe": replace(
         VISION_FAMILIES["qwen3.5"], name="Qwen3_5Moe", text={**VISION_FAMILIES["qwen3.5"].text, **EXPERTS}
     ),
-    "qwen3-vl-moe": replace(
-        VISION_FAMILIES["qwen3-vl"],
-        name="Qwen3VLMoe",
-        module="qwen3_vl_moe",
-        text={**VISION_FAMILIES["qwen3-vl"].text, **EXPERTS},
-        modules=("qwen3", "qwen3_moe", "qwen3_vl"),
-    ),
 }
 
 
