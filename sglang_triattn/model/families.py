@@ -127,7 +127,8 @@ _MIMO = Family(
     },
     asymmetric=True,
 )
-# Tokens of an image see later ones, so an image prompt is not a run of causal tokens.
+# Tokens of an image see later ones, as in Gemma-3. SGLang's prefill leaves that out (most attention backends), cuts it
+# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it.
 _GEMMA_4 = Family(
     window_pool=True,
     pool_covered=True,
@@ -162,6 +163,7 @@ _LINEAR_STATES = Family(linear_states=True)
 _NGRAM = ("NGRAM",)
 # NEXTN is its own draft layer, which SGLang takes for EAGLE.
 _NGRAM_OR_LAYER = ("NGRAM", "EAGLE", "NEXTN")
+_QWEN_3_5 = Family(linear_states=True, images="prompt", state_drafts=_NGRAM_OR_LAYER)
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
@@ -351,12 +353,10 @@ FAMILIES: dict[str, Family] = {
     "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    # Served without images.
-    "Qwen3_5ForCausalLM": Family(linear_states=True, images="prompt", state_drafts=_NGRAM_OR_LAYER),
-    # Images are not tested with layers that keep a state.
-    "Qwen3_5ForConditionalGeneration": replace(_STATES_WITH_TEXT, state_drafts=_NGRAM_OR_LAYER),
-    "Qwen3_5MoeForCausalLM": Family(linear_states=True, images="prompt", state_drafts=_NGRAM_OR_LAYER),
-    "Qwen3_5MoeForConditionalGeneration": replace(_STATES_WITH_TEXT, state_drafts=_NGRAM_OR_LAYER),
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": _QWEN_3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN_3_5,
     "SDARForCausalLM": Family(refused=DIFFUSION),
     "SDARMoeForCausalLM": Family(refused=DIFFUSION),
     "Sarashina2VisionForCausalLM": _PLAIN_WITH_IMAGES,

@@ -129,7 +129,7 @@ def with_media(options: CompressionOptions, kinds: Collection[str]) -> Compressi
     others = sorted(set(kinds) - {"image"})
     if not options.settings.images:
         raise RequestError(
-            f"The prompt has {min(kinds)}, but compression covers only the text of this model: leave it out, or set "
+            f"The prompt has {min(kinds)}, but compression covers only text on this server: leave it out, or set "
             f"custom_params.{KEY}.enabled to false.",
             MEDIA,
         )

@@ -59,4 +59,4 @@ def assert_images_are_refused(client: Client) -> None:
         body = {"image_data": ["data:image/png;base64,"], "sampling_params": {"max_new_tokens": 4}, "stream": stream}
         response = client.post("/generate", input_ids=prompt(5, 9), **body)
         assert response.status_code == 400
-        assert "compression covers only the text of this model" in response.text
+        assert "compression covers only text on this server" in response.text

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from harness import Client, prompt
 from ngram_account import favouring
@@ -26,6 +27,11 @@ RETRACTING = {
 }
 
 
+def ids_alone(ids: list[int], _: random.Random) -> dict[str, Any]:
+    """The fields of a request that give its prompt."""
+    return {"input_ids": ids}
+
+
 def storm(
     client: Client,
     seed: int,
@@ -34,6 +40,7 @@ def storm(
     longest: int,
     conversations: int = 0,
     favoured: Sequence[int] = (),
+    fields: Callable[[list[int], random.Random], dict[str, Any]] = ids_alone,
 ) -> tuple[list[dict], list[dict]]:
     """Sends requests from 24 threads and waits for all answers.
 
@@ -45,6 +52,7 @@ def storm(
         longest: tokens of the longest prompts.
         conversations: how many names the requests choose from, on top of none.
         favoured: tokens of which answers that ignore their end consist; empty for any.
+        fields: makes those that give a prompt, of its token ids.
 
     Returns:
         All answers, and those that were not aborted; `asked` is the number of tokens that a request asked for.
@@ -67,7 +75,7 @@ def storm(
         response = client.post(
             "/generate",
             rid=rid,
-            input_ids=ids,
+            **fields(ids, rng),
             priority=rng.randrange(6),
             sampling_params={
                 "max_new_tokens": tokens,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE
 from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
-from words import word_tokenizer
+from words import added_words, word_tokenizer
 
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GLM_WORDS = (
@@ -44,6 +45,7 @@ class VisionFamily:
         pixels: width and height of the tests' images.
         modules: further modules of SGLang that it needs.
         interleaved: whether neighbouring dims of a head turn together.
+        tokenizer: makes its tokenizer, without `words`.
     """
 
     name: str
@@ -61,6 +63,7 @@ class VisionFamily:
     pixels: tuple[int, int] = (168, 112)
     modules: tuple[str, ...] = ()
     interleaved: bool = False
+    tokenizer: Callable[[], Any] = word_tokenizer
 
 
 def _ids(words: tuple[str, ...], **named: str) -> dict[str, int]:
@@ -87,6 +90,11 @@ GLM_IDS = _ids(
     video_start_token_id="<|begin_of_video|>",
     video_end_token_id="<|end_of_video|>",
 )
+EXPERTS = {
+    **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 4},
+    # Every expert, so that no rounding decides which.
+    "num_experts_per_tok": 4,
+}
 QWEN = {
     "words": QWEN_WORDS,
     "around": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -144,12 +152,14 @@ VISION_FAMILIES = {
         "Qwen3_5",
         "qwen3_5",
         text={**QWEN3_5, "full_attention_interval": 2},
-        vision={**ENCODER, "patch_size": 16, "num_position_embeddings": 64},
+        # Of published configurations, unknown to transformers, and read by SGLang.
+        vision={**ENCODER, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
         processor="Qwen3VLProcessor",
         video_processor="Qwen3VLVideoProcessor",
         image_settings={"patch_size": 16},
         pixels=(192, 128),
         modules=("qwen3", "qwen3_vl", "qwen3_5_text"),
+        tokenizer=added_words,
         **QWEN,
     ),
     "glm-4.1v": VisionFamily(
@@ -192,6 +202,11 @@ VISION_FAMILIES = {
         image_settings={"patch_size": 14, "size": {"longest_edge": 336}},
         processor_settings={"patch_size": 14, "spatial_merge_size": 2},
         modules=("llava", "llama", "pixtral"),
+    ),
+}
+VISION_FAMILIES |= {
+    "qwen3.5-moe": replace(
+        VISION_FAMILIES["qwen3.5"], name="Qwen3_5Moe", text={**VISION_FAMILIES["qwen3.5"].text, **EXPERTS}
     ),
 }
 
@@ -247,8 +262,10 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
             # Norms and biases are all equal in a new model, and would hide that they are not applied.
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        # No answer has what stands for an image: of all rows, these have the score 0.
+        model.lm_head.weight[VOCABULARY:] = 0
     model.save_pretrained(path)
-    tokenizer = word_tokenizer()
+    tokenizer = found.tokenizer()
     tokenizer.pad_token = "<unk>"
     tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in found.words])
     parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from tiny_model import VOCABULARY, TinyModel
 
@@ -48,6 +48,18 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def added_words() -> Qwen3_5Tokenizer:
+    """The same words, with the same ids, in the one class that transformers reads a Qwen3.5's tokenizer in.
+
+    It splits numbers into digits, so the words are added to it.
+    """
+    named = {"unk_token": "<unk>", "pad_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = Qwen3_5Tokenizer({"<unk>": 0, "<s>": 1, "</s>": 2}, chat_template=TEMPLATE, **named)
+    words = [*(f"w{index}" for index in range(FIRST, LAST + 1)), *NAMED]
+    tokenizer.add_tokens([AddedToken(word, lstrip=True, normalized=False) for word in words])
+    return tokenizer
 
 
 def text(seed: int, length: int) -> str:

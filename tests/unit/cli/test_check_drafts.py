@@ -8,6 +8,9 @@ from sglang.srt.arg_groups.speculative_hook import _auto_choose_speculative_para
 from sglang.srt.server_args import ServerArgs
 
 from plan_cases import CONFIGS
+from sglang_triattn.compatibility.resolve import resolve
+from sglang_triattn.compatibility.traits import Traits
+from sglang_triattn.config import Config
 
 DRAFTS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
@@ -41,3 +44,11 @@ def test_drafts_that_sglang_chooses_itself(run_check, model, algorithm):
         assert output.startswith(f"--speculative-eagle-topk {topk} does not work")
         assert output.endswith(f": use {' '.join(DRAFTS)}.\n")
         assert run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)[0] == 0
+
+
+def test_images_where_tokens_are_drafted():
+    """Prevents rounds on rows with images whose drafted tokens would follow at untested positions."""
+    traits = Traits("m", images=True, linear_states=True, state_drafts=("NGRAM",))
+    config = Config(stats="auto")
+    assert resolve(config, {}, traits).images
+    assert not resolve(config, {"speculative_algorithm": "NGRAM"}, traits).images

@@ -136,6 +136,6 @@ def test_media_that_are_not_covered(asked, kinds, words):
 def test_models_of_which_text_alone_is_covered(kind):
     """Prevents rounds after images that SGLang computes in a way that was not tested."""
     config = dataclasses.replace(CONFIG, images=False)
-    with pytest.raises(TriAttentionError, match=f"The prompt has {kind}, but compression covers only the text"):
+    with pytest.raises(TriAttentionError, match=f"The prompt has {kind}, but compression covers only text"):
         with_media(read_request(config, None), [kind])
     assert with_media(read_request(config, None), []).settings is config
