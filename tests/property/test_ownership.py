@@ -20,7 +20,7 @@ def run(examples: int, least_rounds: int = 3, **options) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize(("examples", "start"), [(40, 1), wide(300, 7)])
+@pytest.mark.parametrize(("examples", "start"), [(60, 1), wide(300, 7)])
 def test_random_histories_under_random_settings(examples, start):
     """Prevents failures that only combinations of settings cause, SGLang's own included; see `soak` for many more.
 
