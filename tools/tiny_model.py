@@ -56,11 +56,7 @@ ROPE_KINDS = {
 
 
 def build_tiny_model(
-    folder: Path,
-    rope: str = "plain",
-    vocabulary: int = VOCABULARY,
-    architecture: str = "Llama",
-    layers: int = TinyModel.num_layers,
+    folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY, architecture: str = "Llama"
 ) -> TinyModel:
     """Writes the model and random statistics for it.
 
@@ -71,7 +67,7 @@ def build_tiny_model(
 
     from sglang_triattn.model.rope import rope_of_transformers
 
-    tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", layers, interleaved="interleaved" in rope)
+    tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
     torch.manual_seed(0)
     config = getattr(transformers, f"{'Glm4' if tiny.interleaved else architecture}Config")(
         vocab_size=vocabulary,

@@ -104,8 +104,7 @@ class Servers:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The tiny model with two layers, the fewest that choose differently: each costs a fifth of a step."""
-    return build_tiny_model(tmp_path_factory.mktemp("model"), layers=2)
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -151,7 +151,7 @@ def test_two_runs_in_one_process(serve):
 @pytest.fixture(scope="module")
 def other_theta(tmp_path_factory) -> TinyModel:
     """A model whose `rope_theta` is not the 10,000 assumed when a configuration names none."""
-    return build_tiny_model(tmp_path_factory.mktemp("models"), "other-theta", layers=2)
+    return build_tiny_model(tmp_path_factory.mktemp("models"), "other-theta")
 
 
 def test_statistics_of_another_rope_theta_are_refused(serve, tiny, other_theta, tmp_path):

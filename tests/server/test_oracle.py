@@ -20,9 +20,9 @@ def oracle(tiny):
 def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     """Prevents wrong positions after a round, a wrong kept set, and K/V lost or mixed up by compaction."""
     ids = prompt(5, 50)
-    response = serve("--page-size", str(page_size)).generate(ids, 280, logprobs=True)
+    response = serve("--page-size", str(page_size)).generate(ids, 400, logprobs=True)
     report = compression(response)
-    assert report["rounds"] >= 5
+    assert report["rounds"] >= 8
     frozen = len(ids) - len(ids) % page_size
     assert report["frozen_length"] == frozen
 
@@ -44,7 +44,7 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
         (["--triattention-aggregation", "max", "--triattention-budget-scope", "total"],
          {"aggregation": "max", "total": True}),
         wide(["--triattention-value-share", "0"], {"value_share": 0.0}),
-        wide(["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
+        (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
         (["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
         (["--triattention-keep-share", "0.5", "--triattention-budget", "32", "--triattention-interval", "8",
           "--triattention-recent", "8", "--page-size", "16"],
@@ -54,7 +54,7 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
 )  # fmt: skip
 def test_logits_with_other_settings(serve, oracle, flags, settings):
     """Prevents a setting that is accepted and ignored, or that changes more than it says."""
-    ids = prompt(19, 40)
+    ids = prompt(9, 40)
     response = serve(*flags).generate(ids, 240, logprobs=True)
     frozen = compression(response)["frozen_length"]
     everything = ids + response["output_ids"][:-1]
@@ -159,7 +159,7 @@ def test_logits_where_nothing_divides_the_page(serve, oracle, page_size, selecti
 def test_logits_with_other_rotary_embeddings(serve, tmp_path_factory, rope):
     """Prevents scoring with other frequencies, dims or pairs than those the model rotates its keys with, dims that are
     left out, and a wrong weight of rotated against other dims."""
-    model = build_tiny_model(tmp_path_factory.mktemp("models"), rope, layers=2)
+    model = build_tiny_model(tmp_path_factory.mktemp("models"), rope)
     ids = prompt(12, 45)
     client = serve(model=model)
     response = client.generate(ids, 240, logprobs=True)

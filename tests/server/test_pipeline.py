@@ -11,7 +11,6 @@ import requests
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from sglang_triattn.stats.file import load_stats
-from tiny_model import build_tiny_model
 
 STAGES = ("--pp-size", "2")
 STORM = (*STAGES, "--page-size", "16", "--triattention-selection", "shared-mean", "--chunked-prefill-size", "64")
@@ -23,19 +22,13 @@ RETRACT = {
 
 
 @pytest.fixture(scope="module")
-def three_layers(tmp_path_factory):
-    """The tiny model with three layers: the second stage has two, which choose together."""
-    return build_tiny_model(tmp_path_factory.mktemp("model"), layers=3)
+def client(serve):
+    return serve("--page-size", "1", *STAGES, env=two_cores())
 
 
 @pytest.fixture(scope="module")
-def client(serve, three_layers):
-    return serve("--page-size", "1", *STAGES, env=two_cores(), model=three_layers)
-
-
-@pytest.fixture(scope="module")
-def storm_client(serve, three_layers):
-    return serve(*STORM, "--max-total-tokens", "2048", env={**two_cores(), **RETRACT}, model=three_layers)
+def storm_client(serve):
+    return serve(*STORM, "--max-total-tokens", "2048", env={**two_cores(), **RETRACT})
 
 
 def assert_account(account: Oracle, ids: list[int], response: dict, frozen: int) -> None:
@@ -49,13 +42,13 @@ def assert_account(account: Oracle, ids: list[int], response: dict, frozen: int)
     assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
-def test_logits_and_sums(client, three_layers):
+def test_logits_and_sums(client, tiny):
     """Prevents a stage from scoring its keys by other layers' queries, rounds that the other stage does not have, and
     rounds that both stages publish."""
     ids = prompt(9, 50)
     before = client.totals()["rounds"]
     response = client.generate(ids, 240, logprobs=True)
-    assert_account(oracle_of(three_layers), ids, response, len(ids))
+    assert_account(oracle_of(tiny), ids, response, len(ids))
     log = client.server.log_path.read_text()
     assert all(any(f"PP{stage}" in line and "is active" in line for line in log.splitlines()) for stage in (0, 1))
     totals = client.totals()
@@ -67,9 +60,9 @@ def test_logits_and_sums(client, three_layers):
 
 
 @pytest.mark.wide
-def test_answers_below_the_trigger(serve, client, three_layers):
+def test_answers_below_the_trigger(serve, client):
     """Prevents compression from changing an answer, a log-probability or a prefix hit before it has evicted."""
-    plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False, model=three_layers)
+    plain = serve("--page-size", "1", *STAGES, env=two_cores(), compressed=False)
     stem = prompt(1, 60)
     for ids in (stem, stem + prompt(3, 30)):
         ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
@@ -87,10 +80,10 @@ def test_conversations_are_refused(client):
     assert "does not work on a server with --pp-size 2, whose stages have no clock in common" in refused.text
 
 
-def test_one_kept_set_for_each_stage(storm_client, three_layers):
+def test_one_kept_set_for_each_stage(storm_client, tiny):
     """Prevents a kept set chosen by other layers than the stage's own, and a compacted answer in the tree."""
     ids = prompt(13, 40)
-    account = oracle_of(three_layers)
+    account = oracle_of(tiny)
     account.selection, account.stages = "shared-mean", (1, 2)
     response = storm_client.generate(ids, 240, logprobs=True)
     assert response["meta_info"]["num_retractions"] == 0
