@@ -326,7 +326,7 @@ def test_answers_and_storm(serve_vision, family):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", "mistral-small-3", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "glm-4.1v", "mistral-small-3"])
 def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_path, family):
     """Prevents queries that are turned back by other positions or dims, and a vision encoder's among them."""
     model = vision_model(family)
