@@ -1,7 +1,9 @@
 """Fits the weights of `look-ups` for a model, see `lookups.py`, on prose and code and on records that nothing predicts.
 
-python -m benchmarks.quality.fit_lookups --model FOLDER --out lookups.safetensors
-python -m benchmarks.quality --model FOLDER --lookups lookups.safetensors --policies look-ups
+Make them, then compare:
+
+    python -m benchmarks.quality.fit_lookups --model FOLDER --out lookups.safetensors
+    python -m benchmarks.quality --model FOLDER --lookups lookups.safetensors --policies look-ups
 """
 
 from __future__ import annotations

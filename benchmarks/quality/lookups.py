@@ -48,18 +48,21 @@ def sizes(keys: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 @torch.no_grad()
-def read_again(model: Any, tokenizer: Any, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def read_again(
+    model: Any, tokenizer: Any, ids: Sequence[int], *, chunk: int = CHUNK
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys of a text, and how strongly each is looked up as the model reads the text again.
 
     Args:
         model: as `load_model` returns it.
-        ids: the text, read once before.
+        ids: the text.
+        chunk: tokens of one forward pass.
 
     Returns:
         keys [L, H_kv, n, head_dim] float32, after RoPE, and s [L, H_kv, n] float32.
     """
-    dense = compute_dense(model, ids)
-    keys = [cast(torch.Tensor, layer.keys)[0].float() for layer in cast("list[DynamicLayer]", dense.layers)]
+    dense = compute_dense(model, ids, chunk=chunk)
+    keys = [_keys(dense, layer) for layer in range(len(dense.layers))]
     most = [key.new_zeros(key.shape[:2]) for key in keys]
     again = tokenizer(REQUEST, add_special_tokens=False)["input_ids"] + list(ids)
 
@@ -68,13 +71,12 @@ def read_again(model: Any, tokenizer: Any, ids: Sequence[int]) -> tuple[torch.Te
         most[layer] = torch.maximum(most[layer], found)
 
     with watching_queries(see):
-        for start in range(0, len(again), CHUNK):
-            part = torch.tensor([again[start : start + CHUNK]], device=model.device)
-            model(input_ids=part, past_key_values=dense, use_cache=True, logits_to_keep=1)
+        compute_dense(model, again, chunk=chunk, dense=dense)
     return torch.stack(keys), torch.stack(most)
 
 
 def _keys(dense: DynamicCache, layer: int) -> torch.Tensor:
+    """[H_kv, T, head_dim] float32."""
     return cast(torch.Tensor, cast("list[DynamicLayer]", dense.layers)[layer].keys)[0].float()
 
 

@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.quality.lookups import sizes
 from benchmarks.quality.queries import QueryLog
-from sglang_triattn.kernels.score.value_size import NEWEST
+from sglang_triattn.kernels.score.value_size import value_size_torch
 from sglang_triattn.kernels.select.reference import keep_torch
 from sglang_triattn.model.rope import Rope, rotate
 from sglang_triattn.transformers_cache.policy import Pools
@@ -257,19 +257,18 @@ class ExpectedAttention(Control):
 class LookUps(Control):
     """How strongly a key may be looked up, times what its value adds to an output, both as logarithms.
 
-    c is the mean value of the newest tokens, as for the server's own value sizes.
+    c is the center of the server's own value sizes.
     """
 
     needs_lookups = True
 
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
-        values = self.vectors(self.pools.v_buffers, slots)
-        newest = values[:, :, max(aged, len(slots) - NEWEST) :]
-        center = newest.mean(2, keepdim=True) if newest.shape[2] else 0.0
+        lengths = torch.tensor([len(slots)], device=slots.device)
+        squared = value_size_torch(self.pools.v_buffers, slots[None], lengths, len(slots) - aged)[0]
         found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
         weights = cast(torch.Tensor, self.row.lookups).to(found.device)
         strength = (found @ weights[..., None])[..., 0]
-        return strength + (values - center).norm(dim=-1).clamp_min(1e-20).log()
+        return strength + squared.clamp_min(1e-30).log() / 2
 
 
 CONTROLS: dict[str, type[Control]] = {

@@ -81,14 +81,19 @@ def feed(
 
 
 @torch.no_grad()
-def compute_dense(model: Any, ids: Sequence[int] | torch.Tensor, *, chunk: int = CHUNK) -> DynamicCache:
+def compute_dense(
+    model: Any, ids: Sequence[int] | torch.Tensor, *, chunk: int = CHUNK, dense: DynamicCache | None = None
+) -> DynamicCache:
     """K and V of the tokens `ids` [n], each computed with all earlier ones visible, `chunk` tokens per forward pass.
+
+    Args:
+        dense: K and V of the tokens before these, to which theirs are appended; None for an empty one.
 
     Raises:
         CacheError: `chunk` is less than one.
     """
     _check_chunk(chunk)
-    ids, dense = torch.as_tensor(ids, device=model.device).view(1, -1), DynamicCache()
+    ids, dense = torch.as_tensor(ids, device=model.device).view(1, -1), DynamicCache() if dense is None else dense
     for start in range(0, ids.shape[1], chunk):
         model(input_ids=ids[:, start : start + chunk], past_key_values=dense, use_cache=True, logits_to_keep=1)
     return dense

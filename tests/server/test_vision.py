@@ -312,7 +312,7 @@ def test_answers_and_storm(serve_vision, family):
     assert len(finished) > 20
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 13
-    # What the tree kept of prompts, images within them, and states, answers as what is computed afresh.
+    # A prompt with an image that hits the radix tree, states included, answers as one that is prefilled.
     longer = [model.with_image(stem, words(prompt(37 + number % 3, 20 + number))) for number in range(6)]
     images = [model.picture(5 + number % 2) for number in range(6)]
     found = ask(client, longer, images, 2)

@@ -22,11 +22,10 @@ def tokenizer(text, **options):
     return {"input_ids": list(LEAD)}
 
 
-def test_attention_of_the_second_reading(folder, model, monkeypatch):
+def test_attention_of_the_second_reading(folder, model):
     """Prevents attention of the first reading, of later keys, of one chunk alone, or of one query head of a group."""
-    monkeypatch.setattr("benchmarks.quality.lookups.CHUNK", 50)
     ids = words(3, 60)
-    keys, most = read_again(model, tokenizer, ids)
+    keys, most = read_again(model, tokenizer, ids, chunk=50)
     eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         attention = torch.stack(eager(torch.tensor([ids + LEAD + ids]), output_attentions=True).attentions)[:, 0]
