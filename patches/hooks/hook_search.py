@@ -11,6 +11,12 @@ from types import ModuleType
 
 from sglang_triattn.patches.hooks.hook import resolve
 
+# Most of the modules that a process of SGLang has loaded; none of these packages imports SGLang.
+_WITHOUT_SGLANG = sys.stdlib_module_names | {
+    "IPython", "aiohttp", "cutlass", "fastapi", "flashinfer", "networkx", "numpy", "openai", "pandas", "pydantic",
+    "scipy", "sympy", "timm", "torch", "torchvision", "transformers", "triton", "xgrammar",
+}  # fmt: skip
+
 
 class Bindings:
     """The names under which modules hold the targets of hooks, as of the last module that was imported."""
@@ -21,6 +27,8 @@ class Bindings:
 
     def replace(self, original: object, wrapped: object, source_module: object) -> int:
         """Replaces `original` by `wrapped` in all modules but `source_module`; returns in how many places.
+
+        Packages that never import SGLang are not searched: a forked process would copy the pages of all they hold.
 
         Source: `_propagate_patch`, sglang/srt/plugins/hook_registry.py.
         """
@@ -35,8 +43,8 @@ class Bindings:
 
     def _search(self, functions: list[object]) -> None:
         self._modules, self._names = len(sys.modules), {id(function): [] for function in functions}
-        for module in list(sys.modules.values()):
-            if isinstance(module, ModuleType):
+        for path, module in list(sys.modules.items()):
+            if path.partition(".")[0] not in _WITHOUT_SGLANG and isinstance(module, ModuleType):
                 for name, value in list(vars(module).items()):
                     if id(value) in self._names:
                         self._names[id(value)].append((module, name))
