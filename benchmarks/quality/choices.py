@@ -59,6 +59,11 @@ class Choice:
         """Whether the choice needs the weights of `look-ups`."""
         return self.control is not None and self.control.needs_lookups
 
+    @property
+    def reads_again(self) -> bool:
+        """Whether the choice needs a second reading of the whole text."""
+        return self.control is not None and self.control.needs_second_reading
+
     def config(self, budget: int, interval: int | None) -> Config:
         """The settings at a budget in tokens; an `interval` of None means the server's.
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import write
 from benchmarks.quality.cells import Cell, Found
 from benchmarks.quality.choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
-from benchmarks.quality.lookups import LookupsError, load_lookups
+from benchmarks.quality.lookups import LookupsError, load_lookups, read_again
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.run import Runner
 from benchmarks.quality.server import AskError, ServerRunner
@@ -79,11 +79,12 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     model = load_model(options.model, options.device, options.dtype)
     lookups = lookups_for(options, model, [cell.choice for cell in cells])
-    streams = _streams(options, load_tokenizer(options.model))
+    tokenizer = load_tokenizer(options.model)
+    streams = _streams(options, tokenizer)
     stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}"),
-        lookups=lookups,
+        lookups=lookups, second_reading=lambda ids: read_again(model, tokenizer, ids)[1],
     )  # fmt: skip
     setting = {
         "model": Path(options.model).name,
@@ -144,8 +145,9 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
 
 
 def usual(options: argparse.Namespace) -> list[str]:
-    """All policies, without those whose weights are not given."""
-    return [name for name in ALL if options.lookups or not read_choice(name).looks_up]
+    """All policies that a server could have, without those whose weights are not given."""
+    choices = (read_choice(name) for name in ALL)
+    return [one.name for one in choices if not one.reads_again and (options.lookups or not one.looks_up)]
 
 
 def lookups_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> torch.Tensor | None:

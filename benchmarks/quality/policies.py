@@ -32,7 +32,7 @@ from typing import cast
 
 import torch
 
-from benchmarks.quality.lookups import sizes
+from benchmarks.quality.lookups import EPSILON, sizes
 from benchmarks.quality.queries import QueryLog
 from sglang_triattn.kernels.score.value_size import value_size_torch
 from sglang_triattn.kernels.select.reference import keep_torch
@@ -59,6 +59,8 @@ class RowFacts:
         rope: the model's.
         queries: queries of the row's tokens; None unless the policy `needs_queries`.
         lookups: weights [L, H_kv, F] of `look-ups`; None unless they were given.
+        looked_up: [L, H_kv, tokens], how strongly each token is looked up at most as the model reads the row's text
+            again, see `lookups.read_again`; None unless the policy `needs_second_reading`.
     """
 
     seed: str
@@ -67,6 +69,7 @@ class RowFacts:
     rope: Rope
     queries: QueryLog | None = None
     lookups: torch.Tensor | None = None
+    looked_up: torch.Tensor | None = None
 
 
 class Control(ABC):
@@ -74,6 +77,7 @@ class Control(ABC):
 
     needs_queries = False
     needs_lookups = False
+    needs_second_reading = False
 
     def __init__(self, pools: Pools, row: RowFacts) -> None:
         self.pools, self.row = pools, row
@@ -257,7 +261,7 @@ class ExpectedAttention(Control):
 class LookUps(Control):
     """How strongly a key may be looked up, times what its value adds to an output, both as logarithms.
 
-    c is the center of the server's own value sizes.
+    A value adds its distance from the center of the server's own value sizes.
     """
 
     needs_lookups = True
@@ -265,10 +269,27 @@ class LookUps(Control):
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         lengths = torch.tensor([len(slots)], device=slots.device)
         squared = value_size_torch(self.pools.v_buffers, slots[None], lengths, len(slots) - aged)[0]
+        return self.strength(slots) + squared.clamp_min(1e-30).log() / 2
+
+    def strength(self, slots: torch.Tensor) -> torch.Tensor:
+        """[L, H_kv, N], the logarithm of how strongly a key may be looked up, up to a constant."""
         found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
         weights = cast(torch.Tensor, self.row.lookups).to(found.device)
-        strength = (found @ weights[..., None])[..., 0]
-        return strength + squared.clamp_min(1e-30).log() / 2
+        return (found @ weights[..., None])[..., 0]
+
+
+class ReadAgain(LookUps):
+    """The same with what weights would predict: how strongly a key is looked up as the model reads the text again.
+
+    No server can have it: the second reading costs as much as the first, and comes after the whole text.
+    """
+
+    needs_lookups = False
+    needs_second_reading = True
+
+    def strength(self, slots: torch.Tensor) -> torch.Tensor:
+        looked_up = cast(torch.Tensor, self.row.looked_up).to(slots.device)
+        return torch.log(looked_up.gather(-1, self.positions(slots)) + EPSILON)
 
 
 CONTROLS: dict[str, type[Control]] = {
@@ -283,4 +304,5 @@ CONTROLS: dict[str, type[Control]] = {
     "r-kv": RKV,
     "value-range": ValueRange,
     "look-ups": LookUps,
+    "read-again": ReadAgain,
 }

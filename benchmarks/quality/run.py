@@ -58,6 +58,8 @@ class Runner:
         seed: for random choices.
         progress: called with a line of text.
         lookups: weights of `look-ups`, see `RowFacts`.
+        second_reading: token ids of a text -> what `read-again` decides by, see `RowFacts.looked_up`; None unless a
+            choice `reads_again`.
     """
 
     model: Any
@@ -68,6 +70,7 @@ class Runner:
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
     lookups: torch.Tensor | None = None
+    second_reading: Callable[[list[int]], torch.Tensor] | None = None
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
         """Units of every cell; equal settings are computed once. `dense` must be among the cells.
@@ -105,6 +108,9 @@ class Runner:
     def _plan(self, stream: Tokens, cells: Sequence[Cell], replayed: bool) -> _Plan:
         shape, plan = shape_of(self.model), _Plan({}, {})
         length = len(stream.prompt) + len(stream.private)
+        looked_up = None
+        if self.second_reading is not None and any(cell.choice.reads_again for cell in cells):
+            looked_up = self.second_reading(stream.prompt + stream.private)
         # Dense first: agreement is measured against it.
         for cell in sorted(cells, key=lambda cell: cell.choice.name != DENSE):
             config = cell.config(len(stream.private), self.interval)
@@ -112,7 +118,7 @@ class Runner:
             if control is not None and control.needs_queries:
                 log = plan.logs.get(None) or QueryLog(shape.num_layers, shape.rope)
             frozen = frozen_of(config, len(stream.prompt))
-            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.lookups)
+            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.lookups, looked_up)
             setting = cell.choice.setting(config, facts)
             plan.groups.setdefault(setting, []).append(cell)
             if log is not None:

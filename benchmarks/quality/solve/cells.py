@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.quality.choices import DEFAULT, DENSE, Choice, read_choice
+from benchmarks.quality.choices import DEFAULT, DENSE, Choice, ChoiceError, read_choice
 from sglang_triattn.config import Config
 
 
@@ -32,9 +32,12 @@ def cells_of(names: Sequence[str], shares: Sequence[float], budgets: Sequence[in
     """Every choice at every size, shares first; dense and default are always included.
 
     Raises:
-        ChoiceError: a name stands for no choice.
+        ChoiceError: a name stands for no choice, or for one that needs the text before it is written.
     """
     choices = [read_choice(name) for name in dict.fromkeys((DENSE, DEFAULT, *names))]
+    for choice in choices:
+        if choice.reads_again:
+            raise ChoiceError(f"{choice.name} needs the whole text before it is written: leave it out here.")
     sizes: list[tuple[float | None, int | None]] = [(share, None) for share in shares]
     sizes += [(None, budget) for budget in budgets]
     return [Cell(choice, *size) for size in sizes for choice in choices]

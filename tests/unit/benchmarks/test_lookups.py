@@ -53,14 +53,17 @@ def test_planted_weights_are_found(model):
 
 
 @pytest.mark.parametrize("recent", [0, 8])
-def test_strength_and_value_decide_together(model, recent):
+@pytest.mark.parametrize("name", ["look-ups", "read-again"])
+def test_strength_and_value_decide_together(model, name, recent):
     """Prevents a center of other values, strengths of another head, and a sum that one part rules."""
     ids, shape = torch.tensor(words(6, 148)), shape_of(model)
     dense = compute_dense(model, ids)
-    weights = torch.randn(2, 2, shape.rope.inv_freq.numel(), generator=torch.Generator().manual_seed(1))
-    facts = RowFacts("seed", len(ids), 20, shape.rope, None, weights)
-    choice = read_choice(f"look-ups:recent={recent}")
-    assert choice.looks_up
+    drawn = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, 2, shape.rope.inv_freq.numel(), generator=drawn)
+    looked_up = torch.rand(2, 2, len(ids), generator=drawn)
+    facts = RowFacts("seed", len(ids), 20, shape.rope, lookups=weights, looked_up=looked_up)
+    choice = read_choice(f"{name}:recent={recent}")
+    assert (choice.looks_up, choice.reads_again) == (name == "look-ups", name == "read-again")
     setting = choice.setting(choice.config(48, 80), facts)
     cache = CompactedCache.for_model(model, [setting], capacity=len(ids), prompt_length=20)
     kept = []
@@ -72,6 +75,8 @@ def test_strength_and_value_decide_together(model, recent):
     )
     half = keys.shape[-1] // 2
     strength = torch.einsum("lhnf,lhf->lhn", torch.hypot(keys[..., :half], keys[..., half:]), weights)
+    if name == "read-again":
+        strength = (looked_up[..., 20:] + EPSILON).log()
     center = values[:, :, 128 - recent :].mean(2, keepdim=True) if recent else torch.zeros(())
     importance = strength + (values - center).norm(dim=-1).log()
     importance[..., 128 - recent :] = torch.inf
@@ -103,3 +108,9 @@ def test_weights_that_cannot_be_used(tmp_path, folder):
     for run in (main, solve_main):
         with pytest.raises(SystemExit, match="look-ups needs weights: make them by"):
             run(["--model", str(folder), "--policies", "look-ups"])
+
+
+def test_a_text_that_is_yet_to_be_written_is_not_read_again(folder):
+    """Prevents a traceback where a choice needs what a model has not written."""
+    with pytest.raises(SystemExit, match="read-again needs the whole text before it is written: leave it out here"):
+        solve_main(["--model", str(folder), "--policies", "read-again"])
