@@ -30,6 +30,7 @@ REPEATING = {
     "gemma3-with-images",
     "glm4",
     "granite-moe-shared",
+    "hunyuan-moe",
     "nanbeige",
     "olmo",
     "olmo2",

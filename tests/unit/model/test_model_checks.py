@@ -25,8 +25,6 @@ GROUPS = [{"attention": {"n_heads_in_group": size}} for size in (2, 4)]
 
 # (architecture, its fields, words that the reason contains)
 REFUSED = [
-    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
-    ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
     ("HunYuanMoEV1ForCausalLM", {"use_cla": True}, "share KV"),
     ("Gemma3ForCausalLM", {"layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 1}, "share KV"),
     ("BeamForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
@@ -136,7 +134,8 @@ ACCEPTED_FIELDS = [
     ("GPTBigCodeForCausalLM", {"multi_query": True, "position_embedding_type": "learned_absolute"}),
     ("OPTForCausalLM", {}),
     ("BaichuanForCausalLM", {"hidden_size": 4096}),
-    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
+    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}),
+    ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True, "use_cla": False}),
     ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}),
     ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 1], "no_rope_layer_interval": 4}),
     (
