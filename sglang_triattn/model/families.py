@@ -101,8 +101,6 @@ class Family:
 
 _LOOPS = Refused("it runs its layers several times, with KV of its own each time")
 DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
-_UNCONFIRMED = "SGLang's answers with it could not be confirmed, without compression"
-_OF_MISTRAL_LARGE_3 = Refused(_UNCONFIRMED, lambda fields: fields.get("kv_lora_rank"))
 _OTHER_DIMS = Refused(
     "it rotates other dims of a head than the leading ones",
     lambda fields: fields.get("rope_head_dim") not in (None, fields.get("head_dim")),
@@ -314,7 +312,7 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": _PLAIN,
     "Mistral3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "MistralForCausalLM": _PLAIN,
-    "MistralLarge3ForCausalLM": Family(refused=Refused(_UNCONFIRMED)),
+    "MistralLarge3ForCausalLM": _LATENT,
     "MixtralForCausalLM": _PLAIN,
     "MultiModalityCausalLM": _PLAIN_WITH_IMAGES,
     "MuseGlimmerForCausalLM": _MUSE_GLIMMER,
@@ -340,7 +338,7 @@ FAMILIES: dict[str, Family] = {
     "Phi3SmallForCausalLM": _PLAIN,
     "PhiForCausalLM": _PLAIN,
     "PhiMoEForCausalLM": _PLAIN,
-    "PixtralForConditionalGeneration": replace(_PLAIN_WITH_TEXT, refused=_OF_MISTRAL_LARGE_3),
+    "PixtralForConditionalGeneration": _LATENT_OR_NOT_WITH_TEXT,
     "QWenLMHeadModel": _PLAIN,
     "QuantMixtralForCausalLM": _PLAIN,
     "Qwen2AudioForConditionalGeneration": _PLAIN_WITH_TEXT,

@@ -80,6 +80,7 @@ MODULES = {
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
     TEXT_ALONE: ("gemma4_causal",),
     "nanbeige": ("nanbeige",),
+    "mistral-large": ("mistral_large_3", "deepseek_v2"),
 }
 WITHOUT_ROPE = {
     **dict.fromkeys(
