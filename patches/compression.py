@@ -25,7 +25,7 @@ from sglang_triattn.patches.hooks.registry import check_in_place
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch.census_switch import is_wanted
 from sglang_triattn.patches.launch.same_launch import check_same_launch, serving_hook
-from sglang_triattn.patches.model import pinned
+from sglang_triattn.patches.model import late_norm, pinned
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
 from sglang_triattn.patches.model.draft import check_draft_model, make_follower
 from sglang_triattn.patches.model.inspect import check_pool
@@ -113,6 +113,7 @@ class Compression:
                 why="answers the launch: compresses, or why not",
             ),
             serving_hook(lambda: self.refusal),
+            *late_norm.hooks(),
             *self._workspace.hooks(),
             *self._admission.hooks(),
             *positions.hooks(),

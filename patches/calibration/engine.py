@@ -33,6 +33,7 @@ from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.model_config import reason_in_file
 from sglang_triattn.patches.launch.server_args import CalibrationRequest
 from sglang_triattn.patches.launch.traits import traits_of
+from sglang_triattn.patches.model import late_norm
 from sglang_triattn.variable import unset
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def scheduler_hooks(request: CalibrationRequest) -> list[Hook]:
             "self",
             why="answers what was measured, or why nothing was",
         ),
+        *late_norm.hooks(),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_triattn.model.families import family_of
 from sglang_triattn.model.rope import no_rotation, same_rope
 from sglang_triattn.patches.model.inspect import read_ropes, read_shape
+from sglang_triattn.patches.model.late_norm import without_weights
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, scored_layers
 from sglang_triattn.patches.model.rotation import POSITION, Rotation, match_rotation, queries_at
 from sglang_triattn.patches.ranks.pipeline import is_staged
@@ -62,5 +63,7 @@ def shape_of_stage(scheduler: Scheduler) -> ModelShape:
             return read_shape(runner, ranks, Rotation(ropes[0], (False,) * len(layers)))
     position = min(POSITION, scheduler.model_config.context_len - 1)
     seen, first = queries_at(scheduler, layers, position)
+    if family.norm_after_rope:
+        seen = without_weights(seen, layers, runner.model, family.norm_after_rope)
     rotation = match_rotation(seen, [layer.number for layer in layers], ropes, position)
     return read_shape(runner, ranks, replace(rotation, first_position=first))

@@ -46,6 +46,8 @@ class Family:
         still_by_number: the file's `no_rope_layers` are the numbers of the layers that RoPE does not turn.
         rotary_share: share of a head's dims that RoPE turns, where the file does not say.
         interleaved: RoPE pairs neighbouring dims, where the file does not say.
+        norm_after_rope: the module of an attention, if it has one, that normalises queries after their rotation, with
+            a weight for each dim; keys have such a norm, too.
         may_lack_rope: no layer needs a rotary embedding, because states carry positions.
         learned_positions: embeddings of positions are added to those of tokens, so RoPE turns nothing.
         proportional_rope: RoPE may leave out dims between those that it turns.
@@ -78,6 +80,7 @@ class Family:
     still_by_number: bool = False
     rotary_share: float = 1.0
     interleaved: bool = False
+    norm_after_rope: str = ""
     may_lack_rope: bool = False
     learned_positions: bool = False
     proportional_rope: bool = False
@@ -98,13 +101,6 @@ class Family:
 
 _LOOPS = Refused("it runs its layers several times, with KV of its own each time")
 DIFFUSION = Refused("it is a diffusion model, which rewrites its tokens")
-_UNCONFIRMED = "SGLang's answers with it could not be confirmed, without compression"
-_OF_MISTRAL_LARGE_3 = Refused(_UNCONFIRMED, lambda fields: fields.get("kv_lora_rank"))
-# Scores know one weight for both dims of a pair; undoing two needs them in the kernels that read the keys.
-_NORM_AFTER_ROPE = Refused(
-    "it normalises queries and keys after their rotation, with a weight for each dim",
-    lambda fields: fields.get("use_qk_norm"),
-)
 _OTHER_DIMS = Refused(
     "it rotates other dims of a head than the leading ones",
     lambda fields: fields.get("rope_head_dim") not in (None, fields.get("head_dim")),
@@ -113,6 +109,10 @@ _OTHER_DIMS = Refused(
 _ALIBI = Refused("it has ALiBi in place of rotation", lambda fields: fields.get("hidden_size") != 4096)
 
 _PLAIN = Family(windows=False)
+# Statistics are of queries after that norm, turned back. Where both dims of a pair have one weight, norm and rotation
+# commute, and scores are what they are for other models; else they leave out what depends on where a token stands. To
+# have that too, the phases that meet a key's dims would need the norm's weights.
+_NORM_AFTER_ROPE = Family(windows=False, norm_after_rope="query_layernorm")
 _OWN_POOL = Family(window_pool=True)
 _MIMO = Family(
     window_pool=True,
@@ -259,8 +259,8 @@ FAMILIES: dict[str, Family] = {
     "Grok1VForCausalLM": Family(branching_drafts=True),
     "HYV3ForCausalLM": _PLAIN,
     "HrmTextForCausalLM": Family(refused=_LOOPS),
-    "HunYuanDenseV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
-    "HunYuanMoEV1ForCausalLM": Family(refused=_NORM_AFTER_ROPE),
+    "HunYuanDenseV1ForCausalLM": _NORM_AFTER_ROPE,
+    "HunYuanMoEV1ForCausalLM": _NORM_AFTER_ROPE,
     "IQuestCoderForCausalLM": _PLAIN,
     "IQuestLoopCoderForCausalLM": Family(refused=_LOOPS),
     "IQuestQ1ForCausalLM": replace(_KEEPS_ONE_MORE_WITH_SINKS, still_by_number=True),
@@ -312,7 +312,7 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": _PLAIN,
     "Mistral3ForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "MistralForCausalLM": _PLAIN,
-    "MistralLarge3ForCausalLM": Family(refused=Refused(_UNCONFIRMED)),
+    "MistralLarge3ForCausalLM": _LATENT,
     "MixtralForCausalLM": _PLAIN,
     "MultiModalityCausalLM": _PLAIN_WITH_IMAGES,
     "MuseGlimmerForCausalLM": _MUSE_GLIMMER,
@@ -338,7 +338,7 @@ FAMILIES: dict[str, Family] = {
     "Phi3SmallForCausalLM": _PLAIN,
     "PhiForCausalLM": _PLAIN,
     "PhiMoEForCausalLM": _PLAIN,
-    "PixtralForConditionalGeneration": replace(_PLAIN_WITH_TEXT, refused=_OF_MISTRAL_LARGE_3),
+    "PixtralForConditionalGeneration": _LATENT_OR_NOT_WITH_TEXT,
     "QWenLMHeadModel": _PLAIN,
     "QuantMixtralForCausalLM": _PLAIN,
     "Qwen2AudioForConditionalGeneration": _PLAIN_WITH_TEXT,

@@ -101,7 +101,7 @@ def rope_of_transformers(model: torch.nn.Module, config) -> Rope:
     rope_type = getattr(rotary, "rope_type", "default")
     if isinstance(rope_type, Mapping):
         rope_type = rope_type[_FULL]
-    if rope_type not in STATIC_TYPES:
+    if rope_type not in STATIC_TYPES and not (rope_type == "dynamic" and _is_stretched(rotary, config)):
         raise RopeError(
             f"RoPE type {rope_type!r} changes its frequencies with a text's length, but scores need fixed "
             f"ones: calibrate with --engine sglang, or use a model with one of {', '.join(STATIC_TYPES)}."
@@ -163,6 +163,15 @@ def _rotary_module(model: torch.nn.Module) -> torch.nn.Module:
     if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
         raise RopeError(f"{type(model).__name__} has several different rotary embeddings; only one is supported")
     return found[0]
+
+
+def _is_stretched(rotary: torch.nn.Module, config) -> bool:
+    """Whether frequencies of the type "dynamic" are stretched by a fixed `alpha`, for all lengths (Hunyuan)."""
+    parameters, frequencies = config.rope_parameters or {}, _frequencies(rotary)
+    if frequencies is None or not parameters.get("alpha"):
+        return False
+    slowest = parameters["rope_theta"] ** (1 / frequencies.numel() - 1) / parameters["alpha"]
+    return abs(float(frequencies[-1]) / slowest - 1) < 1e-4
 
 
 def _by_kind(rotary: torch.nn.Module) -> bool:

@@ -64,7 +64,7 @@ def run(forkserver, folder, tmp_path):
 
 def unsupported_model(folder: Path, name: str) -> Path:
     """Configuration and tokenizer, without weights, of a model that changes its frequencies in long texts
-    ("long-rope"), or that normalises queries and keys after their rotation ("late-norm")."""
+    ("long-rope"), or whose layers share KV ("shared-kv")."""
     target = folder / name
     shutil.copytree(folder / "model", target, ignore=shutil.ignore_patterns("*.safetensors"))
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
@@ -74,7 +74,7 @@ def unsupported_model(folder: Path, name: str) -> Path:
         config = LlamaConfig(**sizes, max_position_embeddings=1024, rope_parameters=rope)
         config.architectures = ["LlamaForCausalLM"]
     else:
-        config = HunYuanDenseV1Config(**sizes, use_qk_norm=True, architectures=["HunYuanDenseV1ForCausalLM"])
+        config = HunYuanDenseV1Config(**sizes, use_cla=True, architectures=["HunYuanDenseV1ForCausalLM"])
     config.save_pretrained(target)
     return target
 
@@ -215,8 +215,8 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
             id="long-rope",
         ),
         (
-            ["--model", "late-norm"],
-            "late-norm (HunYuanDenseV1ForCausalLM) cannot be calibrated, because it normalises queries and keys after",
+            ["--model", "shared-kv"],
+            "shared-kv (HunYuanDenseV1ForCausalLM) cannot be calibrated, because its layers share KV with one another",
         ),
         wide(
             ["--", "--enable-triattention", "--triattention-stats", "x"],
@@ -224,7 +224,7 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
             id="compressed",
         ),
     ],
-    ids=["pp", None, "late-norm", None],
+    ids=["pp", None, "shared-kv", None],
 )
 def test_what_cannot_be_calibrated_is_refused(run, folder, options, words):
     """Prevents a user's mistake from ending in a traceback or a long start."""

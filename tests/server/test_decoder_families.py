@@ -21,6 +21,13 @@ def activate():
 
     update_config.update_intermediate_size = unpadded
 """
+# SGLang serves these in bfloat16, also with --dtype float32.
+IN_FLOAT32 = """
+def activate():
+    from sglang.srt.arg_groups import model_override_base
+    del model_override_base.MODEL_OVERRIDES["MistralLarge3ForCausalLM"]
+"""
+PLUGINS = {"gemma3n": ("unpadded", UNPADDED), "mistral-large": ("in_float32", IN_FLOAT32)}
 # Models that repeat themselves: between the equal values of two equal tokens in the first layer, the order in a row
 # would choose, which an account does not know. One kept set for all layers leaves no such choice.
 REPEATING = {
@@ -30,6 +37,7 @@ REPEATING = {
     "gemma3-with-images",
     "glm4",
     "granite-moe-shared",
+    "hunyuan-moe",
     "nanbeige",
     "olmo",
     "olmo2",
@@ -39,7 +47,7 @@ REPEATING = {
 }
 
 
-OTHERS = ("deepseek-v2", "minicpm3", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope")
+OTHERS = ("deepseek-v2", "minicpm3", "mistral-large", "gemma3-with-images", TEXT_ALONE, "nanbeige", "dynamic-rope")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,8 @@ def test_a_decoder(serve, tmp_path, family):
     if family == "phi3":
         flags = ("--context-length", str(SHORT_CONTEXT))
     env = None
-    if family == "gemma3n":
-        harness.install_plugin(tmp_path / "unpadded", "unpadded", UNPADDED)
-        env = {"PYTHONPATH": harness.python_path(tmp_path / "unpadded")}
+    if family in PLUGINS:
+        name, source = PLUGINS[family]
+        harness.install_plugin(tmp_path / name, name, source)
+        env = {"PYTHONPATH": harness.python_path(tmp_path / name)}
     compare_with_account(serve, tmp_path, family, page_size, selection, *flags, env=env)

@@ -60,6 +60,7 @@ CASES = [
     wide(Case("cohere2", 1, "per-layer-head")),
     wide(Case("smollm3", 16, "per-layer-head")),
     wide(Case("seed-oss", 16, "per-layer-head")),
+    Case("hunyuan", 16, "per-layer-head", plain=True),
     wide(Case("dots1", 1, "shared-mean")),
     wide(Case("nemotron-nas", 16, "per-layer-head")),
     wide(Case("gpt-oss", 1, "shared-mean", measured=False, plain=True)),

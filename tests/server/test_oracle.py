@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness import compression, prompt, served_logprobs, two_cores
+from harness import BUDGET, INTERVAL, compression, prompt, served_logprobs, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from sets import wide
 from tiny_model import build_tiny_model
@@ -36,6 +36,19 @@ def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     dense = Oracle(**{**vars(oracle), "budget": 10_000})
     unmasked, _ = dense.logprobs(ids + output[:-1], len(ids), frozen)
     assert (unmasked.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
+
+
+@pytest.mark.parametrize("overlap", [True, wide(False, id="in turn")])
+def test_an_answer_that_ends_in_the_step_of_a_round(serve, oracle, overlap):
+    """Prevents an account that misses the round of a step which was queued before the answer had ended."""
+    client = serve("--page-size", "1", *(() if overlap else ("--disable-overlap-schedule",)))
+    ids = prompt(5, 50)
+    for tokens in (BUDGET + INTERVAL, BUDGET + INTERVAL + 1):
+        response = client.generate(ids, tokens)
+        account = Oracle(**{**vars(oracle), "overlap": overlap})
+        _, rounds = account.logprobs(ids + response["output_ids"][:-1], len(ids), len(ids))
+        assert compression(response)["rounds"] == rounds == (overlap and tokens > BUDGET + INTERVAL)
+        client.flush()
 
 
 @pytest.mark.parametrize(

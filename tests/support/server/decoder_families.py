@@ -18,6 +18,15 @@ _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4, "intermediat
 _GRANITE = {**_ROPE, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 
 DECODERS = {
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1Config",
+        "hunyuan",
+        {
+            **FAMILIES["hunyuan"].settings,
+            **{"num_experts": 4, "moe_topk": 4, "moe_intermediate_size": 256},
+            **{"use_mixed_mlp_moe": True, "num_shared_expert": 1},
+        },
+    ),
     "arcee": Family("ArceeConfig", "arcee", {**_ROPE, "hidden_act": "relu2"}),
     "gemma": Family("GemmaConfig", "gemma", {**_ROPE, "hidden_act": "gelu", "tie_word_embeddings": True}),
     # transformers has another name for its architecture than the published files.

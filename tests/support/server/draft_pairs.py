@@ -129,6 +129,7 @@ def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) ->
     recorded = computed_before(steps, len(ids))
     values, tokens = served_logprobs(response)
     account, overlap, differ = pair.watched(mode), mode != "overlap off", []
+    account.overlap = overlap
     # Nothing records where the last step began, which may be before a round or after it.
     ends = range(recorded[-1] + 1, min(recorded[-1] + STEPS + 2, len(everything)))
     for done in (recorded, *([*recorded, last] for last in ends)):

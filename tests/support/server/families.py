@@ -75,6 +75,16 @@ class Family:
 
 FAMILIES = {
     "llama": Family("LlamaConfig", "llama", {"rope_parameters": PLAIN_ROPE}),
+    # Both dims of a pair have weights of their own in the norms that follow the rotation.
+    "hunyuan": Family(
+        "HunYuanDenseV1Config",
+        "hunyuan",
+        {
+            "use_qk_norm": True,
+            "use_cla": False,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
     "gemma2": Family(
         "Gemma2Config",
         "gemma2",
@@ -295,6 +305,9 @@ def build_family(folder: Path, family: str) -> TinyModel:
             # Norms and biases are all equal in a new model, and would hide that they are not applied.
             if parameter.ndim == 1 or name.endswith("bias"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
+            if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+                # Those after a rotation, so that the weights of a pair differ by more than a rounding.
+                parameter.uniform_(0.5, 1.5)
             if name.endswith("sinks"):
                 # SGLang holds them in bfloat16.
                 parameter.copy_(torch.randn_like(parameter).bfloat16())

@@ -80,6 +80,7 @@ MODULES = {
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
     TEXT_ALONE: ("gemma4_causal",),
     "nanbeige": ("nanbeige",),
+    "mistral-large": ("mistral_large_3", "deepseek_v2"),
 }
 WITHOUT_ROPE = {
     **dict.fromkeys(
@@ -202,7 +203,7 @@ def selecting(page_size: int, selection: str) -> tuple[str, ...]:
 
 def under_flags(account: Oracle, page_size: int, selection: str, flags: tuple[str, ...]) -> Oracle:
     """The account of a server with these flags."""
-    account = replace(account, selection=selection)
+    account = replace(account, selection=selection, overlap="--disable-overlap-schedule" not in flags)
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
     if page_size > 16 and account.window:

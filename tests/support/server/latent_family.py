@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    DynamicCache,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+)
 
-from families import COMMON, FAMILIES, HEADS, LAYERS, PLAIN_ROPE, YARN, Family, build_family
+from families import BETAS, COMMON, FAMILIES, HEADS, LAYERS, PLAIN_ROPE, YARN, Family, build_family
 from oracle import Oracle
 from sglang_triattn.model.rope import Rope
 from tiny_model import TinyModel
@@ -88,13 +95,70 @@ FAMILIES["minicpm3"] = Family(
         },
     },
 )
-LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2", "kimi-linear", "minicpm3")
+# transformers knows it as a part of models with images alone.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+_MISTRAL_YARN = {**YARN, **BETAS, "original_max_position_embeddings": COMMON["max_position_embeddings"]}
+_MISTRAL_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+FAMILIES["mistral-large"] = replace(
+    _LATENT,
+    config="Mistral4Config",
+    module="mistral_large_3",
+    settings={
+        **{name: value for name, value in _LATENT.settings.items() if name not in ("num_mtp_layers", "moe_layer_freq")},
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_routed_experts": 4,
+        "rms_norm_eps": 1e-6,
+        # Of which RoPE turns a share.
+        "head_dim": 40,
+        "rope_parameters": {**_MISTRAL_YARN, "llama_4_scaling_beta": 0.1},
+    },
+    # As SGLang reads the published file.
+    written={
+        "architectures": ["MistralLarge3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "head_dim": 16,
+        "rope_parameters": _MISTRAL_YARN,
+        "llama_4_scaling": {"original_max_position_embeddings": COMMON["max_position_embeddings"], "beta": 0.1},
+        **{"topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+    },
+)
+# The names of published weights, by those of transformers.
+_MISTRAL_NAMES = {
+    "model.": "",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn": "attention",
+    "q_a_proj": "wq_a",
+    "q_b_proj": "wq_b",
+    "q_a_layernorm": "q_a_norm",
+    "kv_a_proj_with_mqa": "wkv_a_with_mqa",
+    "kv_a_layernorm": "kv_a_norm",
+    "kv_b_proj": "wkv_b",
+    "o_proj": "wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+    "mlp.": "",
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+}
+LATENT_FAMILIES = ("deepseek-v3", "kimi-k2", "glm-4.7-flash", "deepseek-v2", "kimi-linear", "minicpm3", "mistral-large")
+
+
+OF_TRANSFORMERS = "transformers"
 
 
 class Latent(TinyModel):
     """What a pool holds of each token is one head: the latent, followed by the rotated key."""
 
     def load(self) -> Any:
+        if (self.path / OF_TRANSFORMERS).exists():
+            return TinyModel(self.path / OF_TRANSFORMERS, self.stats).load()
         fields = json.loads((self.path / "config.json").read_text())
         if fields["model_type"] != "kimi_k2":
             return super().load()
@@ -112,8 +176,35 @@ def build_latent(folder: Path, family: str) -> Latent:
         weights = load_file(tiny.path / "model.safetensors")
         renamed = {name.replace("block_sparse_moe.", "mlp."): value for name, value in weights.items()}
         save_file(renamed, tiny.path / "model.safetensors", {"format": "pt"})
+    if family == "mistral-large":
+        _publish(tiny.path)
     width = settings["kv_lora_rank"] + settings["qk_rope_head_dim"]
     return Latent(tiny.path, tiny.stats, tiny.num_layers, tiny.num_q_heads, 1, width, interleaved=True)
+
+
+def _publish(folder: Path) -> None:
+    """Gives the weights of a Mistral-Large-3 their published names; a folder inside keeps what transformers reads."""
+    other = folder / OF_TRANSFORMERS
+    other.mkdir()
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(other / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    own = {"model_type": "mistral4", "architectures": ["Mistral4ForCausalLM"]}
+    own |= {name: FAMILIES["mistral-large"].settings[name] for name in ("head_dim", "rope_parameters")}
+    (other / "config.json").write_text(json.dumps({**fields, **own}))
+    renamed = {}
+    for name in [name for name in weights if ".mlp.experts." in name]:
+        for number, expert in enumerate(weights.pop(name)):
+            parts = {"down_proj": expert}
+            if name.endswith("gate_up_proj"):
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
+            for part, value in parts.items():
+                weights[f"{name.rsplit('.', 1)[0]}.{number}.{part}.weight"] = value.contiguous()
+    for name, value in weights.items():
+        for old, new in _MISTRAL_NAMES.items():
+            name = name.replace(old, new)
+        renamed[name] = value
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def pool_rope(rope: Rope) -> Rope:

@@ -39,6 +39,7 @@ BY_TRANSFORMERS = {
     "cohere2": (WINDOWED, ()),
     "smollm3": (ALL, (0, 1, 2)),
     "seed-oss": (ALL, ALL),
+    "hunyuan": (ALL, ALL),
     "dots1": (ALL, ALL),
     "qwen3-next": ((3,), (3,)),
     "qwen3.5": (WINDOWED, WINDOWED),

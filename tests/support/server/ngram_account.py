@@ -87,7 +87,8 @@ def answer_by_account(
     runs = list(zip(done, [*done[1:], len(everything)], strict=True))
 
     overlap = schedule == "overlap"
-    account = replace(account, value_share=0.0, round_to=page_size if overlap or account.window else 1)
+    round_to = page_size if overlap or account.window else 1
+    account = replace(account, value_share=0.0, round_to=round_to, overlap=overlap)
     values, top = served_logprobs(response)
 
     def differ(account: Oracle) -> tuple[float, int]:

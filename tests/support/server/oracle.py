@@ -53,6 +53,8 @@ class Oracle:
         reads: layers that read the keys and values of a scored one before them, and which one.
         stages: scored layers of each pipeline stage, which has kept sets of its own; empty for one stage.
         round_to: how many tokens go together; up to one fewer stay beyond the budget.
+        overlap: whether the server queues a step before the last one has ended, as it does with overlap scheduling: a
+            round that is due when an answer ends then comes for nothing.
         keep_share: least share of the private tokens so far that a round keeps.
         value_share: share of the kept tokens, the newest not counted, that each head of each layer chooses by the
             distance of their values from the mean of the newest; None for the server's default.
@@ -80,6 +82,7 @@ class Oracle:
     window: int = 0
     reads: dict[int, int] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
+    overlap: bool = True
     keep_share: float = 0.0
 
     def __post_init__(self) -> None:
@@ -143,8 +146,7 @@ class Oracle:
             trigger = keep + self.interval - (0 if rounds else early)
             due = private >= trigger and done != prompt_length and done != cached
             if done == len(ids):
-                # Where a step is queued before the last one has ended, its round comes for nothing.
-                return torch.cat(outputs).log_softmax(-1), rounds + (due and late)
+                return torch.cat(outputs).log_softmax(-1), rounds + (due and self.overlap)
             if due:
                 scored = list(self.scored)
                 seen = visible[scored, :, frozen:known]

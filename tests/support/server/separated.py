@@ -181,6 +181,7 @@ def hold_to_account(
     answers = client.generate_all(prompts, RETRACTED, logprobs=True)
     redrawn = [retractions.redrawn(answer, ranks) for answer in answers]
     assert any(redrawn) if overlaps else client.retracted > 9
+    account = replace(account, overlap=overlaps)
     for ids, answer, again in zip(prompts, answers, redrawn, strict=True):
         assert_account(account, ids, answer, again if overlaps else ())
     assert_pool_is_whole(client)

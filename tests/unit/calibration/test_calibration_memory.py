@@ -136,7 +136,7 @@ def test_no_memory_for_a_calibrating_engine(monkeypatch, tmp_path):
     """Prevents the same when `calibrate --engine sglang` runs the model."""
     (tmp_path / "job").write_bytes(pickle.dumps(JOB))
     monkeypatch.setattr(calibration, "calibrate_scheduler", out_of_memory)
-    built, confirm = calibration_launch.scheduler_hooks(CalibrationRequest(str(tmp_path / "job"), "out"))
+    built, confirm, *_ = calibration_launch.scheduler_hooks(CalibrationRequest(str(tmp_path / "job"), "out"))
     built.function(None, scheduler_on(Device()))
     info = confirm.function({"status": "ready"}, None)
     assert_helpful(info[handshake.KEY]["refusal"])

@@ -75,9 +75,9 @@ def test_it_imports_neither_torch_nor_sglang():
 
 def test_refusals_are_one_sentence_with_status_1(run_check):
     """Prevents a script that takes a refused model for a compressed one, or for a wrong flag."""
-    status, output, error = run_check("hunyuan-7b")
+    status, output, error = run_check("deepseek-v3.2")
     assert (status, error) == (1, "")
-    assert re.fullmatch(r"The model \S+ \(HunYuanDenseV1ForCausalLM\) .* after their rotation.*: .*\.\n", output)
+    assert re.fullmatch(r"The model \S+ \(DeepseekV32ForCausalLM\) .* an indexer selects.*: .*\.\n", output)
 
 
 def test_json_says_the_same(run_check):
@@ -104,10 +104,10 @@ def test_json_says_the_same(run_check):
     assert fact(text, "freed") == f"{size:,} bytes per evicted token, whole pages of 16 tokens at a time"
     assert content["not_judged"] == ["--port"] == fact(text, "not judged").split()
     assert content["settings"]["budget"] == 2048
-    status, output, _ = run_check("hunyuan-7b", "--json")
+    status, output, _ = run_check("deepseek-v3.2", "--json")
     content = json.loads(output)
     assert (status, content["compressed"], len(content["scored"])) == (1, False, 1)
-    assert run_check("hunyuan-7b")[1] == content["refusal"] + "\n"
+    assert run_check("deepseek-v3.2")[1] == content["refusal"] + "\n"
 
 
 def test_flags_reach_the_answer(run_check):

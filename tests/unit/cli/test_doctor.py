@@ -277,7 +277,7 @@ def test_one_model(home, tmp_path):
     cached_path(model_fingerprint(str(model))).write_text("damaged")
     _, kept = statistics.model_rows(str(model / "config.json"))
     assert kept.status == "wrong"
-    check, _ = statistics.model_rows(str(CONFIGS / "hunyuan-7b.json"))
+    check, _ = statistics.model_rows(str(CONFIGS / "deepseek-v3.2.json"))
     assert check.is_fault
 
 

@@ -1,4 +1,4 @@
-"""What the config.json of 48 known models says about their layers, and whether they are compressed."""
+"""What the config.json of 49 known models says about their layers, and whether they are compressed."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from sglang_triattn.compatibility.traits import uncovered_in_file
 from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.model.layout import AttentionLayout, Layer, read_layout
 
-AFTER = "after their rotation"
+INDEXED = "an indexer selects"
 
 # File: (layers by kind, {(dims of a scored layer that RoPE turns, the others): layers}, bytes per token in 16 bits,
 # words of the reason against it).
@@ -20,6 +20,7 @@ MODELS = {
     "command-a": ({"full": 16, "window": 48}, {(0, 128): 16}, 262144, None),
     "deepseek-r1-distill-llama-8b": ({"full": 32}, {(128, 0): 32}, 131072, None),
     "deepseek-v3": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, None),
+    "deepseek-v3.2": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, INDEXED),
     "dots.llm1": ({"full": 62}, {(128, 0): 62}, 62 * 32 * 512, None),
     "ernie-4.5-21b-a3b": ({"full": 28}, {(128, 0): 28}, 57344, None),
     "exaone-4-32b": ({"full": 16, "window": 48}, {(0, 128): 16}, 262144, None),
@@ -35,8 +36,8 @@ MODELS = {
     "gpt-oss-20b": ({"full": 12, "window": 12}, {(64, 0): 12}, 12 * 8 * 256, None),
     "granite-3.3-8b": ({"full": 40}, {(128, 0): 40}, 163840, None),
     "granite-4-h-small": ({"full": 4, "linear": 36}, {(0, 128): 4}, 16384, None),
-    "hunyuan-7b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
-    "hunyuan-a13b": ({"full": 32}, {(128, 0): 32}, 131072, AFTER),
+    "hunyuan-7b": ({"full": 32}, {(128, 0): 32}, 131072, None),
+    "hunyuan-a13b": ({"full": 32}, {(128, 0): 32}, 131072, None),
     "kimi-k2": ({"latent": 61}, {(64, 512): 61}, 61 * 576 * 2, None),
     "kimi-linear-48b-a3b": ({"latent": 7, "linear": 20}, {(0, 576): 7}, 7 * 576 * 2, None),
     "lfm2-1.2b": ({"full": 6, "linear": 10}, {(64, 0): 6}, 12288, None),

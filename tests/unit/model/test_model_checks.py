@@ -25,17 +25,9 @@ GROUPS = [{"attention": {"n_heads_in_group": size}} for size in (2, 4)]
 
 # (architecture, its fields, words that the reason contains)
 REFUSED = [
-    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
-    ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True}, "normalises queries and keys after their rotation"),
     ("HunYuanMoEV1ForCausalLM", {"use_cla": True}, "share KV"),
     ("Gemma3ForCausalLM", {"layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 1}, "share KV"),
     ("BeamForCausalLM", {"layer_types": [SLIDING, FULL]}, "a KV pool of their own"),
-    ("MistralLarge3ForCausalLM", {"kv_lora_rank": 512}, "could not be confirmed"),
-    (
-        "PixtralForConditionalGeneration",
-        {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}},
-        "could not be confirmed",
-    ),
     ("Gemma4ForCausalLM", {"vision_config": {"x": 1}}, "images or sound"),
     ("Gemma4ForConditionalGeneration", {"text_config": {"use_bidirectional_attention": "all"}}, "attend to later ones"),
     ("MiMoV2ForCausalLM", {"vision_config": {"depth": 2}, "audio_config": {"x": 1}}, "images or sound"),
@@ -136,8 +128,11 @@ ACCEPTED_FIELDS = [
     ("GPTBigCodeForCausalLM", {"multi_query": True, "position_embedding_type": "learned_absolute"}),
     ("OPTForCausalLM", {}),
     ("BaichuanForCausalLM", {"hidden_size": 4096}),
-    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}),
+    ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": True, "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}),
+    ("HunYuanMoEV1ForCausalLM", {"use_qk_norm": True, "use_cla": False}),
     ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}),
+    ("MistralLarge3ForCausalLM", {"kv_lora_rank": 512, "llama_4_scaling": {"beta": 0.1}}),
+    ("PixtralForConditionalGeneration", {"vision_config": {"x": 1}, "text_config": {"kv_lora_rank": 512}}),
     ("Llama4ForCausalLM", {"no_rope_layers": [1, 1, 1, 1], "no_rope_layer_interval": 4}),
     (
         "Qwen2_5_VLForConditionalGeneration",

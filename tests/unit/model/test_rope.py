@@ -142,6 +142,8 @@ def test_dims_left_alone_between_those_that_turn():
         (longrope, "'longrope' changes its frequencies"),
         (gpt2, "GPT2Model has no rotary"),
         (lambda: gemma3(rope_type="dynamic", factor=2.0), "'dynamic' changes its frequencies"),
+        # A factor that this model does not read.
+        (lambda: llama(rope_type="dynamic", factor=2.0, alpha=4.0), "'dynamic' changes its frequencies"),
     ],
 )
 def test_unsupported_embeddings_are_refused(config, message):
@@ -150,6 +152,15 @@ def test_unsupported_embeddings_are_refused(config, message):
     with pytest.raises(RopeError, match=message) as error:
         rope_of_transformers(model_of(config), config)
     assert "\n" not in str(error.value)
+
+
+def test_frequencies_that_are_stretched_once():
+    """Prevents a refusal of Hunyuan's RoPE, which has the name of one that changes, and other frequencies than its."""
+    rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    config = transformers.HunYuanDenseV1Config(**COMMON, head_dim=8, rope_parameters=rope_parameters)
+    base = 1e4 * 1000 ** (8 / 6)
+    expected = base ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    torch.testing.assert_close(rope_of_transformers(model_of(config), config).inv_freq, expected, rtol=1e-6, atol=0)
 
 
 def test_two_different_embeddings_are_refused():
