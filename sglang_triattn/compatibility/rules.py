@@ -188,13 +188,6 @@ _STAGES = _only(
     (
         Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
         Rule("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
-        Rule("enable_hierarchical_cache", _set, "the copies that each pipeline stage makes are not tested with rounds"),
-        Rule("enable_mixed_chunk", _set, "what decodes in a step with a prefill is not tested with rounds in stages"),
-        Rule(
-            "enable_dynamic_chunking",
-            _set,
-            "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
-        ),
     ),
     lambda server: server.is_above_one("pp_size"),
 )
@@ -260,19 +253,8 @@ _DECODE_SERVERS = (
     ),
 )
 
-_IMAGES = _only(
-    (Rule("pp_size", _many, "models that take images are not tested in stages", "use --pp-size 1"),),
-    lambda server: server.traits.images,
-)
-
-_WINDOW_POOL = _only(
-    (Rule("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),),
-    lambda server: server.traits.window_pool,
-)
-
 _LINEAR_STATES = _only(
     (
-        Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
         Rule(
             "mamba_radix_cache_strategy",
             lambda value: value == "extra_buffer_lazy",
@@ -454,7 +436,7 @@ _DRAFTS = (
 FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
-    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LINEAR_STATES),
+    *(*_STAGES, *_DECODE_SERVERS, *_LINEAR_STATES),
     *(*_MEASURING, *_LEVEL, *_AUTO_CONVERSATIONS, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""

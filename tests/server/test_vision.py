@@ -23,6 +23,7 @@ from harness import (
     greedy,
     prompt,
     served_logprobs,
+    two_cores,
     unused_architectures,
 )
 from oracle import TOLERANCE
@@ -147,6 +148,17 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
             others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
         assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
     empty(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "page_size"), [("qwen2.5-vl", 16), ("qwen3.5", 1)])
+def test_logits_of_images_in_pipeline_stages(serve_vision, family, page_size):
+    """Prevents a stage that has no encoder from turning and scoring what follows an image by counts of tokens."""
+
+    def staged(family: str, *flags: str) -> tuple[VisionModel, Client]:
+        return serve_vision(family, *flags, "--pp-size", "2", env=two_cores())
+
+    test_logits_of_image_and_text_prompts_compacted_together(staged, family, page_size)
 
 
 def chunked(family: str) -> tuple[tuple[str, ...], int]:

@@ -279,15 +279,13 @@ def test_settings_refused_with_states(run_check, refusal):
 
 
 def test_settings_refused_in_stages(run_check):
-    """Prevents a launch that refuses what this command lets pass, because of pipeline stages."""
-    for flag in ("--enable-mixed-chunk", "--enable-dynamic-chunking", "--enable-hierarchical-cache"):
-        assert run_check("qwen3-32b", flag)[0] == 0
-        status, output, _ = run_check("qwen3-32b", "--pp-size", "2", flag)
-        assert (status, output.split()[0]) == (1, flag)
-    assert run_check("qwen3-32b", "--pp-size", "2")[0] == 0
-    for model in ("gpt-oss-20b", "qwen2.5-vl-7b"):
-        status, output, _ = run_check(model, "--pp-size", "2")
-        assert (status, output.endswith(" are not tested in stages: use --pp-size 1.\n")) == (1, True)
+    """Prevents a launch that refuses what this command lets pass, because of pipeline stages, and the other way."""
+    ngram = ("--speculative-algorithm", "NGRAM")
+    assert run_check("qwen3-32b", *ngram)[0] == 0
+    status, output, _ = run_check("qwen3-32b", "--pp-size", "2", *ngram)
+    assert (status, output.split()[0]) == (1, ngram[0])
+    for model in ("qwen3-32b", "gpt-oss-20b", "qwen2.5-vl-7b", "nemotron-nano-9b-v2"):
+        assert run_check(model, "--pp-size", "2")[0] == 0
 
 
 def test_other_names_are_those_of_sglang():
