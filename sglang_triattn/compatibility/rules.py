@@ -255,12 +255,6 @@ _DECODE_SERVERS = (
 
 _LINEAR_STATES = _only(
     (
-        Rule(
-            "mamba_radix_cache_strategy",
-            lambda value: value == "extra_buffer_lazy",
-            "the states that it gives to the tree late are not tested with rounds",
-            "use --mamba-radix-cache-strategy auto",
-        ),
         Rule("enable_int8_mamba_checkpoint", _set, "the states that it gives to the tree are not tested with rounds"),
         Rule("enable_linear_replayssm", _set, "it counts a state's tokens by the row's length, which a round changes"),
     ),
