@@ -202,11 +202,6 @@ def _is_decode_server(server: Server) -> bool:
 _DECODE_SERVERS = (
     *_only(
         (
-            Rule(
-                "disaggregation_decode_enable_radix_cache",
-                _set,
-                "prefixes that a decode server shares are not tested with rounds",
-            ),
             Rule("disaggregation_decode_enable_offload_kvcache", _set, _OWN_KV),
             Rule("enable_pd_role_switch", _set, "a prefill server does not decode"),
             Rule(
@@ -219,13 +214,46 @@ _DECODE_SERVERS = (
                 lambda value: value == "prefill_complete",
                 _NOT_ON_DECODE_SERVERS,
             ),
-            Rule("enable_hierarchical_cache", _set, _NOT_ON_DECODE_SERVERS),
-            Rule("speculative_algorithm", _set, _NOT_ON_DECODE_SERVERS),
-            Rule("pp_size", _many, _NOT_ON_DECODE_SERVERS, "use --pp-size 1"),
-            Rule("enable_lora", _set, _NOT_ON_DECODE_SERVERS),
+            Rule(
+                "speculative_algorithm",
+                lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE"),
+                "SGLang hands the first drafts over for EAGLE, EAGLE3 and NEXTN alone, and its decode server ends at "
+                "the first request with others",
+                "use one of these, or leave --speculative-algorithm out",
+            ),
         ),
         _is_decode_server,
         "disaggregation_mode",
+    ),
+    Rule(
+        "disaggregation_decode_enable_radix_cache",
+        _set,
+        "prefixes that a decode server shares are not tested with drafted tokens",
+        "",
+        lambda server: _is_decode_server(server) and server.drafts is not None,
+        "speculative_algorithm",
+    ),
+    *_only(
+        (
+            Rule(
+                "disaggregation_decode_enable_radix_cache",
+                _set,
+                "prefixes that a decode server shares are not tested with a window's K/V or states",
+            ),
+            Rule("pp_size", _many, "stages of a decode server are not tested with a window's K/V or states"),
+        ),
+        lambda server: _is_decode_server(server) and (server.traits.window_pool or server.traits.linear_states),
+        "disaggregation_mode",
+        names_model=True,
+    ),
+    Rule(
+        "speculative_algorithm",
+        _set,
+        "states of drafted tokens are not tested on a decode server",
+        "",
+        lambda server: _is_decode_server(server) and server.drafts_with_states,
+        "disaggregation_mode",
+        names_model=True,
     ),
     Rule(
         "dp_size",
@@ -238,11 +266,6 @@ _DECODE_SERVERS = (
     *(
         Rule("disaggregation_mode", lambda value: value == "decode", reason, remedy, when, names_model=True)
         for reason, remedy, when in (
-            (
-                "models that take images are not tested on a decode server",
-                "leave --disaggregation-mode out",
-                lambda server: server.traits.images,
-            ),
             (
                 "with overlap scheduling, SGLang computes a retracted request's newest token again on a state that has "
                 "seen it",
