@@ -29,7 +29,7 @@ from sglang_triattn.patches.model import late_norm, pinned
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
 from sglang_triattn.patches.model.draft import check_draft_model, make_follower
 from sglang_triattn.patches.model.inspect import check_pool
-from sglang_triattn.patches.model.layers import attention_layers, check_windows, scored_layers
+from sglang_triattn.patches.model.layers import attention_layers, check_stage, check_windows, scored_layers
 from sglang_triattn.patches.model.served_shape import served_shape
 from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, notices, reporting, running
@@ -246,6 +246,8 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
     """
     runner = scheduler.tp_worker.model_runner
     with agreed(scheduler) if is_staged(scheduler) else nullcontext():
+        if is_staged(scheduler):
+            check_stage(runner.model)
         check_pool(runner)
         check_draft_model(scheduler)
         check_windows(attention_layers(runner.model), config.window)

@@ -113,7 +113,12 @@ EXERCISED: dict[str, tuple[str, ...]] = {
     "patches/scheduler/circuit_breaker.py": ("test_served_failures",),
     "patches/scheduler/conversations.py": ("conversation", "test_sessions"),
     "patches/scheduler/decode_windows.py": ("test_disaggregated_models",),
-    "patches/scheduler/disaggregation.py": ("test_disaggregation", "test_disaggregated_models"),
+    "patches/scheduler/disaggregation.py": (
+        "test_disaggregation",
+        "test_disaggregated_drafts",
+        "test_disaggregated_models",
+        "test_disaggregated_settings",
+    ),
     "patches/scheduler/idle_rows.py": ("conversation", "test_turn_inputs"),
     "patches/scheduler/release.py": ("test_reasoning", "test_hicache", "test_sessions", "storm"),
     "patches/worker_app.py": ("--tokenizer-worker-num", "test_entrances", "test_refusals"),

@@ -6,6 +6,7 @@ SGLang parts: `RotaryEmbedding` (sglang/srt/layers/rotary_embedding), `MHATokenT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,8 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
         if layer.heads != first.heads:
             raise UnsupportedModel(f"layer {layer.number} has another number of heads than layer {first.number}")
     config = model_runner.model_config
-    numbers, kept = [layer.number for layer in layers], layers_with_kv(model_runner.token_to_kv_pool)
+    numbers = [layer.number for layer in layers]
+    kept = _of_stage(model_runner, numbers, layers_with_kv(model_runner.token_to_kv_pool))
     # Only a model that says so has layers without attention, or without KV; their share of the pool stays empty.
     text = config.hf_text_config
     gaps = getattr(config.hf_config, "block_configs", None)
@@ -216,10 +218,28 @@ def check_slots(pool: KVCache) -> None:
 def layers_with_kv(pool: KVCache) -> list[int]:
     """Numbers of the layers that a KV pool has room for. Layers that keep a state instead are not among them."""
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if isinstance(pool, HybridLinearKVPool):
         return sorted(pool.full_attention_layer_id_mapping)
+    if isinstance(pool, SWAKVPool):
+        # Its own first layer is 0 in every pipeline stage.
+        return sorted(pool.layers_mapping)
     return list(range(pool.start_layer, pool.start_layer + pool.layer_num))
+
+
+def _of_stage(model_runner: ModelRunner, numbers: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Those of the layers `kept` that this pipeline stage runs, and those of `numbers`.
+
+    SGLang gives a stage of some models, as Nemotron-H, room for the layers of all stages.
+    """
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    group = model_runner.pp_group
+    if group.world_size == 1:
+        return list(kept)
+    first, end = get_pp_indices(model_runner.model_config.num_hidden_layers, group.rank_in_group, group.world_size)
+    return [number for number in kept if first <= number < end or number in numbers]
 
 
 def _check_latent_pool(pool: MLATokenToKVPool) -> None:

@@ -185,6 +185,17 @@ def scored_layers(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     return scored
 
 
+def check_stage(model: torch.nn.Module) -> None:
+    """Raises UnsupportedModel unless a pipeline stage has a layer that can be scored."""
+    try:
+        scored_layers(attention_layers(model))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            "one of its pipeline stages has no layer that attends to all tokens, which a smaller --pp-size or another "
+            "SGLANG_PP_LAYER_PARTITION may give it"
+        ) from error
+
+
 def numbers_of(layers: Sequence[AttentionLayer]) -> tuple[int, ...]:
     """The numbers of the layers whose KV `layers` read, ascending, each once."""
     return tuple(sorted({layer.number for layer in layers}))

@@ -127,7 +127,8 @@ class Census:
         lengths = read_lengths(requests, idle, filling | {id(chunked)}, decoding, **books)
         fault = lengths.fault() or lengths.fault_of_batch(running_batch, chunked)
         if fault is None and last_batch is not None and last_batch is not running_batch:
-            fault = lengths.fault_of_batch(last_batch, chunked)
+            # In stages, later chunks of a prefill are those of other microbatches.
+            fault = lengths.fault_of_batch(last_batch, chunked, last_batch.chunked_req)
         if fault is not None:
             return fault
         holders, pool = self._holders(requests, idle, lengths), self._pool()

@@ -68,19 +68,22 @@ class Lengths:
             return f"{has}, but is prefilled to {self.due[n]}"
         return f"{has} and {self.evicted[n]} evicted ones, but computed {self.due[n]} tokens"
 
-    def fault_of_batch(self, batch: ScheduleBatch, chunked: Req | None) -> str | None:
+    def fault_of_batch(self, batch: ScheduleBatch, *chunked: Req | None) -> str | None:
         """Says what is wrong with the lengths in a batch's tensors, for requests that continue; None if nothing is.
 
         `seq_lens`, `seq_lens_cpu` and `orig_seq_lens` are [batch]; members of a beam search come after the requests.
 
         Args:
-            chunked: the request whose prefill has further chunks; SGLang takes it out of the batch before it reads
-                these again.
+            chunked: requests whose prefill has further chunks, or had some in this batch; SGLang takes them out of the
+                batch before it reads these again.
         """
         continuing = [
             (index, request)
             for index, request in enumerate(batch.reqs)
-            if request is not chunked and request.kv.holds_kv and not request.finished() and not request.is_retracted
+            if not any(request is other for other in chunked)
+            and request.kv.holds_kv
+            and not request.finished()
+            and not request.is_retracted
         ]
         if not continuing:
             return None

@@ -10,7 +10,8 @@ while a request prefills, and of answers from which nothing was evicted.
 
 With overlap, SGLang also copies the state of a decoding request (`extra_buffer`) whenever the length of its row is a
 multiple of an interval, and records the row's length as that of the text. After the first eviction the two differ, so
-nothing is recorded and the copy is not used.
+nothing is recorded and the copy is not used. With `extra_buffer_lazy` the step that copies takes a slot for it, and
+what processes its result frees the slot of the copy before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sglang_triattn.patches.request.compressed import evicted_of
 from sglang_triattn.patches.request.integrity import give_back
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo, ScheduleBatch
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
     from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
@@ -49,10 +50,29 @@ def hooks() -> list[Hook]:
 
 
 def _note_whole_texts(
-    original: Callable, processor: SchedulerBatchResultProcessor, req: Req, *rest: object, **options: object
+    original: Callable,
+    processor: SchedulerBatchResultProcessor,
+    req: Req,
+    batch: ScheduleBatch,
+    result: object,
+    i: int,
+    **options: object,
 ) -> None:
     if not evicted_of(req):
-        original(processor, req, *rest, **options)
+        original(processor, req, batch, result, i, **options)
+    elif (places := _places_on_demand(batch)) and req.kv.mamba_ping_pong_track_buffer is not None:
+        # The step had a slot for a copy, next to that of the copy before. One of the two is given back.
+        req.kv.mamba_last_track_seqlen = None
+        processor.mamba_lazy_post_decode_at_boundary(req, batch, places[i])
+
+
+def _places_on_demand(batch: ScheduleBatch) -> list[int]:
+    """Which of its two slots each request of a step copies its state to, where it has the second only for that
+    (`extra_buffer_lazy`); otherwise empty, as with drafts, where a request keeps it for the next copy."""
+    from sglang.srt.runtime_context import get_exec
+
+    lazy = get_exec().mamba.enable_mamba_extra_buffer_lazy
+    return batch.mamba_track_buffer_indices or [] if lazy and batch.spec_algorithm.is_none() else []
 
 
 def seen_by_state(request: Req) -> int:

@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, cast
 
 from sglang_triattn.patches.hooks.hook import Hook, replaced
+from sglang_triattn.patches.ranks.pipeline import running_batches
 from sglang_triattn.patches.request.batch_lengths import lengths_without
 from sglang_triattn.patches.request.bounds import growth_of
 from sglang_triattn.patches.request.chunked_prefill import evicted_on_host
@@ -189,9 +190,9 @@ class DecodeServer:
 
     def _active(self, queue: DecodePreallocQueue) -> list[Req]:
         """The requests that hold a row."""
-        scheduler = queue.scheduler
+        scheduler = cast("Scheduler", queue.scheduler)
         return _distinct(
-            scheduler.running_batch.reqs,
+            *(batch.reqs for batch in running_batches(scheduler)),
             (transfer.req for transfer in queue.transfer_queue.queue if not transfer.host_staged),
             scheduler.waiting_queue,
             self._admitted,

@@ -188,13 +188,6 @@ _STAGES = _only(
     (
         Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
         Rule("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
-        Rule("enable_hierarchical_cache", _set, "the copies that each pipeline stage makes are not tested with rounds"),
-        Rule("enable_mixed_chunk", _set, "what decodes in a step with a prefill is not tested with rounds in stages"),
-        Rule(
-            "enable_dynamic_chunking",
-            _set,
-            "chunks that a pipeline stage sizes by its speed are not tested with the room that rounds leave",
-        ),
     ),
     lambda server: server.is_above_one("pp_size"),
 )
@@ -209,11 +202,6 @@ def _is_decode_server(server: Server) -> bool:
 _DECODE_SERVERS = (
     *_only(
         (
-            Rule(
-                "disaggregation_decode_enable_radix_cache",
-                _set,
-                "prefixes that a decode server shares are not tested with rounds",
-            ),
             Rule("disaggregation_decode_enable_offload_kvcache", _set, _OWN_KV),
             Rule("enable_pd_role_switch", _set, "a prefill server does not decode"),
             Rule(
@@ -226,13 +214,46 @@ _DECODE_SERVERS = (
                 lambda value: value == "prefill_complete",
                 _NOT_ON_DECODE_SERVERS,
             ),
-            Rule("enable_hierarchical_cache", _set, _NOT_ON_DECODE_SERVERS),
-            Rule("speculative_algorithm", _set, _NOT_ON_DECODE_SERVERS),
-            Rule("pp_size", _many, _NOT_ON_DECODE_SERVERS, "use --pp-size 1"),
-            Rule("enable_lora", _set, _NOT_ON_DECODE_SERVERS),
+            Rule(
+                "speculative_algorithm",
+                lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE"),
+                "SGLang hands the first drafts over for EAGLE, EAGLE3 and NEXTN alone, and its decode server ends at "
+                "the first request with others",
+                "use one of these, or leave --speculative-algorithm out",
+            ),
         ),
         _is_decode_server,
         "disaggregation_mode",
+    ),
+    Rule(
+        "disaggregation_decode_enable_radix_cache",
+        _set,
+        "prefixes that a decode server shares are not tested with drafted tokens",
+        "",
+        lambda server: _is_decode_server(server) and server.drafts is not None,
+        "speculative_algorithm",
+    ),
+    *_only(
+        (
+            Rule(
+                "disaggregation_decode_enable_radix_cache",
+                _set,
+                "prefixes that a decode server shares are not tested with a window's K/V or states",
+            ),
+            Rule("pp_size", _many, "stages of a decode server are not tested with a window's K/V or states"),
+        ),
+        lambda server: _is_decode_server(server) and (server.traits.window_pool or server.traits.linear_states),
+        "disaggregation_mode",
+        names_model=True,
+    ),
+    Rule(
+        "speculative_algorithm",
+        _set,
+        "states of drafted tokens are not tested on a decode server",
+        "",
+        lambda server: _is_decode_server(server) and server.drafts_with_states,
+        "disaggregation_mode",
+        names_model=True,
     ),
     Rule(
         "dp_size",
@@ -246,11 +267,6 @@ _DECODE_SERVERS = (
         Rule("disaggregation_mode", lambda value: value == "decode", reason, remedy, when, names_model=True)
         for reason, remedy, when in (
             (
-                "models that take images are not tested on a decode server",
-                "leave --disaggregation-mode out",
-                lambda server: server.traits.images,
-            ),
-            (
                 "with overlap scheduling, SGLang computes a retracted request's newest token again on a state that has "
                 "seen it",
                 "use --disable-overlap-schedule",
@@ -260,25 +276,8 @@ _DECODE_SERVERS = (
     ),
 )
 
-_IMAGES = _only(
-    (Rule("pp_size", _many, "models that take images are not tested in stages", "use --pp-size 1"),),
-    lambda server: server.traits.images,
-)
-
-_WINDOW_POOL = _only(
-    (Rule("pp_size", _many, "window layers with a KV pool of their own are not tested in stages", "use --pp-size 1"),),
-    lambda server: server.traits.window_pool,
-)
-
 _LINEAR_STATES = _only(
     (
-        Rule("pp_size", _many, "layers that keep a state are not tested in stages", "use --pp-size 1"),
-        Rule(
-            "mamba_radix_cache_strategy",
-            lambda value: value == "extra_buffer_lazy",
-            "the states that it gives to the tree late are not tested with rounds",
-            "use --mamba-radix-cache-strategy auto",
-        ),
         Rule("enable_int8_mamba_checkpoint", _set, "the states that it gives to the tree are not tested with rounds"),
         Rule("enable_linear_replayssm", _set, "it counts a state's tokens by the row's length, which a round changes"),
     ),
@@ -454,7 +453,7 @@ _DRAFTS = (
 FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
-    *(*_STAGES, *_DECODE_SERVERS, *_IMAGES, *_WINDOW_POOL, *_LINEAR_STATES),
+    *(*_STAGES, *_DECODE_SERVERS, *_LINEAR_STATES),
     *(*_MEASURING, *_LEVEL, *_AUTO_CONVERSATIONS, *_DRAFTS),
 )
 """Those for some, in the order in which they are applied."""

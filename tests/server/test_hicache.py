@@ -22,6 +22,7 @@ from harness import (
     compression,
     prompt,
     served_logprobs,
+    two_cores,
 )
 from ngram_account import NGRAM, PAGES, answer_by_account
 from oracle import TOLERANCE
@@ -180,6 +181,7 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
 
 
 WRITE_BACK = ("--hicache-write-policy", "write_back")
+STAGES = ("--pp-size", "2")
 # A pool of states that five prompts outgrow.
 FEW_STATES = ("--max-mamba-cache-size", "16")
 OTHER_POOLS = [
@@ -189,18 +191,23 @@ OTHER_POOLS = [
     wide("gpt-oss", (*WRITE_BACK, *WAYS["write_through"])),
     ("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
     wide("falcon-h1", (*WRITE_BACK, *WITHOUT_BUFFER, *FEW_STATES, "--page-size", "1")),
+    wide("gpt-oss", (*STAGES, *WAYS["write_back"])),
+    wide("llama", (*STAGES, *KEYS_ALONE, *WAYS["write_back"])),
+    wide("llama", (*STAGES, *KEYS_ALONE, *WRITE_BACK, *WAYS["write_through"])),
 ]
 
 
 @pytest.mark.parametrize(("family", "flags"), OTHER_POOLS)
 def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
     """Prevents latents, a window's K/V or states from coming back altered or over the rows of compressed requests, and
-    rounds that score or evict what has come back.
+    rounds that score or evict what has come back, in one pipeline stage or in each of two.
 
     Prompts that share stems, more than the pool holds, are requested in turn while two requests go through rounds.
     """
     tiny, account = prepared(tmp_path, family)
-    client = started(serve, tiny, family, *HOST_TIER, "--hicache-ratio", "4", *flags, env=RESERVE)
+    account.value_share = 0.0 if KEYS_ALONE[0] in flags else account.value_share
+    env = {**RESERVE, **(two_cores() if STAGES[0] in flags else {})}
+    client = started(serve, tiny, family, *HOST_TIER, "--hicache-ratio", "4", *flags, env=env)
     stems = [prompt(300 + i, 256) for i in range(5)]
     texts = [stem + prompt(400 + i, 20) for i, stem in enumerate(stems)]
     cold = [client.generate(ids, 8, logprobs=True) for ids in texts]

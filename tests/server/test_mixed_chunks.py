@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
-from harness import BUDGET, INTERVAL, KEYS_ALONE, Client, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, Client, assert_pool_is_whole, compression, prompt, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
@@ -25,6 +25,17 @@ def test_rounds_in_mixed_steps(probed, tiny, page_size, selection):
     client, steps = probed(MIXED, *flags, *CHUNKS)
     account = oracle_of(tiny)
     account.selection, account.value_share = selection, 0.0
+    hold_mixed_steps_to_account(client, steps, account, page_size)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_mixed_steps_of_stages(probed, tiny, page_size):
+    """Prevents a pipeline stage from planning other rounds than the next one for what decodes in a mixed step."""
+    flags = ("--page-size", str(page_size), "--pp-size", "2", *KEYS_ALONE)
+    client, steps = probed(MIXED, *flags, *CHUNKS, env=two_cores())
+    account = oracle_of(tiny)
+    account.value_share = 0.0
     hold_mixed_steps_to_account(client, steps, account, page_size)
 
 

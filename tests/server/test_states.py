@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from family_servers import WITH_BUFFER, WITHOUT_BUFFER, compare_with_account, prepared, started
+from family_servers import WITH_BUFFER, WITH_LAZY_BUFFER, WITHOUT_BUFFER, compare_with_account, prepared, started
 from harness import (
     DRAFTS,
     KEYS_ALONE,
@@ -35,7 +35,7 @@ def test_logits_on_two_ranks(serve, tmp_path, family, selection, flags):
     compare_with_account(serve, tmp_path, family, 1, selection, "--tp-size", "2", *flags, env=two_cores())
 
 
-@pytest.mark.parametrize("flags", [wide(WITHOUT_BUFFER), WITH_BUFFER])
+@pytest.mark.parametrize("flags", [wide(WITHOUT_BUFFER), WITH_BUFFER, wide(WITH_LAZY_BUFFER)])
 def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     """Prevents a turn from going on with a state that has seen more or fewer tokens than the row that it resumes, and
     the tree from keeping a state under the length of a shortened row."""
@@ -89,6 +89,7 @@ NGRAM = (
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
         ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 30),
+        wide("qwen3-next", (*WITH_LAZY_BUFFER, "--page-size", "16"), 30),
         wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM[:4]), 60),
         wide("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),

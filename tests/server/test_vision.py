@@ -23,9 +23,11 @@ from harness import (
     greedy,
     prompt,
     served_logprobs,
+    two_cores,
     unused_architectures,
 )
 from oracle import TOLERANCE
+from separated import RETRACT, Pairs
 from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
@@ -147,6 +149,39 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
             others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
         assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
     empty(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "page_size"), [("qwen2.5-vl", 16), ("qwen3.5", 1)])
+def test_logits_of_images_in_pipeline_stages(serve_vision, family, page_size):
+    """Prevents a stage that has no encoder from turning and scoring what follows an image by counts of tokens."""
+
+    def staged(family: str, *flags: str) -> tuple[VisionModel, Client]:
+        return serve_vision(family, *flags, "--pp-size", "2", env=two_cores())
+
+    test_logits_of_image_and_text_prompts_compacted_together(staged, family, page_size)
+
+
+@pytest.mark.wide
+def test_logits_of_images_on_a_decode_server(forkserver, vision_model, tmp_path):
+    """Prevents a decode server, to which another one sends the K/V of an image, from turning and scoring what follows
+    by counts of tokens."""
+    pairs, model = Pairs(forkserver, tmp_path), vision_model("qwen2.5-vl")
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules)}
+    try:
+        client = pairs("--page-size", "16", *KEYS_ALONE, model=model, env={**env, **RETRACT}, tokenizer=True)
+        image, asked = model.picture(1), model.with_image(STEM, TAIL)
+        ids, oracle = Accounts.of(model).of_prompt(asked, image)
+        # The router takes one text for each request.
+        body = {"image_data": encoded(image), "sampling_params": greedy(ANSWER)}
+        response = client.post("/generate", text=asked, return_logprob=True, top_logprobs_num=5, **body).json()
+        error, rounds = error_of(oracle, ids, len(ids) - len(ids) % 16, response)
+        assert compression(response)["rounds"] == rounds >= 5
+        assert error < TOLERANCE
+        assert error_of(by_token_counts(oracle), ids, len(ids) - len(ids) % 16, response)[0] > 50 * TOLERANCE
+        pairs.stop(client)
+    finally:
+        pairs.stop_all()
 
 
 def chunked(family: str) -> tuple[tuple[str, ...], int]:

@@ -59,6 +59,7 @@ BUILDERS = {
 # which goes with its overlap schedule, and with pages.
 WITHOUT_BUFFER = ("--disable-overlap-schedule",)
 WITH_BUFFER = ("--mamba-track-interval", "64")
+WITH_LAZY_BUFFER = (*WITH_BUFFER, "--mamba-radix-cache-strategy", "extra_buffer_lazy")
 # Otherwise SGLang takes a share of the machine's memory for states, and keeps the inputs of convolutions in bfloat16.
 STATE_FLAGS = ("--max-mamba-cache-size", "192")
 STATE_ENV = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}

@@ -8,6 +8,7 @@ from the one that serves.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +98,7 @@ class Oracle:
         frozen: int,
         *,
         cached: int = 0,
-        chunk: int | None = None,
+        chunk: int | Sequence[int] | None = None,
         pauses: Sequence[tuple[int, int]] = (),
         late: bool = False,
         early: int = 0,
@@ -111,7 +112,8 @@ class Oracle:
             prompt_length: tokens of the prompt.
             frozen: first position that may be evicted.
             cached: leading tokens of the prompt that were computed beforehand.
-            chunk: tokens of the prompt that are computed at once, with rounds in between; by default the whole prompt.
+            chunk: tokens of the prompt that are computed at once, or of each such part, with rounds in between; by
+                default the whole prompt.
             pauses: half-open ranges [first, end) of tokens during which no round runs.
             early: tokens by which the first round comes early, together with that of another request.
             inputs: half-open ranges [first, end) of tokens that stay, on top of the budget.
@@ -130,8 +132,8 @@ class Oracle:
         # What each layer's KV heads may see.
         visible = torch.zeros(len(self._layers()), self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
-        chunk = chunk or prompt_length
-        done, size = 0, cached or min(chunk, prompt_length)
+        chunks = iter(chunk) if isinstance(chunk, Sequence) else itertools.repeat(chunk or prompt_length)
+        done, size = 0, cached or min(next(chunks), prompt_length)
         while True:
             visible[..., done : done + size] = True
             logits = self._forward(ids[done : done + size], done, visible, cache)
@@ -158,7 +160,7 @@ class Oracle:
                     again = self._forward(ids[done - 1 : done], done - 1, visible, cache)
                     outputs[-1] = torch.cat([outputs[-1][:-1], again])
             if done < prompt_length:
-                size = min(chunk, prompt_length - done)
+                size = min(next(chunks), prompt_length - done)
             else:
                 # Until the next round every query sees what is visible now and the tokens since.
                 size = min(max(trigger - private, 1), len(ids) - done)

@@ -108,7 +108,12 @@ class Pairs:
         self._running: dict[Separated, ExitStack] = {}
 
     def __call__(
-        self, *args: str, model: TinyModel, env: dict[str, str] | None = None, compressed: bool = True
+        self,
+        *args: str,
+        model: TinyModel,
+        env: dict[str, str] | None = None,
+        compressed: bool = True,
+        tokenizer: bool = False,
     ) -> Separated:
         """
         Args:
@@ -116,13 +121,14 @@ class Pairs:
             model: what both serve.
             env: added to the environment of both.
             compressed: whether the decode server compresses.
+            tokenizer: whether the model has a tokenizer, so that requests may be texts.
         """
         self._started += 1
         folder = self._folder / f"pair-{self._started}"
         folder.mkdir()
         stack, env = ExitStack(), {**STRICT, **(env or {})}
         try:
-            servers = _Servers(self._forkserver, model, folder, stack)
+            servers = _Servers(self._forkserver, model, folder, stack, tokenizer)
             prefill = servers.prefill(_without_compression(args), env)
             given = compressed_args(model, *args) if compressed else [*plain_args(), *args]
             client = servers.decode(given, env, prefill)
@@ -247,8 +253,11 @@ def running_separated(
 class _Servers:
     """Starts servers that an ExitStack ends."""
 
-    def __init__(self, forkserver: Forkserver, tiny: TinyModel, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, forkserver: Forkserver, tiny: TinyModel, folder: Path, stack: ExitStack, tokenizer: bool = False
+    ) -> None:
         self._forkserver, self._tiny, self._folder, self._stack = forkserver, tiny, folder, stack
+        self._tokenizer = tokenizer
         self._bootstrap = str(server.free_port())
         self._routed = 0
 
@@ -268,6 +277,7 @@ class _Servers:
 
     def _start(self, name: str, args: Sequence[str], env: dict[str, str]) -> Client:
         port = server.free_port()
+        args = [word for word in args if not (self._tokenizer and word == "--skip-tokenizer-init")]
         command = server.launch_command(self._tiny.path, port, args)
         log = self._folder / f"{name}.log"
         launch = running_launch(self._forkserver, command[command.index("-m") + 1 :], port, env, log)

@@ -269,25 +269,21 @@ def test_attention_data_parallelism(run_check):
 @pytest.mark.parametrize("refusal", STATE_RULES, ids=lambda refusal: refusal.field)
 def test_settings_refused_with_states(run_check, refusal):
     """Prevents a launch that refuses what this command lets pass, because some layers keep a state."""
-    value = {"mamba_radix_cache_strategy": ["extra_buffer_lazy"], "pp_size": ["2"], "attn_dp_size": ["2"]}
-    words = ("--" + refusal.field.replace("_", "-"), *value.get(refusal.field, []))
-    ranks = ("--tp-size", "2")
-    status, output, _ = run_check("qwen3-next-80b-a3b", *ranks, *words)
-    assert (status, output.split()[0]) == (1, words[0])
+    flag = "--" + refusal.field.replace("_", "-")
+    status, output, _ = run_check("qwen3-next-80b-a3b", flag)
+    assert (status, output.split()[0]) == (1, flag)
     assert refusal.reason in output
-    assert run_check("qwen3-32b", *ranks, *words)[0] == 0
+    assert run_check("qwen3-32b", flag)[0] == 0
 
 
 def test_settings_refused_in_stages(run_check):
-    """Prevents a launch that refuses what this command lets pass, because of pipeline stages."""
-    for flag in ("--enable-mixed-chunk", "--enable-dynamic-chunking", "--enable-hierarchical-cache"):
-        assert run_check("qwen3-32b", flag)[0] == 0
-        status, output, _ = run_check("qwen3-32b", "--pp-size", "2", flag)
-        assert (status, output.split()[0]) == (1, flag)
-    assert run_check("qwen3-32b", "--pp-size", "2")[0] == 0
-    for model in ("gpt-oss-20b", "qwen2.5-vl-7b"):
-        status, output, _ = run_check(model, "--pp-size", "2")
-        assert (status, output.endswith(" are not tested in stages: use --pp-size 1.\n")) == (1, True)
+    """Prevents a launch that refuses what this command lets pass, because of pipeline stages, and the other way."""
+    ngram = ("--speculative-algorithm", "NGRAM")
+    assert run_check("qwen3-32b", *ngram)[0] == 0
+    status, output, _ = run_check("qwen3-32b", "--pp-size", "2", *ngram)
+    assert (status, output.split()[0]) == (1, ngram[0])
+    for model in ("qwen3-32b", "gpt-oss-20b", "qwen2.5-vl-7b", "nemotron-nano-9b-v2"):
+        assert run_check(model, "--pp-size", "2")[0] == 0
 
 
 def test_other_names_are_those_of_sglang():
@@ -423,13 +419,30 @@ def test_the_weights_next_to_a_config_are_compared_too(run_check, tmp_path):
 def test_models_that_a_decode_server_refuses(run_check):
     """Prevents `check` from accepting what the launch refuses."""
     decoding = ("--disaggregation-mode", "decode")
-    status, output, _ = run_check("qwen2.5-vl-7b", *decoding)
-    assert (status, "not tested on a decode server" in output) == (1, True)
+    for drafts, refused in (("NGRAM", 1), ("STANDALONE", 1), ("EAGLE", 0), ("NEXTN", 0)):
+        flags = (*DRAFTS, "--speculative-algorithm", drafts)
+        assert run_check("qwen3-32b", *flags)[0] == 0
+        status, output, _ = run_check("qwen3-32b", *decoding, *flags)
+        assert (status, "SGLang hands the first drafts over" in output) == (refused, refused == 1)
+    flags = ("--disable-overlap-schedule", *DRAFTS, "--speculative-algorithm", "NEXTN")
+    assert run_check("qwen3-next-80b-a3b", *flags)[0] == 0
+    status, output, _ = run_check("qwen3-next-80b-a3b", *decoding, *flags)
+    assert (status, "states of drafted tokens" in output) == (1, True)
     status, output, _ = run_check("qwen3-next-80b-a3b", *decoding)
     assert (status, "use --disable-overlap-schedule" in output) == (1, True)
     assert run_check("qwen3-next-80b-a3b", *decoding, "--disable-overlap-schedule")[0] == 0
-    for model in ("gpt-oss-20b", "deepseek-v3"):
+    for model in ("gpt-oss-20b", "deepseek-v3", "qwen2.5-vl-7b"):
         assert run_check(model, *decoding)[0] == 0
+    for flag in ("--enable-lora", "--disaggregation-decode-enable-radix-cache", "--enable-hierarchical-cache"):
+        assert run_check("qwen3-32b", *decoding, flag)[0] == 0
+    assert run_check("qwen3-32b", *decoding, "--pp-size", "2")[0] == 0
+    tree, overlap = "--disaggregation-decode-enable-radix-cache", "--disable-overlap-schedule"
+    for model, flags in (
+        ("qwen3-32b", (tree, *DRAFTS, "--speculative-algorithm", "EAGLE")),
+        *((model, flags) for model in ("gpt-oss-20b", "qwen3-next-80b-a3b") for flags in ((tree,), ("--pp-size", "2"))),
+    ):
+        status, output, _ = run_check(model, *decoding, overlap, *flags)
+        assert (status, output.split()[0]) == (1, flags[0])
 
 
 def test_ranks_that_cannot_measure_together(run_check):
