@@ -59,8 +59,8 @@ class Family:
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
         attentions: attentions, each with KV of its own, per layer that the file counts.
         loops: the field that says how often a token runs through all layers, with KV of its own each time.
-        images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
-            "text": only requests without images are covered; None: not covered.
+        images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
+            only requests without images are covered; None: not covered.
         branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
         refused: a reason that no general field shows.
     """
@@ -232,7 +232,9 @@ FAMILIES: dict[str, Family] = {
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="text"),
+    # Its files ask for images whose tokens see later ones. What SGLang's attention backend makes of that stays with the
+    # prompt, which is frozen.
+    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="prompt"),
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),
     "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),

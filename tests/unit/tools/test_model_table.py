@@ -25,7 +25,7 @@ def test_models_are_counted(monkeypatch):
     text = "".join(model_table.lines())
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     accepted = [row for row in rows if "refused" not in row]
-    assert len(rows) == len(list(model_table.CONFIGS.glob("*.json"))) == 48
+    assert len(rows) == len(list(model_table.CONFIGS.glob("*.json"))) == 49
     assert f"\n{len(accepted)} of these {len(rows)} models are compressed.\n" in text
 
 
@@ -88,7 +88,8 @@ QUICK = [
     ("KimiLinearForCausalLM", "kimi_linear", model_table.ACCEPTED, ""),
     ("HunYuanDenseV1ForCausalLM", "hunyuan", model_table.REFUSED, "after their rotation"),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5", model_table.ACCEPTED, ""),
-    ("Gemma3ForConditionalGeneration", "gemma3_mm", model_table.TEXT, ""),
+    ("Gemma3ForConditionalGeneration", "gemma3_mm", model_table.ACCEPTED, ""),
+    ("Lfm2VlForConditionalGeneration", "lfm2_vl", model_table.TEXT, ""),
     ("LlamaForCausalLMEagle3", "llama_eagle3", model_table.ALONE, ""),
     ("Qwen3Model", "qwen3_embedding", model_table.ALONE, ""),
     ("SDARForCausalLM", "sdar", model_table.ALONE, ""),
