@@ -128,7 +128,8 @@ _MIMO = Family(
     asymmetric=True,
 )
 # Tokens of an image see later ones, as in Gemma-3. SGLang's prefill leaves that out (most attention backends), cuts it
-# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it.
+# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it. What comes of it stays
+# with the prompt, which is frozen.
 _GEMMA_4 = Family(
     window_pool=True,
     pool_covered=True,
@@ -139,7 +140,7 @@ _GEMMA_4 = Family(
     },
     shares_kv=True,
     proportional_rope=True,
-    images="text",
+    images="prompt",
 )
 _WINDOW_POOL = Family(window_pool=True, pool_covered=True)
 _SINKS = replace(_WINDOW_POOL, sinks=True)
@@ -232,8 +233,6 @@ FAMILIES: dict[str, Family] = {
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
-    # Its files ask for images whose tokens see later ones. What SGLang's attention backend makes of that stays with the
-    # prompt, which is frozen.
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="prompt"),
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),

@@ -119,6 +119,7 @@ def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, 
         *(wide("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
         *(("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), ("gemma-3", 1), wide("gemma-3", 16)),
+        *(wide("gemma-4", 1), wide("gemma-4", 16), wide("qwen3-vl-moe", 1)),
     ],
 )
 def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, family, page_size):
@@ -159,7 +160,7 @@ def chunked(family: str) -> tuple[tuple[str, ...], int]:
 COMPACT = {"triattention": {"prompt": "compact"}}
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("qwen3.5"), wide("gemma-3")])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("qwen3.5"), wide("gemma-3"), wide("gemma-4")])
 def test_only_text_prompts_are_compacted(serve_vision, family):
     """Prevents wrong positions in a prompt that is prefilled onto a row that rounds shortened, an image that is split
     over chunks or evicted, and an image's K/V served for another image's."""
@@ -178,7 +179,7 @@ def test_only_text_prompts_are_compacted(serve_vision, family):
     assert compression(response)["rounds"] == rounds >= 7
     assert error < TOLERANCE
 
-    around, found = model.with_image(STEM, TAIL), (0, 16, 80)
+    around, found = model.with_image(STEM, TAIL), (0, 16, 1000)
     if keeps_states(family):
         # So that the tree keeps a state within the image.
         around, found = model.with_image(words(prompt(34, 52)), words(prompt(35, 34))), (0, 0, 64)
@@ -287,7 +288,7 @@ def test_retracted_image_requests(serve_vision, family, page_size):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3.5", "gemma-3"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3.5", "gemma-3", "gemma-4"])
 def test_answers_and_storm(serve_vision, family):
     """Prevents answers to images below the budget, or prefix hits, from differing from plain SGLang's, and leaks of
     slots, states or images."""
@@ -299,7 +300,9 @@ def test_answers_and_storm(serve_vision, family):
     for server in (client, plain):
         empty(server)
     # The last two have the image of the first, and another.
-    for text_, seed, cached in zip(texts, (5, 5, 6), (0, 64 if keeps_states(family) else 96, 64), strict=True):
+    # A pool of window layers holds what follows the end of a chunk alone.
+    found = (0, 64, 64) if keeps_states(family) else (0, 96, 0 if family == "gemma-4" else 64)
+    for text_, seed, cached in zip(texts, (5, 5, 6), found, strict=True):
         ours, theirs = (ask(server, [text_], [model.picture(seed)], model.budget)[0] for server in (client, plain))
         assert compression(ours)["rounds"] == 0
         assert ours["meta_info"]["cached_tokens"] == cached

@@ -13,6 +13,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import gemma4_family
 from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE, WINDOW
 from harness import BUDGET, RECENT
 from state_settings import QWEN3_5
@@ -43,16 +44,17 @@ class VisionFamily:
         whole: further fields.
         processor: name of its processor's class.
         image_processor: the same of its image processor.
-        video_processor: the same of its video processor, if it has one.
+        video_processor, feature_extractor: the same of what it has for videos and sound, if it does.
         image_settings, processor_settings: what differs in their configurations.
         pixels: width and height of the tests' images.
         modules: further modules of SGLang that it needs.
         flags: further flags of its servers.
+        head_dim: dims of a head in layers that attend to all tokens.
         interleaved: whether neighbouring dims of a head turn together.
         window: tokens that a query of a window layer sees; 0 without such layers.
         tokenizer: makes its tokenizer, without `words`.
         named_words: those of `words` that its processor finds by names of the tokenizer.
-        as_published: gives a file of weights the form that published ones have, and SGLang reads.
+        as_published: gives the files in a model's folder the form that published ones have, and SGLang reads.
     """
 
     name: str
@@ -65,11 +67,13 @@ class VisionFamily:
     processor: str
     image_processor: str
     video_processor: str | None = None
+    feature_extractor: str | None = None
     image_settings: dict[str, Any] = field(default_factory=dict)
     processor_settings: dict[str, Any] = field(default_factory=dict)
     pixels: tuple[int, int] = (168, 112)
     modules: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    head_dim: int = HEAD_DIM
     interleaved: bool = False
     window: int = 0
     tokenizer: Callable[[], Any] = word_tokenizer
@@ -85,11 +89,22 @@ def _axes(*section: int, **more: Any) -> dict[str, Any]:
     return {**PLAIN_ROPE, "mrope_section": list(section), **more}
 
 
-def _encoder_in_model(file: Path) -> None:
+def _encoder_in_model(folder: Path) -> None:
     """Names an encoder's weights as Gemma-3 does."""
+    file = folder / "model.safetensors"
     weights = load_file(file)
     renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
     save_file(renamed, file, {"format": "pt"})
+
+
+def _experts_transposed(folder: Path) -> None:
+    """Exchanges rows and columns of the experts' weights, as Qwen3-VL has them."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name, value in weights.items():
+        if value.ndim == 3 and ".experts." in name:
+            weights[name] = value.transpose(1, 2).contiguous()
+    save_file(weights, file, {"format": "pt"})
 
 
 QWEN_IDS = _ids(
@@ -252,10 +267,45 @@ VISION_FAMILIES = {
         named_words=GEMMA_3_WORDS,
         as_published=_encoder_in_model,
     ),
+    "gemma-4": VisionFamily(
+        "Gemma4",
+        "gemma4_mm",
+        words=tuple(gemma4_family.WORDS.values()),
+        around="<|image|>",
+        text={**gemma4_family.TEXT, **gemma4_family.VARIANTS["gemma-4"]},
+        vision={**gemma4_family.VISION, "num_hidden_layers": 2},
+        whole={
+            **dict(zip(gemma4_family.IDS, range(VOCABULARY, VOCABULARY + len(gemma4_family.IDS)), strict=True)),
+            **{"video_token_id": VOCABULARY + len(gemma4_family.IDS), "tie_word_embeddings": True},
+        },
+        processor="Gemma4Processor",
+        image_processor="Gemma4ImageProcessor",
+        video_processor="Gemma4VideoProcessor",
+        feature_extractor="Gemma4AudioFeatureExtractor",
+        image_settings={"patch_size": 4, "max_soft_tokens": 70},
+        # As many tokens as an image may have: SGLang counts what fills up a smaller one to its first token.
+        pixels=(120, 84),
+        flags=("--attention-backend", "torch_reference"),
+        head_dim=gemma4_family.WIDTH,
+        window=WINDOW,
+        named_words=gemma4_family.WORDS,
+        as_published=gemma4_family.as_published,
+    ),
 }
 VISION_FAMILIES |= {
     "qwen3.5-moe": replace(
         VISION_FAMILIES["qwen3.5"], name="Qwen3_5Moe", text={**VISION_FAMILIES["qwen3.5"].text, **EXPERTS}
+    ),
+    "qwen3-vl-moe": replace(
+        VISION_FAMILIES["qwen3-vl"],
+        name="Qwen3VLMoe",
+        module="qwen3_vl_moe",
+        # Of square weights transformers does not know which way round they are.
+        text={**VISION_FAMILIES["qwen3-vl"].text, **EXPERTS, "moe_intermediate_size": 48},
+        # SGLang takes the published number of layers that add to the language model's in any case.
+        vision={**VISION_FAMILIES["qwen3-vl"].vision, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+        modules=("qwen3", "qwen3_moe", "qwen3_vl"),
+        as_published=_experts_transposed,
     ),
 }
 
@@ -309,7 +359,7 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
     found = VISION_FAMILIES[family]
     path = folder / family
     stats = folder / f"{family}.safetensors"
-    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, HEAD_DIM, found.interleaved, family)
+    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, found.head_dim, found.interleaved, family)
     torch.manual_seed(0)
     # Configurations complete the dicts that they are given.
     text = copy.deepcopy({**TEXT, "vocab_size": VOCABULARY + 16, **found.text})
@@ -318,7 +368,9 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
     )
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # Buffers of Gemma-4 scale its layers.
+        factors = [item for item in model.named_buffers() if item[0].endswith("layer_scalar")]
+        for name, parameter in [*model.named_parameters(), *factors]:
             # Norms and biases are all equal in a new model, and would hide that they are not applied, as would a
             # projection of images that is 0.
             if parameter.ndim == 1 or name.endswith("bias") or not parameter.any():
@@ -330,14 +382,15 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
         model.lm_head.weight[VOCABULARY:] = 0
     model.save_pretrained(path)
     if found.as_published:
-        found.as_published(path / "model.safetensors")
+        found.as_published(path)
     tokenizer = found.tokenizer()
     tokenizer.pad_token = "<unk>"
     tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in found.words])
     tokenizer._set_model_specific_special_tokens(found.named_words)
     parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}
-    if found.video_processor:
-        parts["video_processor"] = getattr(transformers, found.video_processor)()
+    for kind in ("video_processor", "feature_extractor"):
+        if getattr(found, kind):
+            parts[kind] = getattr(transformers, getattr(found, kind))()
     processor = getattr(transformers, found.processor)
     processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
     kinds = getattr(config.text_config, "layer_types", None) or []
