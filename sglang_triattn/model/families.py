@@ -61,8 +61,8 @@ class Family:
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
         attentions: attentions, each with KV of its own, per layer that the file counts.
         loops: the field that says how often a token runs through all layers, with KV of its own each time.
-        images: "prompt": SGLang computes an image prompt causally as one run of tokens of the row, so it may be frozen;
-            "text": only requests without images are covered; None: not covered.
+        images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
+            only requests without images are covered; None: not covered.
         branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
         refused: a reason that no general field shows.
     """
@@ -128,7 +128,8 @@ _MIMO = Family(
     asymmetric=True,
 )
 # Tokens of an image see later ones, as in Gemma-3. SGLang's prefill leaves that out (most attention backends), cuts it
-# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it.
+# at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it. What comes of it stays
+# with the prompt, which is frozen.
 _GEMMA_4 = Family(
     window_pool=True,
     pool_covered=True,
@@ -139,7 +140,7 @@ _GEMMA_4 = Family(
     },
     shares_kv=True,
     proportional_rope=True,
-    images="text",
+    images="prompt",
 )
 _WINDOW_POOL = Family(window_pool=True, pool_covered=True)
 _SINKS = replace(_WINDOW_POOL, sinks=True)
@@ -232,7 +233,7 @@ FAMILIES: dict[str, Family] = {
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="text"),
+    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="prompt"),
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),
     "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),

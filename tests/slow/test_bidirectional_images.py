@@ -36,7 +36,7 @@ print(error(seen), error(seen & (torch.arange(tokens) < end)))
 
 @pytest.mark.wide
 def test_triton_cuts_an_image_at_its_blocks_of_queries():
-    """Prevents Gemma-3 and 4 from staying without images for a reason that SGLang has removed."""
+    """Prevents documents that go on reporting what SGLang computes of an image's tokens after it has changed."""
     ended = subprocess.run(
         [sys.executable, "-P", "-c", PROBE],
         env={**os.environ, "TRITON_INTERPRET": "1"},

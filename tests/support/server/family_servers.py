@@ -34,6 +34,7 @@ from state_settings import STATE_FAMILIES
 from step_family import build_step
 from stretched_family import build_stretched
 from tiny_model import save_random_stats
+from transformers_parts import full_frequencies
 
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
@@ -96,8 +97,7 @@ def rope_of(model: torch.nn.Module, family: str) -> Rope:
     if family in NEVER_ROTATED:
         return no_rotation(getattr(model.config, "qk_rope_head_dim", HEAD_DIM))
     rotary = getattr(model.model, "rotary_emb", None) or model.model.pos_emb
-    frequencies = getattr(rotary, "full_attention_inv_freq", None)
-    frequencies = (rotary.inv_freq if frequencies is None else frequencies).double()
+    frequencies = full_frequencies(model.model)
     scaling = getattr(rotary, "full_attention_attention_scaling", getattr(rotary, "attention_scaling", 1.0))
     style = "interleaved" if family in ("cohere2", "deepseek-v2", *INTERLEAVED) else "half"
     return Rope(frequencies, scaling, 2 * frequencies.numel(), style)

@@ -1,4 +1,4 @@
-"""Random Gemma-4 models, in the class that SGLang serves: with an encoder of images, which no test uses.
+"""Random Gemma-4 models, in the class that SGLang serves: with an encoder of images, which their tests do not use.
 
 "gemma-4" is like the large published ones: layers with full attention take their values from the keys' projection. In
 "gemma-4-shared", like the small ones, the last layers read the KV of layers before them, and each layer has an input of
@@ -110,7 +110,7 @@ def build_gemma4(folder: Path, family: str) -> Gemma4:
     model.save_pretrained(path)
     save_processor(path)
     if family == "gemma-4":
-        as_published(path / "config.json")
+        as_published(path)
     layers = config.text_config.num_hidden_layers
     return Gemma4(path, folder / f"{family}.safetensors", layers, HEADS, KV_HEADS, WIDTH)
 
@@ -150,8 +150,9 @@ def _vary(layers: torch.nn.Module) -> None:
     layers.embed_tokens.weight[VOCABULARY:] = 0
 
 
-def as_published(file: Path) -> None:
+def as_published(folder: Path) -> None:
     """Names the two kinds of heads as published files do; transformers writes them for each layer."""
+    file = folder / "config.json"
     fields = json.loads(file.read_text())
     del fields["text_config"]["per_layer_config"]
     fields["text_config"] |= {name: TEXT[name] for name in ("global_head_dim", "num_global_key_value_heads")}

@@ -26,3 +26,10 @@ def attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
         return None
     mixer = getattr(layer, "mixer", None)
     return mixer if found is None and hasattr(mixer, "q_proj") else found
+
+
+def full_frequencies(language_model: torch.nn.Module) -> torch.Tensor:
+    """[F] float64: by how much RoPE turns a pair of dims per position, in layers that attend to all tokens."""
+    rotary = getattr(language_model, "rotary_emb", None) or language_model.pos_emb
+    frequencies = getattr(rotary, "full_attention_inv_freq", None)
+    return (rotary.inv_freq if frequencies is None else frequencies).double()

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from harness import BUDGET, INTERVAL, RECENT
+from harness import INTERVAL
 from oracle import Oracle
 from sglang_triattn.stats.file import load_stats
-from vision_families import VisionModel
+from transformers_parts import full_frequencies
+from vision_families import VISION_FAMILIES, VisionModel
 
 
 def encoded(image: Image.Image) -> str:
@@ -77,7 +78,7 @@ class Accounts:
         given.pop("attention_mask", None)
         positions = torch.arange(ids.shape[1])[None]
         kinds = given.get("mm_token_type_ids")
-        if image is not None and kinds is not None:
+        if image is not None and kinds is not None and "image_grid_thw" in given:
             positions, _ = self.model.model.get_rope_index(
                 ids, mm_token_type_ids=kinds, image_grid_thw=given["image_grid_thw"]
             )
@@ -87,17 +88,18 @@ class Accounts:
             model=self.model,
             mean=torch.complex(stats["mean_re"], stats["mean_im"]),
             abs_mean=stats["abs_mean"],
-            inv_freq=self.model.model.language_model.rotary_emb.inv_freq.double(),
+            inv_freq=full_frequencies(self.model.model.language_model),
             num_kv_heads=self.tiny.num_kv_heads,
-            budget=BUDGET,
+            budget=self.tiny.budget,
             interval=INTERVAL,
-            recent=RECENT,
+            recent=self.tiny.recent,
             unrotated=stats["unrotated_mean"],
             interleaved=self.tiny.interleaved,
             value_share=0.0,
             positions=positions,
             media=dict(given) if image is not None else {},
             scored=load_stats(self.tiny.stats).layers,
+            window=VISION_FAMILIES[self.tiny.family].window,
         )
         return ids[0].tolist(), oracle
 

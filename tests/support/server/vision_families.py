@@ -11,8 +11,11 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE
+import gemma4_family
+from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE, WINDOW
+from harness import BUDGET, RECENT
 from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
 from words import added_words, word_tokenizer
@@ -23,6 +26,7 @@ GLM_WORDS = (
     *("<|begin_of_video|>", "<|end_of_video|>"),
 )
 PIXTRAL_WORDS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+GEMMA_3_WORDS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 ENCODER = {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 128}
 ENCODER["initializer_range"] = 0.12
 TEXT = {name: value for name, value in COMMON.items() if name != "tie_word_embeddings"}
@@ -40,12 +44,17 @@ class VisionFamily:
         whole: further fields.
         processor: name of its processor's class.
         image_processor: the same of its image processor.
-        video_processor: the same of its video processor, if it has one.
+        video_processor, feature_extractor: the same of what it has for videos and sound, if it does.
         image_settings, processor_settings: what differs in their configurations.
         pixels: width and height of the tests' images.
         modules: further modules of SGLang that it needs.
+        flags: further flags of its servers.
+        head_dim: dims of a head in layers that attend to all tokens.
         interleaved: whether neighbouring dims of a head turn together.
+        window: tokens that a query of a window layer sees; 0 without such layers.
         tokenizer: makes its tokenizer, without `words`.
+        named_words: those of `words` that its processor finds by names of the tokenizer.
+        as_published: gives the files in a model's folder the form that published ones have, and SGLang reads.
     """
 
     name: str
@@ -58,12 +67,18 @@ class VisionFamily:
     processor: str
     image_processor: str
     video_processor: str | None = None
+    feature_extractor: str | None = None
     image_settings: dict[str, Any] = field(default_factory=dict)
     processor_settings: dict[str, Any] = field(default_factory=dict)
     pixels: tuple[int, int] = (168, 112)
     modules: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    head_dim: int = HEAD_DIM
     interleaved: bool = False
+    window: int = 0
     tokenizer: Callable[[], Any] = word_tokenizer
+    named_words: dict[str, str] = field(default_factory=dict)
+    as_published: Callable[[Path], None] | None = None
 
 
 def _ids(words: tuple[str, ...], **named: str) -> dict[str, int]:
@@ -72,6 +87,24 @@ def _ids(words: tuple[str, ...], **named: str) -> dict[str, int]:
 
 def _axes(*section: int, **more: Any) -> dict[str, Any]:
     return {**PLAIN_ROPE, "mrope_section": list(section), **more}
+
+
+def _encoder_in_model(folder: Path) -> None:
+    """Names an encoder's weights as Gemma-3 does."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
+    save_file(renamed, file, {"format": "pt"})
+
+
+def _experts_transposed(folder: Path) -> None:
+    """Exchanges rows and columns of the experts' weights, as Qwen3-VL has them."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name, value in weights.items():
+        if value.ndim == 3 and ".experts." in name:
+            weights[name] = value.transpose(1, 2).contiguous()
+    save_file(weights, file, {"format": "pt"})
 
 
 QWEN_IDS = _ids(
@@ -203,10 +236,76 @@ VISION_FAMILIES = {
         processor_settings={"patch_size": 14, "spatial_merge_size": 2},
         modules=("llava", "llama", "pixtral"),
     ),
+    "gemma-3": VisionFamily(
+        "Gemma3",
+        "gemma3_mm",
+        words=tuple(GEMMA_3_WORDS.values()),
+        around="<start_of_image>",
+        text=FAMILIES["gemma3"].settings,
+        vision={
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+            **{"image_size": 140, "patch_size": 14, "vision_use_head": False, "initializer_range": 0.12},
+            # SGLang computes this one in any case; published ones say gelu_pytorch_tanh.
+            "hidden_act": "quick_gelu",
+        },
+        whole={
+            **_ids(
+                tuple(GEMMA_3_WORDS.values()),
+                image_token_index="<image_soft_token>",
+                boi_token_index="<start_of_image>",
+                eoi_token_index="<end_of_image>",
+            ),
+            **{"mm_tokens_per_image": 25, "tie_word_embeddings": True},
+        },
+        processor="Gemma3Processor",
+        image_processor="Gemma3ImageProcessor",
+        image_settings={"size": {"height": 140, "width": 140}, "image_seq_length": 25},
+        processor_settings={"image_seq_length": 25},
+        modules=("gemma3_causal", "siglip"),
+        flags=("--enable-multimodal",),
+        window=WINDOW,
+        named_words=GEMMA_3_WORDS,
+        as_published=_encoder_in_model,
+    ),
+    "gemma-4": VisionFamily(
+        "Gemma4",
+        "gemma4_mm",
+        words=tuple(gemma4_family.WORDS.values()),
+        around="<|image|>",
+        text={**gemma4_family.TEXT, **gemma4_family.VARIANTS["gemma-4"]},
+        vision={**gemma4_family.VISION, "num_hidden_layers": 2},
+        whole={
+            **dict(zip(gemma4_family.IDS, range(VOCABULARY, VOCABULARY + len(gemma4_family.IDS)), strict=True)),
+            **{"video_token_id": VOCABULARY + len(gemma4_family.IDS), "tie_word_embeddings": True},
+        },
+        processor="Gemma4Processor",
+        image_processor="Gemma4ImageProcessor",
+        video_processor="Gemma4VideoProcessor",
+        feature_extractor="Gemma4AudioFeatureExtractor",
+        image_settings={"patch_size": 4, "max_soft_tokens": 70},
+        # As many tokens as an image may have: SGLang counts what fills up a smaller one to its first token.
+        pixels=(120, 84),
+        flags=("--attention-backend", "torch_reference"),
+        head_dim=gemma4_family.WIDTH,
+        window=WINDOW,
+        named_words=gemma4_family.WORDS,
+        as_published=gemma4_family.as_published,
+    ),
 }
 VISION_FAMILIES |= {
     "qwen3.5-moe": replace(
         VISION_FAMILIES["qwen3.5"], name="Qwen3_5Moe", text={**VISION_FAMILIES["qwen3.5"].text, **EXPERTS}
+    ),
+    "qwen3-vl-moe": replace(
+        VISION_FAMILIES["qwen3-vl"],
+        name="Qwen3VLMoe",
+        module="qwen3_vl_moe",
+        # Of square weights transformers does not know which way round they are.
+        text={**VISION_FAMILIES["qwen3-vl"].text, **EXPERTS, "moe_intermediate_size": 48},
+        # SGLang takes the published number of layers that add to the language model's in any case.
+        vision={**VISION_FAMILIES["qwen3-vl"].vision, "depth": 3, "deepstack_visual_indexes": [0, 1, 2]},
+        modules=("qwen3", "qwen3_moe", "qwen3_vl"),
+        as_published=_experts_transposed,
     ),
 }
 
@@ -230,6 +329,17 @@ class VisionModel(TinyModel):
         found = VISION_FAMILIES[self.family]
         return found.module, *found.modules
 
+    @property
+    def recent(self) -> int:
+        """Newest tokens that a round of its tests' servers keeps: those that a window layer sees are among them."""
+        window = VISION_FAMILIES[self.family].window
+        return window + 1 if window else RECENT
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a round of its tests' servers keeps."""
+        return BUDGET + 16 if VISION_FAMILIES[self.family].window else BUDGET
+
     def with_image(self, before: str, after: str) -> str:
         """A text with one image in it."""
         return f"{before} {VISION_FAMILIES[self.family].around} {after}"
@@ -249,32 +359,42 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
     found = VISION_FAMILIES[family]
     path = folder / family
     stats = folder / f"{family}.safetensors"
-    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, HEAD_DIM, found.interleaved, family)
+    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, found.head_dim, found.interleaved, family)
     torch.manual_seed(0)
     # Configurations complete the dicts that they are given.
     text = copy.deepcopy({**TEXT, "vocab_size": VOCABULARY + 16, **found.text})
     config = getattr(transformers, f"{found.name}Config")(
-        text_config=text, vision_config=copy.deepcopy(found.vision), tie_word_embeddings=False, **found.whole
+        text_config=text, vision_config=copy.deepcopy(found.vision), **{"tie_word_embeddings": False, **found.whole}
     )
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Norms and biases are all equal in a new model, and would hide that they are not applied.
-            if parameter.ndim == 1 or name.endswith("bias"):
+        # Buffers of Gemma-4 scale its layers.
+        factors = [item for item in model.named_buffers() if item[0].endswith("layer_scalar")]
+        for name, parameter in [*model.named_parameters(), *factors]:
+            # Norms and biases are all equal in a new model, and would hide that they are not applied, as would a
+            # projection of images that is 0.
+            if parameter.ndim == 1 or name.endswith("bias") or not parameter.any():
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        if config.tie_word_embeddings:
+            # Without other signs, each token would be followed by itself.
+            model.model.language_model.norm.weight.normal_()
         # No answer has what stands for an image: of all rows, these have the score 0.
         model.lm_head.weight[VOCABULARY:] = 0
     model.save_pretrained(path)
+    if found.as_published:
+        found.as_published(path)
     tokenizer = found.tokenizer()
     tokenizer.pad_token = "<unk>"
     tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in found.words])
+    tokenizer._set_model_specific_special_tokens(found.named_words)
     parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}
-    if found.video_processor:
-        parts["video_processor"] = getattr(transformers, found.video_processor)()
+    for kind in ("video_processor", "feature_extractor"):
+        if getattr(found, kind):
+            parts[kind] = getattr(transformers, getattr(found, kind))()
     processor = getattr(transformers, found.processor)
     processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
     kinds = getattr(config.text_config, "layer_types", None) or []
-    layers = [number for number in range(LAYERS) if "linear_attention" not in kinds[number : number + 1]]
+    layers = [number for number in range(LAYERS) if not kinds or kinds[number] == "full_attention"]
     rope = rope_of_transformers(model.model.language_model, config.text_config)
     save_random_stats(tiny, rope, tuple(layers), (True,) * len(layers))
     return tiny

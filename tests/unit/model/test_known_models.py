@@ -27,6 +27,7 @@ MODELS = {
     "falcon-h1-7b": ({"full": 44}, {(128, 0): 44}, 45056, None),
     "gemma-2-9b": ({"full": 21, "window": 21}, {(256, 0): 21}, 344064, None),
     "gemma-3-1b": ({"full": 4, "window": 22}, {(256, 0): 4}, 26624, None),
+    "gemma-3-27b": ({"full": 10, "window": 52}, {(128, 0): 10}, 62 * 16 * 512, None),
     "gemma-4-31b": ({"full": 10, "window": 50}, {(128, 384): 10}, 10 * 4 * 2048, None),
     # Four of the seven read the KV of the third, and SGLang's pool has room for all of them.
     "gemma-4-e2b": ({"full": 7, "window": 28}, {(128, 384): 3}, 7 * 2048, None),
