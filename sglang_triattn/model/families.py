@@ -238,7 +238,8 @@ FAMILIES: dict[str, Family] = {
     "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),
     "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),
     "Gemma4ForConditionalGeneration": _GEMMA_4,
-    "Gemma4UnifiedForConditionalGeneration": _GEMMA_4,
+    # Without an encoder: its image tokens come from pixels by a projection, which no test has served.
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, images="text"),
     "GemmaForCausalLM": _PLAIN,
     "Glm4ForCausalLM": _INTERLEAVED,
     "Glm4MoeForCausalLM": Family(rotary_share=0.5),

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import forked_servers
 import harness
-import probe
-import warm
+import step_probe
 from server import PortTaken, Server
 from tiny_model import TinyModel, build_tiny_model
-from words import with_tokenizer
+from word_tokenizer import with_tokenizer
 
 # A failed assertion in these says what it compared.
 pytest.register_assert_rewrite("draft_pairs", "family_servers", "measured_statistics", "ngram_account", "plain_answers")
@@ -25,7 +25,7 @@ KEPT_RUNNING = 4
 class Servers:
     """Running servers of the tiny model by their arguments; the least recently used one makes room for a new one."""
 
-    def __init__(self, forkserver: warm.Forkserver, tiny: TinyModel, folder: Path) -> None:
+    def __init__(self, forkserver: forked_servers.Forkserver, tiny: TinyModel, folder: Path) -> None:
         self._forkserver = forkserver
         self._tiny = tiny
         self._folder = folder
@@ -76,7 +76,7 @@ class Servers:
         stack = ExitStack()
 
         def start() -> Server:
-            running = warm.running_server(self._forkserver, model.path, full, {**harness.STRICT, **env}, log)
+            running = forked_servers.running_server(self._forkserver, model.path, full, {**harness.STRICT, **env}, log)
             return stack.enter_context(running)
 
         try:
@@ -115,7 +115,7 @@ def forkserver(tmp_path_factory):
         # Where code that comes with a model is copied to.
         "HF_MODULES_CACHE": str(tmp_path_factory.mktemp("modules")),
     }
-    found = warm.Forkserver(env)
+    found = forked_servers.Forkserver(env)
     yield found
     found.stop()
 
@@ -130,7 +130,7 @@ def serve(forkserver, tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chat_model(tiny, tmp_path_factory):
-    """The tiny model with a tokenizer and a chat template, see `words`."""
+    """The tiny model with a tokenizer and a chat template, see `word_tokenizer`."""
     return with_tokenizer(tiny, tmp_path_factory.mktemp("chat_model") / "model")
 
 
@@ -146,7 +146,7 @@ def probed(serve, tmp_path_factory):
     """`probed(*args, **options)`, as `serve`, returns a Client and a function that returns what the probe wrote since
     the last one."""
     folder = tmp_path_factory.mktemp("probe")
-    harness.install_plugin(folder, "probe", Path(probe.__file__).read_text())
+    harness.install_plugin(folder, "probe", Path(step_probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
     def start(*args: str, env: dict[str, str] | None = None, **options):

@@ -16,7 +16,7 @@ from oracle import TOLERANCE, oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
 from turn_account import hold_to_account
-from words import text
+from word_tokenizer import text
 
 AUTO = ("--triattention-conversations", "auto")
 PROMPT, ANSWER = 48, 150

@@ -14,14 +14,14 @@ import torch
 
 import harness
 import prepare_model
+from forked_servers import run_command, running_server
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.rounds.scoring import score_tables
 from sglang_triattn.stats.file import load_stats
-from warm import run_command, running_server
-from words import with_tokenizer
+from word_tokenizer import with_tokenizer
 
 BUDGET, INTERVAL = 96, 32
 DRAFTS = {

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import HunYuanDenseV1Config, LlamaConfig
 
 import harness
+from forked_servers import run_command, running_server
 from launches import Ended
 from server import session_members
 from sets import wide
@@ -25,8 +26,7 @@ from sglang_triattn.calibration.transformers_engine import calibrate, run_job
 from sglang_triattn.stats.file import QueryStats, load_stats
 from sglang_triattn.variable import VARIABLE
 from tiny_model import END, VOCABULARY
-from warm import run_command, running_server
-from words import text, with_tokenizer
+from word_tokenizer import text, with_tokenizer
 
 COMMAND = str(Path(sys.executable).with_name("sglang-triattn"))
 SERVER = ["--", "--max-total-tokens", str(harness.POOL)]

@@ -10,7 +10,7 @@ import pytest
 import requests
 
 from harness import BUDGET, Client, assert_pool_is_whole, compression, prompt
-from words import text, word_tokenizer
+from word_tokenizer import text, word_tokenizer
 
 # Bans words that an answer's text leaves out, so that what is sent back has the ids that were generated.
 WORDS_ONLY = {"0": -100, "1": -100, "2": -100}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import probe
+import step_probe
+from disaggregated_servers import RETRACT, Pairs, storm
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, Pair, drafts_with_account
 from family_servers import prepared
@@ -22,8 +23,7 @@ from harness import (
     read_lines,
 )
 from oracle import oracle_of
-from repeating import build_repeating_model
-from separated import RETRACT, Pairs, storm
+from repeating_model import build_repeating_model
 from sets import wide
 
 
@@ -70,7 +70,7 @@ def test_logits_and_drafts(pairs, drafting, tmp_path, name, mode):
     """Prevents K/V of a draft model that arrives elsewhere than in the row, or that a round takes for other tokens':
     each of its drafts is that of an account."""
     pair = drafting(name)
-    install_plugin(tmp_path / "probe", "probe", Path(probe.__file__).read_text())
+    install_plugin(tmp_path / "probe", "probe", Path(step_probe.__file__).read_text())
     file = tmp_path / "steps.jsonl"
     file.touch()
     env = {**pair.env, "PYTHONPATH": python_path(tmp_path / "probe"), "PROBE_FILE": str(file)}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from disaggregated_servers import RETRACT, Pairs, Retractions, Separated, hold_to_account, storm
 from family_servers import LATENTS, prepared, selecting, started
 from harness import INTERVAL, KEYS_ALONE, TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
-from separated import RETRACT, Pairs, Retractions, Separated, hold_to_account, storm
 from sets import wide
 from tiny_model import TinyModel
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from adapters import build_adapter, install_unpinned, merge, serving
+from disaggregated_servers import RETRACT, Pairs, Retractions, assert_account, hold_to_account, storm
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path, two_cores
+from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import oracle_of
-from separated import RETRACT, Pairs, Retractions, assert_account, hold_to_account, storm
 
 TREE = ("--disaggregation-decode-enable-radix-cache",)
 HOST = (*TREE, "--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")

@@ -6,6 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from disaggregated_servers import (
+    RETRACT,
+    Pairs,
+    Retractions,
+    Separated,
+    assert_account,
+    hold_to_account,
+    running_separated,
+    storm,
+)
 from harness import (
     BUDGET,
     INTERVAL,
@@ -18,16 +28,6 @@ from harness import (
     two_cores,
 )
 from oracle import Oracle, oracle_of
-from separated import (
-    RETRACT,
-    Pairs,
-    Retractions,
-    Separated,
-    assert_account,
-    hold_to_account,
-    running_separated,
-    storm,
-)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from adapters import build_adapter, install_unpinned, merge, serving
 from draft_heads import build_eagle, llama_config
 from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account
 from families import WINDOW
@@ -26,9 +25,10 @@ from harness import (
     two_cores,
 )
 from launches import launch
+from lora_adapter import build_adapter, install_unpinned, merge, serving
 from ngram_account import computed_before
 from oracle import oracle_of
-from repeating import build_repeating_model, in_circle
+from repeating_model import build_repeating_model, in_circle
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 

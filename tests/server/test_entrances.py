@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import yaml
 
-import warm
+import forked_servers
 from harness import BUDGET, INTERVAL, RECENT, STRICT, Client, compressed_args, compression, prompt, two_cores
 from server import free_port
 from sglang_triattn.config import OPTIONS, SWITCH, Config, flag
@@ -34,7 +34,7 @@ def test_config_file(forkserver, tiny, tmp_path):
     file = tmp_path / "server.yaml"
     file.write_text(yaml.safe_dump(settings))
     command = ["sglang.launch_server", "--config", str(file)]
-    with warm.running_launch(forkserver, command, port, STRICT, tmp_path / "server.log") as server:
+    with forked_servers.running_launch(forkserver, command, port, STRICT, tmp_path / "server.log") as server:
         assert_compresses(Client(server))
         shown = Client(server).totals()
         assert [shown[name] for name in ("profile", "budget", "interval", "recent")] == [
@@ -55,7 +55,7 @@ def test_data_parallel_replicas(serve):
 def test_help_names_every_flag(forkserver, tmp_path):
     """Prevents settings that a user cannot find."""
     text = " ".join(
-        warm.run_module(forkserver, ["sglang.launch_server", "--help"], {}, tmp_path / "help").output.split()
+        forked_servers.run_module(forkserver, ["sglang.launch_server", "--help"], {}, tmp_path / "help").output.split()
     )
     defaults = {field.name: field.default for field in dataclasses.fields(Config)}
     assert SWITCH in text

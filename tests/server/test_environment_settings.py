@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-import warm
+import forked_servers
 from harness import (
     BUDGET,
     INTERVAL,
@@ -65,7 +65,7 @@ def test_a_record_that_a_program_built(forkserver, tiny, tmp_path):
     port, log = free_port(), tmp_path / "server.log"
     command = ["built_record", json.dumps({**record_fields(tiny), "port": port})]
     env = {**STRICT, "PYTHONPATH": python_path(tmp_path), VARIABLE: settings(tiny)}
-    with warm.running_launch(forkserver, command, port, env, log) as server:
+    with forked_servers.running_launch(forkserver, command, port, env, log) as server:
         client = Client(server)
         report = compression(client.generate(prompt(1, 20), 250))
         assert report["rounds"] == ROUNDS
@@ -96,7 +96,7 @@ def test_runtime(forkserver, tiny, tmp_path):
     sampling = {"max_new_tokens": 250, "temperature": 0, "ignore_eos": True}
     fields = {**record_fields(tiny), "port": free_port()}
     words = json.dumps([fields, {"input_ids": prompt(1, 20), "sampling_params": sampling}])
-    ended = warm.run_script(forkserver, script, [words], {**STRICT, VARIABLE: settings(tiny)})
+    ended = forked_servers.run_script(forkserver, script, [words], {**STRICT, VARIABLE: settings(tiny)})
     assert ended.code == 0, ended.output[-3000:]
     (report,) = re.findall(r"REPORT (.*)", ended.output)
     assert json.loads(report)["rounds"] == ROUNDS
@@ -118,7 +118,7 @@ def test_one_batch_benchmark(forkserver, tiny, chat_model, tmp_path):
     command = ["sglang.bench_one_batch_server", *server_flags(chat_model), "--port", str(free_port())]
     command += ["--batch-size", "2", "--input-len", "20", "--output-len", "250", "--dataset-name", "random-ids"]
     command += ["--result-filename", str(tmp_path / "result.jsonl"), "--skip-warmup"]
-    ended = warm.run_module(forkserver, command, {**STRICT, VARIABLE: settings(tiny)}, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, command, {**STRICT, VARIABLE: settings(tiny)}, tmp_path / "log")
     assert ended.code == 0, ended.output[-3000:]
     assert "TriAttention is active" in ended.output
     assert last_evicted(ended.output) > 0
@@ -133,7 +133,7 @@ def test_offline_benchmark(forkserver, tiny, chat_model, tmp_path):
     command = ["sglang.benchmark.offline_throughput", *server_flags(chat_model), "--num-prompts", "2"]
     command += ["--dataset-name", "random", "--dataset-path", str(texts), "--random-range-ratio", "1"]
     command += ["--random-input-len", "20", "--random-output-len", "250", "--skip-warmup"]
-    ended = warm.run_module(forkserver, command, {**STRICT, VARIABLE: settings(tiny)}, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, command, {**STRICT, VARIABLE: settings(tiny)}, tmp_path / "log")
     assert ended.code == 0, ended.output[-3000:]
     assert "TriAttention is active" in ended.output
     assert last_evicted(ended.output) > 0
@@ -176,7 +176,7 @@ def test_a_record_that_a_program_built_is_checked(forkserver, tiny, tmp_path):
     script = tmp_path / "refusals.py"
     script.write_text(REFUSALS)
     cases = [(text, more) for text, more, _ in NOT_STARTED]
-    ended = warm.run_script(forkserver, script, [json.dumps([record_fields(tiny), cases, VARIABLE])], {})
+    ended = forked_servers.run_script(forkserver, script, [json.dumps([record_fields(tiny), cases, VARIABLE])], {})
     lines = re.findall(r"^(?:REFUSED|LAUNCHED) .*$", ended.output, re.MULTILINE)
     assert len(lines) == len(NOT_STARTED), ended.output[-3000:]
     for line, (_, _, start) in zip(lines, NOT_STARTED, strict=True):

@@ -13,34 +13,34 @@ from pathlib import Path
 import psutil
 import pytest
 
+import environment_reads
+import forked_servers
 import forkserver as server_of_forks
-import reads
-import warm
 
 READING = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import reads
-reads.record()
+import environment_reads
+environment_reads.record()
 os.getenv("BY_GETENV"), os.environ.get("BY_GET", "1"), "BY_IN" in os.environ, os.environ.setdefault("BY_DEFAULT", "1")
 os.environ.pop("BY_POP", None), os.path.expanduser("~")
 search = {"__name__": "tqdm.utils", "os": os}
 exec("def envwrap(name):\\n    return [key for key, value in os.environ.items() if key.startswith('TQDM_')]", search)
 search["envwrap"]("tqdm")
-assert "PRESENT" not in reads.read
-found = set(reads.read)
+assert "PRESENT" not in environment_reads.read
+found = set(environment_reads.read)
 dict(os.environ)
-assert "PRESENT" in reads.read
-reads.stop()
+assert "PRESENT" in environment_reads.read
+environment_reads.stop()
 os.getenv("LATER")
-assert "LATER" not in reads.read
+assert "LATER" not in environment_reads.read
 print(*sorted(found))
 """
 
 
 def test_what_is_read_is_recorded():
     """Prevents a variable that an import has read from counting as one that later processes may still set."""
-    folder = Path(reads.__file__).parent
+    folder = Path(environment_reads.__file__).parent
     command = [sys.executable, "-c", READING, str(folder)]
     env = {**os.environ, "PRESENT": "1", "TQDM_NCOLS": "80"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -63,7 +63,7 @@ def test_what_is_read_is_recorded():
 def test_environments_that_agree(one, other, late):
     """Prevents a server from what was imported under another value of a variable that counts, set, unset or read by
     compiled code."""
-    assert reads.disagreeing(one, other, {"READ", "XDG_CACHE_HOME"}) == late
+    assert environment_reads.disagreeing(one, other, {"READ", "XDG_CACHE_HOME"}) == late
 
 
 def test_an_image_is_found_by_what_it_has_read():
@@ -81,9 +81,9 @@ def test_an_image_is_found_by_what_it_has_read():
 def test_what_comes_too_late_is_refused(forkserver, tmp_path):
     """Prevents a command from starting with a variable that has been read for it, with another value."""
     with pytest.raises(ValueError, match=r"^HF_MODULES_CACHE would come too late: "):
-        warm.run_module(forkserver, ["this"], {"HF_MODULES_CACHE": str(tmp_path)}, tmp_path / "log")
+        forked_servers.run_module(forkserver, ["this"], {"HF_MODULES_CACHE": str(tmp_path)}, tmp_path / "log")
     (tmp_path / "torch.py").write_text("")
-    ended = warm.run_module(forkserver, ["this"], {"PYTHONPATH": str(tmp_path)}, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, ["this"], {"PYTHONPATH": str(tmp_path)}, tmp_path / "log")
     assert ended.code == 1
     assert "has other modules than those imported as ['torch']" in ended.output
 

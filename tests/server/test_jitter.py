@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-import warm
+import forked_servers
 from harness import STRICT, VOCABULARY
 from sets import wide
 from sglang_triattn.profiles import PROFILES
@@ -79,7 +79,7 @@ def test_equal_contexts_give_equal_bits(forkserver, tiny, tmp_path, case):
     }  # fmt: skip
     script = tmp_path / "workload.py"
     script.write_text(WORKLOAD)
-    ended = warm.run_script(forkserver, script, [json.dumps([tolerance, jitter, settings, workload])], STRICT)
+    ended = forked_servers.run_script(forkserver, script, [json.dumps([tolerance, jitter, settings, workload])], STRICT)
     line = next((line for line in ended.output.splitlines() if line.startswith("RESULTS")), None)
     assert line is not None, ended.output[-3000:]
     results = json.loads(line.removeprefix("RESULTS"))

@@ -8,7 +8,7 @@ import requests
 from hypothesis import HealthCheck, given, settings
 
 from harness import assert_pool_is_whole, compression, greedy, prompt
-from junk import CUSTOM_PARAMS, as_json
+from junk_params import CUSTOM_PARAMS, as_json
 
 CASES = 400
 ENDPOINTS = ("/generate", "/v1/completions", "/v1/chat/completions")

@@ -12,9 +12,9 @@ import pytest
 import requests
 
 import server
+from forked_servers import running_launch
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt, served_logprobs
 from sets import wide
-from warm import running_launch
 
 PORT = server.free_port()
 RUNNING = 6

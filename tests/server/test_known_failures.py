@@ -38,7 +38,7 @@ class Watched:
     ids: list[int]
     response: dict
     steps: list[dict]
-    """Its decode steps, see `probe`."""
+    """Its decode steps, see `step_probe`."""
     oracle: Oracle
 
     @property

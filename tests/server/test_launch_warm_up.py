@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import warm
+import forked_servers
 from harness import (
     BUDGET,
     INTERVAL,
@@ -34,7 +34,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 @pytest.fixture
 def interpreting():
     """A forkserver in which Triton was imported with its interpreter."""
-    forkserver = warm.Forkserver(INTERPRETED)
+    forkserver = forked_servers.Forkserver(INTERPRETED)
     yield forkserver
     forkserver.stop()
 
@@ -44,7 +44,7 @@ def test_kernels_that_cannot_run_end_the_launch(forkserver, tiny, tmp_path):
     install_plugin(tmp_path, "kernels", KERNELS)
     words = ["--model-path", tiny.path, *compressed_args(tiny)]
     env = {**only_models("llama"), "PYTHONPATH": python_path(tmp_path)}
-    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], env, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, ["sglang.launch_server", *words], env, tmp_path / "log")
     assert ended.code == 2
     assert "score_kernel.py, score failed" in ended.error
     assert "start without --enable-triattention" in ended.error
@@ -65,7 +65,7 @@ def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_p
     # The interpreter is slow on the long rows that a longer context would be warmed up with.
     args = compressed_args(tiny, "--context-length", "256")
     env = {**STRICT, **INTERPRETED, "PYTHONPATH": python_path(tmp_path)}
-    with warm.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:
+    with forked_servers.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:
         answer = answer_of(Client(server))
     assert compression(answer)["rounds"] > 0
     assert compression(answer) == compression(expected)

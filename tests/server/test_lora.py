@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adapters import build_adapter, install_unpinned, merge, serving
 from harness import BUDGET, INTERVAL, compression, prompt, python_path, served_logprobs
+from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import TOLERANCE, Oracle, oracle_of
 
 

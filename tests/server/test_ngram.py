@@ -18,7 +18,7 @@ from harness import (
 )
 from ngram_account import DRAFTED, NGRAM, OVERLAP, PAGES, answer_by_account
 from oracle import Oracle, oracle_of
-from repeating import build_repeating_model, in_circle, outside_circle
+from repeating_model import build_repeating_model, in_circle, outside_circle
 from sets import matrix, wide
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import TinyModel

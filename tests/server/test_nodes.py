@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import forked_servers
 import server
-import warm
 from harness import STRICT, Client, altered_stats, compressed_args, compression, plain_args, prompt, two_cores
 from launches import Ended
 
@@ -31,7 +31,9 @@ class Pair:
             command = server.launch_command(model, self.ports[rank], [*words, *NODES])
             command += ["--node-rank", str(rank), "--dist-init-addr", address]
             env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": cores}
-            launch = warm.running_process(forkserver, command[command.index("-m") + 1 :], env, self.logs[rank])
+            launch = forked_servers.running_process(
+                forkserver, command[command.index("-m") + 1 :], env, self.logs[rank]
+            )
             self.processes.append(self._stack.enter_context(launch))
 
     def __enter__(self):

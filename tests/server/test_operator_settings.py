@@ -7,7 +7,7 @@ import json
 import pytest
 
 from harness import POOL, Client, compression, greedy, prompt
-from words import text
+from word_tokenizer import text
 
 PREFERRED = {"budget": 32, "interval": 8, "recent": 16}
 TOKENS = 150

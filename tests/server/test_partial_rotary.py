@@ -10,14 +10,14 @@ import torch
 
 import harness
 from families import FAMILIES, build_family
+from forked_servers import run_command
 from harness import KEYS_ALONE, compression, prompt, served_logprobs
 from oracle import TOLERANCE, Oracle, oracle_of
 from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from tiny_model import TinyModel
-from warm import run_command
-from words import text, with_tokenizer
+from word_tokenizer import text, with_tokenizer
 
 ENV = harness.only_models(FAMILIES["glm-4.5"].module)
 

@@ -10,7 +10,7 @@ import torch
 from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
 
 from harness import assert_pool_is_whole, compression
-from words import text, word_tokenizer
+from word_tokenizer import text, word_tokenizer
 
 LONG = 120
 """Tokens of an answer with one round: it comes at 96 private tokens of the 119 that are computed."""

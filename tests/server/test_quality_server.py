@@ -19,7 +19,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.feed import feed
-from words import text
+from word_tokenizer import text
 
 CHUNKS = ("--chunked-prefill-size", str(INTERVAL))
 PROMPT, PRIVATE = 40, 200

@@ -19,11 +19,11 @@ import pytest
 import prepare_model
 from checkout import ROOT
 from documents import DOCS, README, example, section
+from forked_servers import Forkserver, run_script, running_server
 from harness import STRICT, Client, assert_pool_is_whole, compression
 from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
 from sets import wide
-from warm import Forkserver, run_script, running_server
 
 PORT = 30000
 URL = f"http://localhost:{PORT}"

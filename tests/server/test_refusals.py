@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import warm
+import forked_servers
 from harness import altered_stats, compressed_args, install_plugin, only_models, plain_args, python_path
 from launches import launch, resolve
 from sets import wide
@@ -213,7 +213,7 @@ def test_a_file_that_comes_later_is_read_too(forkserver, tiny, tmp_path):
     model.mkdir()
     (model / "config.json").write_text((tiny.path / "config.json").read_text())
     script.write_text(FETCHED_LATER)
-    ended = warm.run_script(forkserver, script, [str(model)], LLAMA)
+    ended = forked_servers.run_script(forkserver, script, [str(model)], LLAMA)
     assert ended.code == 2
     assert "its attention is local to chunks" in ended.error
 
@@ -239,7 +239,7 @@ def foreign_stats(tiny, tmp_path_factory):
 def test_foreign_stats_end_the_launch(forkserver, tiny, foreign_stats, tmp_path):
     """Prevents scoring with another model's frequencies; only the loaded model shows it, in another process."""
     words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", foreign_stats)]
-    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
     assert ended.code == 2
     assert "inv" in ended.error.lower() or "frequenc" in ended.error.lower()
     assert "calibrate" in ended.error
@@ -252,7 +252,7 @@ def test_stats_of_another_model_are_refused_before_its_weights_load(forkserver, 
     with safe_open(tiny.stats, "pt") as file:
         save_file(load_file(tiny.stats), path, {**file.metadata(), "fingerprint": "e" * 32})
     words = ["--model-path", tiny.path, *compressed_args(tiny, "--triattention-stats", path)]
-    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
     assert ended.code == 2
     assert "model fingerprint" in ended.error
     assert "Load weight begin" not in ended.output
@@ -261,7 +261,7 @@ def test_stats_of_another_model_are_refused_before_its_weights_load(forkserver, 
 def test_a_pool_without_room_for_a_round_ends_the_launch(forkserver, tiny, tmp_path):
     """Prevents a server that says it is active and can never have a round; only the scheduler knows its pool."""
     words = ["--model-path", tiny.path, *compressed_args(tiny, "--max-total-tokens", "96")]
-    ended = warm.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, ["sglang.launch_server", *words], LLAMA, tmp_path / "log")
     assert ended.code == 2
     assert "first round at 100 tokens or more" in ended.error
     assert "the KV pool holds 96 tokens" in ended.error
@@ -297,7 +297,7 @@ def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tm
         "max_total_tokens": 4096,
         "dtype": "float32",
     }
-    ended = warm.run_script(forkserver, script, [json.dumps(settings)], LLAMA)
+    ended = forked_servers.run_script(forkserver, script, [json.dumps(settings)], LLAMA)
     refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")
     assert refused.endswith(" 0"), ended.output[-3000:]
     assert "calibrate" in refused
@@ -318,7 +318,7 @@ def test_scheduler_without_the_plugin_ends_the_launch(forkserver, tiny, tmp_path
     install_plugin(tmp_path / "plugin", "sabotage", SABOTAGE)
     command = ["sglang.launch_server", "--model-path", tiny.path, *compressed_args(tiny)]
     env = {**LLAMA, "PYTHONPATH": python_path(tmp_path / "plugin")}
-    ended = warm.run_module(forkserver, command, env, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, command, env, tmp_path / "log")
     assert ended.code == 2
     assert "did not confirm" in ended.error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, two_cores
-from replicas import cached_after_prefixes
+from router_replicas import cached_after_prefixes
 from run_router import SPREAD, running_router
 
 REPLICAS = 2

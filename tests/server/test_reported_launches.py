@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 import requests
 
+from forked_servers import run_module
 from harness import BUDGET, INTERVAL, STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
 from server import free_port, launch_command
-from warm import run_module
 
 pytestmark = pytest.mark.wide
 

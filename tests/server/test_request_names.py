@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from harness import assert_pool_is_whole, compression, greedy, prompt
-from words import text
+from word_tokenizer import text
 
 FIELDS = "prompt_cache_key,previous_response_id,metadata.user_id,X-Chat-Id,user"
 NAME, SWITCH, CHAT = "X-TriAttention-Conversation", "X-TriAttention", "x-chat-id"

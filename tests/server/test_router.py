@@ -11,11 +11,11 @@ import pytest
 import requests
 
 import server
+from forked_servers import running_launch
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
-from replicas import cached_after_prefixes, wait_for_rounds
+from router_replicas import cached_after_prefixes, wait_for_rounds
 from run_router import SPREAD, running_router, wait_for_workers
-from warm import running_launch
-from words import text as words
+from word_tokenizer import text as words
 
 REPLICAS = 2
 KEY = "X-SMG-Routing-Key"

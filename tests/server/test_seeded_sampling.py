@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import seeded
+import seeded_draws
 from harness import compression, install_plugin, prompt, python_path
 from oracle import TOLERANCE, oracle_of
 
@@ -19,7 +19,7 @@ CHUNK = 128
 def client(serve, tmp_path_factory):
     """The Client of a server that samples from seeds and prefills in chunks."""
     folder = tmp_path_factory.mktemp("seeded")
-    install_plugin(folder, "seeded", Path(seeded.__file__).read_text())
+    install_plugin(folder, "seeded", Path(seeded_draws.__file__).read_text())
     flags = ("--page-size", "1", "--enable-deterministic-inference", "--chunked-prefill-size", str(CHUNK))
     return serve(*flags, env={"PYTHONPATH": python_path(folder)})
 
@@ -34,8 +34,8 @@ def shortfall(logprobs: torch.Tensor, first_position: int, tokens: list[int]) ->
     Token i is sampled at `first_position` + i.
     """
     positions = torch.arange(first_position, first_position + len(tokens))
-    hashed = seeded.hashed(torch.full((len(tokens),), SEED), positions, torch.arange(logprobs.shape[-1]))
-    noise = -(-(hashed.double() / seeded.LARGEST).log()).log()
+    hashed = seeded_draws.hashed(torch.full((len(tokens),), SEED), positions, torch.arange(logprobs.shape[-1]))
+    noise = -(-(hashed.double() / seeded_draws.LARGEST).log()).log()
     drawn = logprobs.double() + noise
     return drawn.amax(-1) - drawn.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import requests
 
-import warm
+import forked_servers
 from harness import BUDGET, INTERVAL, STRICT, Client, compressed_args, install_plugin, prompt, python_path
 
 # Replaces one slot of a running request with a slot of the tree. SGLang's own checks, which only count, see nothing.
@@ -36,7 +36,9 @@ def corrupted(forkserver, tiny, tmp_path):
 
     def start(env: dict[str, str]):
         env = {**STRICT, "PYTHONPATH": python_path(tmp_path), **env}
-        return warm.running_server(forkserver, tiny.path, compressed_args(tiny, "--page-size", "1"), env, log), log
+        return forked_servers.running_server(
+            forkserver, tiny.path, compressed_args(tiny, "--page-size", "1"), env, log
+        ), log
 
     return start
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import requests
 
-import faulty
+import faulty_rounds
 from harness import assert_pool_is_whole, compression, greedy, install_plugin, prompt, python_path, served_logprobs
 from sets import wide
 
@@ -15,13 +15,13 @@ TOKENS = 150
 READING = ("plan", "early rounds", "snapshot", "lengths", "score", "select")
 """Steps before anything has changed: the requests go on."""
 TALKING = ("resume", "park")
-CHANGING = tuple(step for step in faulty.STEPS if step not in (*READING, *TALKING))
+CHANGING = tuple(step for step in faulty_rounds.STEPS if step not in (*READING, *TALKING))
 
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("faulty")
-    install_plugin(folder, "faulty", Path(faulty.__file__).read_text())
+    install_plugin(folder, "faulty", Path(faulty_rounds.__file__).read_text())
     file = folder / "fault"
     file.write_text("")
     return file

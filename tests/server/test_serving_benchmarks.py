@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import warm
+import forked_servers
 from benchmarks import plot
 from benchmarks.serving import capacity, modes, serve, servers, soak_watch, tool_loop
 from checkout import ROOT
@@ -25,7 +25,7 @@ def run_quick(forkserver, monkeypatch, tmp_path):
     """`run_quick(name, *options)` runs a benchmark with servers that start in seconds, and returns what it wrote."""
 
     def running_server(model: str, args: list[str], env: dict[str, str] | None, log_path: Path):
-        return warm.running_server(forkserver, Path(model), args, {**ONE_CORE, **(env or {})}, log_path)
+        return forked_servers.running_server(forkserver, Path(model), args, {**ONE_CORE, **(env or {})}, log_path)
 
     def run(name: str, *options: str) -> dict:
         monkeypatch.setattr(servers, "running_server", running_server)
@@ -47,7 +47,7 @@ def run_quick(forkserver, monkeypatch, tmp_path):
 def test_command(forkserver, tmp_path, name):
     """Prevents a benchmark that does not run as the command in its docstring."""
     command = [f"benchmarks.serving.{name}", "--help"]
-    ended = warm.run_module(forkserver, command, {"PYTHONPATH": str(ROOT)}, tmp_path / "log")
+    ended = forked_servers.run_module(forkserver, command, {"PYTHONPATH": str(ROOT)}, tmp_path / "log")
     assert ended.code == 0, ended.output
     assert "--quick" in ended.output
 

@@ -9,9 +9,9 @@ import pytest
 
 import conformance_kits as kits
 from benchmarks.conformance import runner as conformance
+from forked_servers import running_server
 from harness import STRICT
 from sets import wide
-from warm import running_server
 
 SHORT = {"basic_api_contract_kit.BasicAPIContractMixin", "cache_hit_kit"}
 """Cases without an answer that reaches the budget."""

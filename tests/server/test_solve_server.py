@@ -14,7 +14,7 @@ from benchmarks.quality.solve.here import Solver
 from benchmarks.quality.solve.server import ServerSolver
 from harness import BUDGET, INTERVAL
 from sglang_triattn.stats.file import load_stats
-from words import text
+from word_tokenizer import text
 
 LIMIT = 160
 

@@ -7,7 +7,7 @@ import time
 import urllib.request
 
 import certificates
-import warm
+import forked_servers
 from harness import STRICT, compressed_args
 from server import free_port
 from sglang_triattn.cli import main as cli
@@ -35,7 +35,7 @@ def test_a_certificate_that_signs_itself(forkserver, tiny, tmp_path, capsys, mon
     flags = ["--ssl-certfile", str(pair.cert), "--ssl-keyfile", str(pair.key), "--fastapi-root-path", "/x"]
     command = ["sglang.launch_server", "--model-path", str(tiny.path), "--port", str(port), "--page-size", "1"]
     url = f"https://127.0.0.1:{port}"
-    with warm.running_process(forkserver, [*command, *compressed_args(tiny, *flags)], STRICT, log) as process:
+    with forked_servers.running_process(forkserver, [*command, *compressed_args(tiny, *flags)], STRICT, log) as process:
         wait_until_ready(process, url, pair.cert, log)
         monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
         assert cli.main(["top", "--url", url, "--once", "--json", "--interval", "0.1", "--cacert", str(pair.cert)]) == 0

@@ -10,12 +10,12 @@ import pytest
 
 import dormant_faults
 import prepare_model
+from forked_servers import running_server
 from harness import STRICT, Client, install_plugin, python_path
 from sets import wide
 from sglang_triattn.cli import main as cli
 from sglang_triattn.verify.checks import CHECKS
 from tiny_model import TinyModel
-from warm import running_server
 
 # SGLang would end a server that loses slots; here, a check has to find out.
 LENIENT = {

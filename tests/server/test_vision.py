@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import requests
 
+from disaggregated_servers import RETRACT, Pairs
 from family_servers import STATE_ENV, STATE_FLAGS, WITH_BUFFER, WITHOUT_BUFFER
+from forked_servers import run_command
 from harness import (
     KEYS_ALONE,
     POOL,
@@ -25,15 +27,13 @@ from harness import (
     unused_architectures,
 )
 from oracle import TOLERANCE
-from separated import RETRACT, Pairs
 from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
-from vision import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
+from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
 from vision_families import VISION_FAMILIES, VisionModel, build_vision_model
-from warm import run_command
-from words import text
+from word_tokenizer import text
 
 ANSWER = 280
 

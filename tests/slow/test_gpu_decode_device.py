@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import captured
+import fake_cuda
 from benchmarks.decode import attention, bench, cli, model, step, tables
 from decode_runs import TOY, run_decode
 
@@ -23,7 +23,7 @@ def test_graphs_on_a_pretended_device(monkeypatch, tmp_path):
 
     A recorded graph replays the operations of its capture on the very same tensors.
     """
-    log = captured.pretend_cuda(monkeypatch)
+    log = fake_cuda.pretend_cuda(monkeypatch)
     monkeypatch.setattr(bench, "Eager", step.CudaGraphs)
 
     class Whole(attention.TorchAttention):

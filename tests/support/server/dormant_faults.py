@@ -1,7 +1,7 @@
 """An SGLang plugin, only for tests: faults that sleep in a real server until a file names one of them.
 
-Loaded like `probe`. The file named by FAULT_FILE is read whenever a fault might strike. Each fault replaces something
-that the package looks up at run time, and is a slip that a check of `sglang-triattn verify` must find.
+Loaded like `step_probe`. The file named by FAULT_FILE is read whenever a fault might strike. Each fault replaces
+something that the package looks up at run time, and is a slip that a check of `sglang-triattn verify` must find.
 """
 
 from __future__ import annotations

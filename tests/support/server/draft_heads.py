@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from families import COMMON, PLAIN_ROPE
-from repeating import FIRST, LENGTH
+from repeating_model import FIRST, LENGTH
 from tiny_model import TinyModel
 
 AUXILIARY = (0, 1)

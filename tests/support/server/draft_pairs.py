@@ -27,7 +27,7 @@ from latent_family import LatentOracle
 from mtp_family import MtpHead
 from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle
-from repeating import in_circle
+from repeating_model import in_circle
 from tiny_model import TinyModel
 
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.

@@ -27,7 +27,7 @@ from looped_family import build_looped
 from mtp_family import DRAFTING, build_mtp
 from nemotron_nas import WITHOUT_ATTENTION, build_nemotron_nas
 from oracle import TOLERANCE, Oracle, means_of
-from repeating import OTHERS, make_repeating
+from repeating_model import OTHERS, make_repeating
 from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
@@ -107,7 +107,7 @@ def prepared(folder, family, *, repeating=False):
     """The model with statistics, and the account of it.
 
     Args:
-        repeating: whether the model is to repeat itself, see `repeating`.
+        repeating: whether the model is to repeat itself, see `repeating_model`.
     """
     tiny = BUILDERS[family](folder) if family in BUILDERS else build_family(folder, family)
     if repeating:

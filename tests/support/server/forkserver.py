@@ -1,4 +1,4 @@
-"""The process from which the tests' servers are forked, see `warm`. It imports nothing from SGLang or this project.
+"""The process from which `forked_servers` are forked. It imports nothing from SGLang or this project.
 
 forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 # Its folder is not on the path here, and must not be on the servers'.
 sys.path.insert(0, os.path.dirname(__file__))
-import reads
+import environment_reads
 
 sys.path.pop(0)
 
@@ -85,10 +85,10 @@ class Image:
 def run_forkserver(ours: socket.socket) -> None:
     """Answers requests until the test process is gone. Returns in each server, ready to run what `sys.argv` says."""
     given = dict(os.environ)
-    reads.record()
+    environment_reads.record()
     for name in PACKAGES:
         importlib.import_module(name)
-    names = frozenset(reads.read)
+    names = frozenset(environment_reads.read)
     early = [name for name in sys.modules if name.split(".")[0] in OURS]
     assert not early, f"imported before its time: {early}"
     # Garbage collections in the servers, dozens of them during imports, then skip what exists here.
@@ -153,7 +153,7 @@ def reap(ended: dict[int, int]) -> None:
 
 def refusal(given: dict[str, str], wanted: dict[str, str], names: frozenset[str]) -> str | None:
     """Why a command cannot be forked from here, if it cannot; `names` were read under the environment `given`."""
-    late = reads.disagreeing(given, wanted, names)
+    late = environment_reads.disagreeing(given, wanted, names)
     if late:
         return f"{', '.join(late)} would come too late: what the forkserver imports has read it; give it to Forkserver."
     return None
@@ -161,7 +161,7 @@ def refusal(given: dict[str, str], wanted: dict[str, str], names: frozenset[str]
 
 def image_of(env: dict[str, str], images: list[Image]) -> Image | None:
     """The image for this environment, made if there is none. Returns None in each server of it."""
-    found = next((image for image in images if not reads.disagreeing(image.env, env, image.names)), None)
+    found = next((image for image in images if not environment_reads.disagreeing(image.env, env, image.names)), None)
     if found is None:
         while len(images) >= KEPT_IMAGES:
             images.pop(0).socket.close()
@@ -185,7 +185,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     """Answers requests for servers until the forkserver closes the socket. Returns in each server."""
     # Without what its first server alone has on its path.
     adopt_environment({**env, "PYTHONPATH": ""}, "/")
-    reads.read.clear()
+    environment_reads.read.clear()
     for name in OF_SERVERS:
         importlib.import_module(name)
     let_controllers_wait()
@@ -193,7 +193,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     assert not early, f"imported before its time: {early}"
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
     gc.freeze()
-    theirs.send(json.dumps(sorted(reads.read)).encode())
+    theirs.send(json.dumps(sorted(environment_reads.read)).encode())
     while True:
         data, files, *_ = socket.recv_fds(theirs, LARGEST_MESSAGE, MOST_FILES)
         if not data:
@@ -255,7 +255,7 @@ def become_server(request: dict, files: list[int]) -> None:
     os.close(files[0])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = request["command"]
-    reads.stop()
+    environment_reads.stop()
     adopt_environment(request["env"], request["folder"])
 
 

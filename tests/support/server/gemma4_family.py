@@ -25,7 +25,7 @@ from transformers import (
 
 from families import COMMON, HEADS, KV_HEADS, PLAIN_ROPE, WINDOW
 from tiny_model import VOCABULARY, TinyModel
-from words import word_tokenizer
+from word_tokenizer import word_tokenizer
 
 WIDTH, WINDOW_WIDTH = 64, 32
 """Dims of a head in layers with full attention, and in those with a window."""

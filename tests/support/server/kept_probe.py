@@ -1,6 +1,6 @@
 """A second SGLang plugin, only for tests: records what every head of every layer holds after each forward pass.
 
-Loaded like `probe`. Appends one JSON line per batch to the file named by PROBE_FILE: request id -> numbers
+Loaded like `step_probe`. Appends one JSON line per batch to the file named by PROBE_FILE: request id -> numbers
 [L][H_kv][entries of the row], each computed from the bytes of one entry's K and V. Tokens at different positions have
 different numbers.
 """

@@ -18,7 +18,7 @@ from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.stats.query_stats import QueryStats
 from tiny_model import TinyModel
-from words import text, word_tokenizer
+from word_tokenizer import text, word_tokenizer
 
 TOKENS, TEXT_WINDOW = 900, 300
 MEANS = ("mean", "abs_mean", "unrotated_mean")

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from families import LAYERS, build_family, config_of
 from latent_family import build_latent
-from repeating import make_repeating
+from repeating_model import make_repeating
 from state_family import build_whole_qwen
 from tiny_model import TinyModel
 

@@ -1,6 +1,6 @@
 """A second SGLang plugin, only for tests: records what each rank of a decode server retracts.
 
-Loaded like `probe`. Appends one JSON line per retraction to the file named by PROBE_FILE: the rank's process, the
+Loaded like `step_probe`. Appends one JSON line per retraction to the file named by PROBE_FILE: the rank's process, the
 request's id, its tokens so far, and whether its row has become shorter since the last batch that it was part of, as it
 does if it has a round in the step of its retraction.
 """

@@ -14,7 +14,7 @@ from vision_families import VisionModel, build_vision_model
 
 class Account(torch.nn.Module):
     """What the oracle needs of a model: its layers in `model`, and a call that returns logits; and what a change of its
-    weights does (`repeating`)."""
+    weights does (`repeating_model`)."""
 
     def __init__(self, whole: Any) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_
 from harness import BUDGET, RECENT
 from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
-from words import added_words, word_tokenizer
+from word_tokenizer import added_words, word_tokenizer
 
 QWEN_WORDS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 GLM_WORDS = (
@@ -52,8 +52,8 @@ class VisionFamily:
         head_dim: dims of a head in layers that attend to all tokens.
         interleaved: whether neighbouring dims of a head turn together.
         window: tokens that a query of a window layer sees; 0 without such layers.
-        tokenizer: makes its tokenizer, without `words`.
-        named_words: those of `words` that its processor finds by names of the tokenizer.
+        tokenizer: makes its tokenizer, without `word_tokenizer`.
+        named_words: those of `word_tokenizer` that its processor finds by names of the tokenizer.
         as_published: gives the files in a model's folder the form that published ones have, and SGLang reads.
     """
 

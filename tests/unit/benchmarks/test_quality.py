@@ -10,7 +10,7 @@ from benchmarks.quality.choices import ALL
 from benchmarks.quality.table import difference
 from benchmarks.quality.tokens import Asked, Tokens
 from quality_cases import cells_of, runner_of, stream_of
-from recalling import FILLER, QUESTION, recalling_model
+from recalling_model import FILLER, QUESTION, recalling_model
 
 
 @pytest.mark.parametrize("fed", [False, True])

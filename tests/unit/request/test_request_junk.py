@@ -7,7 +7,7 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from junk import CUSTOM_PARAMS
+from junk_params import CUSTOM_PARAMS
 from request_cases import CONFIG
 from sglang_triattn.config import PROMPTS, TURN_INPUTS
 from sglang_triattn.errors import TriAttentionError

@@ -13,6 +13,7 @@ from typing import Any
 
 import retraction_probe
 import server
+from forked_servers import Forkserver, running_launch
 from harness import (
     KEYS_ALONE,
     STRICT,
@@ -32,7 +33,6 @@ from oracle import TOLERANCE, Oracle
 from run_router import running_router
 from storm import retractions
 from tiny_model import TinyModel
-from warm import Forkserver, running_launch
 
 TRANSFER = ("--disaggregation-transfer-backend", "process_memory")
 # In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in

@@ -1,6 +1,6 @@
 """A random LoRA adapter of a test model: its files, the flags that serve it, and a model into which it is merged.
 
-SGLang's LoRA pins memory, which needs an accelerator; without one, the plugin `unpinned` disables that.
+SGLang's LoRA pins memory, which needs an accelerator; without one, the plugin `unpinned_memory` disables that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-import unpinned
+import unpinned_memory
 from harness import install_plugin
 from oracle import Oracle
 from tiny_model import TinyModel
@@ -50,8 +50,8 @@ def serving(adapter: Path) -> tuple[str, ...]:
 
 
 def install_unpinned(folder: Path) -> Path:
-    """Makes `folder`, once on PYTHONPATH, the plugin `unpinned`."""
-    install_plugin(folder, "unpinned", Path(unpinned.__file__).read_text())
+    """Makes `folder`, once on PYTHONPATH, the plugin `unpinned_memory`."""
+    install_plugin(folder, "unpinned", Path(unpinned_memory.__file__).read_text())
     return folder
 
 
