@@ -41,6 +41,7 @@ def served(**fields) -> SimpleNamespace:
     layers = torch.nn.ModuleList(latent_layer(number, **fields) for number in range(3))
     return SimpleNamespace(
         model=layers,
+        pp_group=SimpleNamespace(world_size=1),
         token_to_kv_pool=SimpleNamespace(layer_num=3, start_layer=0),
         model_config=SimpleNamespace(
             model_path="nowhere",

@@ -47,6 +47,7 @@ def served(rotaries, **attention):
         layers.append(layer)
     return SimpleNamespace(
         model=layers,
+        pp_group=SimpleNamespace(world_size=1),
         token_to_kv_pool=SimpleNamespace(layer_num=len(layers), start_layer=0),
         model_config=SimpleNamespace(
             model_path="nowhere",
