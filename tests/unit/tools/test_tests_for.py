@@ -82,7 +82,7 @@ def test_the_table_names_what_exists(served):
 @pytest.mark.parametrize(
     ("file", "chosen", "left_out"),
     [
-        ("patches/ranks/pipeline.py", ["server/test_pipeline"], ["server/test_vision", "unit/stats/test_stats"]),
+        ("patches/ranks/pipeline.py", ["server/test_pipeline"], ["server/test_lora", "unit/stats/test_stats"]),
         ("patches/scheduler/conversations.py", ["server/test_conversations", "server/test_sessions"], []),
         ("patches/cpu/draft_model.py", ["server/test_draft_models"], ["server/test_oracle", "property/test_census"]),
         ("patches/model/draft.py", ["server/test_draft_models"], ["unit/kernels/test_select"]),
