@@ -458,16 +458,8 @@ RULES = (
 )
 """Those for some, in the order in which they are applied."""
 
-SETTING_FIELDS = frozenset(
-    {
-        *(rule.field for rule in (*FIRST_RULES, *RULES)),
-        *CHAIN,
-        "context_length",
-        "disable_overlap_schedule",
-        "max_total_tokens",
-        "page_size",
-    }
-)
+_NOT_REFUSED = ("context_length", "disable_overlap_schedule", "enable_multimodal", "max_total_tokens", "page_size")
+SETTING_FIELDS = frozenset({*(rule.field for rule in (*FIRST_RULES, *RULES)), *CHAIN, *_NOT_REFUSED})
 """SGLang's settings that matter."""
 
 ENVIRONMENT = {

@@ -78,12 +78,13 @@ class Traits:
         return self.rope_limit is not None and (context is None or context > self.rope_limit)
 
 
-def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits:
+def traits_of_file(config: Fields, name: str, layout: AttentionLayout, *, multimodal: bool) -> Traits:
     """The traits in the content of a config.json.
 
     Args:
         name: of the model.
         layout: of the same file.
+        multimodal: whether `--enable-multimodal` is given.
 
     Raises:
         TriAttentionError: a field has a type that it cannot have.
@@ -92,6 +93,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
     family = family_in(fields)
     first = layout.layers[layout.scored[0]] if layout.scored else None
     known = any(fields.get(name) is not None for name in CONTEXT_FIELDS)
+    media = any(fields.get(each) for each in _MEDIA) and (multimodal or not family.images_on_request)
     return Traits(
         name=name,
         uncovered=uncovered_in_file(config) or ({} if first else {"no_full_attention": PLAIN}),
@@ -100,7 +102,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout) -> Traits
         latent=layout.latent,
         linear_states=layout.linear_states,
         state_drafts=family.state_drafts,
-        images=any(fields.get(each) for each in _MEDIA) or _has_axes(_scored_rope(fields)),
+        images=media or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         context=context_limit(fields) if known else None,
         rope_limit=rope_limit(fields),

@@ -99,7 +99,7 @@ def judge(content: Fields, name: str, config: Config, settings: Mapping[str, Any
     uncovered = uncovered_in_file(content)
     try:
         layout = read_layout(content)
-        traits = traits_of_file(content, label, layout)
+        traits = traits_of_file(content, label, layout, multimodal=bool(settings.get("enable_multimodal")))
     except TriAttentionError:
         if not uncovered:
             raise

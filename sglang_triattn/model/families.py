@@ -63,6 +63,7 @@ class Family:
         loops: the field that says how often a token runs through all layers, with KV of its own each time.
         images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
             only requests without images are covered; None: not covered.
+        images_on_request: SGLang takes images only with `--enable-multimodal`.
         branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
         refused: a reason that no general field shows.
     """
@@ -95,6 +96,7 @@ class Family:
     attentions: int = 1
     loops: str = ""
     images: Literal["prompt", "text"] | None = None
+    images_on_request: bool = False
     branching_drafts: bool = False
     refused: Refused | None = None
 
@@ -233,7 +235,7 @@ FAMILIES: dict[str, Family] = {
     "GPTJForCausalLM": _INTERLEAVED,
     "Gemma2ForCausalLM": Family(full_every=2),
     "Gemma3ForCausalLM": _GEMMA_3,
-    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="prompt"),
+    "Gemma3ForConditionalGeneration": replace(_GEMMA_3, images="prompt", images_on_request=True),
     "Gemma3nForCausalLM": _GEMMA_3N,
     "Gemma3nForConditionalGeneration": replace(_GEMMA_3N, images="text"),
     "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),
@@ -370,7 +372,7 @@ FAMILIES: dict[str, Family] = {
     "Spark2_5ForCausalLM": _WINDOW_POOL,
     "StableLmForCausalLM": _PLAIN,
     "Starcoder2ForCausalLM": _PLAIN,
-    "Step3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Step3VLForConditionalGeneration": replace(_PLAIN_WITH_IMAGES, images_on_request=True),
     "Step3p5ForCausalLM": _STEP_3,
     "Step3p7ForConditionalGeneration": replace(_STEP_3, images="text"),
     "StepVLForConditionalGeneration": _PLAIN_WITH_IMAGES,

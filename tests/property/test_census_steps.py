@@ -140,7 +140,7 @@ def test_prefill_in_chunks():
         assert fault_of(scheduler, sim) is None
         # Before a round between the chunks the row was longer; this entry has been removed, not merged.
         old = torch.tensor([req.kv.kv_allocated_len + 5])
-        scheduler.last_batch = SimpleNamespace(reqs=[req], seq_lens=old, seq_lens_cpu=old)
+        scheduler.last_batch = SimpleNamespace(reqs=[req], seq_lens=old, seq_lens_cpu=old, chunked_req=None)
         assert fault_of(scheduler, sim) is None
         req.extend_end += 1
         assert fault_of(scheduler, sim) == (

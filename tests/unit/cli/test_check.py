@@ -451,3 +451,15 @@ def test_ranks_that_cannot_measure_together(run_check):
         status, output, _ = run_check("qwen3-32b", "--triattention-stats-after-update", "measure", *flags)
         assert (status, "cannot measure together" in output) == (1, True)
         assert run_check("qwen3-32b", *flags)[0] == 0
+
+
+def test_images_that_sglang_takes_on_request(run_check):
+    """Prevents `check` from refusing for its images a model that SGLang serves with text alone by default."""
+    drafts = ("--speculative-algorithm", "NGRAM", "--attention-backend", "triton")
+    status, output, _ = run_check("gemma-3-27b", *drafts)
+    assert (status, "refused" in output) == (0, False)
+    status, output, _ = run_check("gemma-3-27b", *drafts, "--enable-multimodal")
+    assert status == 1
+    assert "positions that follow images are not tested with drafted tokens" in output
+    status, output, _ = run_check("gemma-3-27b", "--enable-multimodal")
+    assert (status, "not judged" in output) == (0, False)
