@@ -215,6 +215,12 @@ _DECODE_SERVERS = (
                 _NOT_ON_DECODE_SERVERS,
             ),
             Rule(
+                "pp_size",
+                _many,
+                "of two stages under pressure, one request ended early for a reason that is not known",
+                "use --pp-size 1",
+            ),
+            Rule(
                 "speculative_algorithm",
                 lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE"),
                 "SGLang hands the first drafts over for EAGLE, EAGLE3 and NEXTN alone, and its decode server ends at "
@@ -240,7 +246,6 @@ _DECODE_SERVERS = (
                 _set,
                 "prefixes that a decode server shares are not tested with a window's K/V or states",
             ),
-            Rule("pp_size", _many, "stages of a decode server are not tested with a window's K/V or states"),
         ),
         lambda server: _is_decode_server(server) and (server.traits.window_pool or server.traits.linear_states),
         "disaggregation_mode",

@@ -1,4 +1,4 @@
-"""A decode server with a tree, adapters, or pipeline stages."""
+"""A decode server with a tree of its own, or with adapters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from disaggregated_servers import RETRACT, Pairs, Retractions, assert_account, hold_to_account, storm
-from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path, two_cores
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path
 from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import oracle_of
 
 TREE = ("--disaggregation-decode-enable-radix-cache",)
 HOST = (*TREE, "--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
-STAGES = ("--pp-size", "2")
 POOL = ("--max-total-tokens", "2048")
 
 
@@ -73,17 +72,4 @@ def test_adapters(pairs, tiny, account, tmp_path):
         assert_account(adapted if lora else account, ids, answer)
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
     assert_pool_is_whole(client)
-    pairs.stop(client)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_stages(pairs, tiny, account, tmp_path, page_size):
-    """Prevents stages of a decode server that admit, retract or compact different requests, and wait for ever."""
-    retractions = Retractions(tmp_path / "probe")
-    args = ("--page-size", str(page_size), *KEYS_ALONE, *POOL, *STAGES)
-    client = pairs(*args, model=tiny, env={**two_cores(), **RETRACT, **retractions.env})
-    prompts = [prompt(20 + number, 30 + number) for number in range(4)]
-    hold_to_account(client, account, retractions, prompts, ranks=2, overlaps=False)
-    storm(client, BUDGET + INTERVAL + page_size, requests=15)
     pairs.stop(client)
