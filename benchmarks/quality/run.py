@@ -58,8 +58,8 @@ class Runner:
         seed: for random choices.
         progress: called with a line of text.
         lookups: weights of `look-ups`, see `RowFacts`.
-        second_reading: token ids of a text -> what `read-again` decides by, see `RowFacts.looked_up`; None unless a
-            choice `reads_again`.
+        second_reading: token ids of a text -> what `read-again` decides by, see `RowFacts.looked_up`; called
+            only if a choice `reads_again`.
     """
 
     model: Any

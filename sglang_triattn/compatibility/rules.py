@@ -239,14 +239,11 @@ _DECODE_SERVERS = (
         lambda server: _is_decode_server(server) and server.drafts is not None,
         "speculative_algorithm",
     ),
-    *_only(
-        (
-            Rule(
-                "disaggregation_decode_enable_radix_cache",
-                _set,
-                "prefixes that a decode server shares are not tested with a window's K/V or states",
-            ),
-        ),
+    Rule(
+        "disaggregation_decode_enable_radix_cache",
+        _set,
+        "prefixes that a decode server shares are not tested with a window's K/V or states",
+        "",
         lambda server: _is_decode_server(server) and (server.traits.window_pool or server.traits.linear_states),
         "disaggregation_mode",
         names_model=True,
