@@ -108,6 +108,11 @@ def empty(client: Client) -> None:
     assert client.slots_in_use() == 0
 
 
+def text_before_image(ids: list[int]) -> int:
+    """Tokens before the image's own, all of which have one id."""
+    return ids.index(max(set(ids), key=ids.count))
+
+
 def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, **options) -> tuple[float, int]:
     """Largest difference between a served log-probability and the account's, and the account's rounds."""
     expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), frozen, **options)
@@ -139,7 +144,9 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
         assert response["meta_info"]["prompt_tokens"] == len(ids)
         # With pages, states are kept for the tree after every 64 tokens.
         cached = 0 if keeps_states(family) and page_size > 1 else 24 - 24 % page_size
-        assert response["meta_info"]["cached_tokens"] == cached
+        # The first image's prompt may have been prefilled: the text before the second image is the same.
+        shared = 24 if image is None else text_before_image(ids)
+        assert cached <= response["meta_info"]["cached_tokens"] <= shared
         frozen = len(ids) - len(ids) % page_size
         assert report["frozen_length"] == frozen
         error, rounds = error_of(oracle, ids, frozen, response)
