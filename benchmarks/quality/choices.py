@@ -64,6 +64,11 @@ class Choice:
         """Whether the choice needs a second reading of the whole text."""
         return self.control is not None and self.control.needs_second_reading
 
+    @property
+    def foresees(self) -> bool:
+        """Whether the choice needs what later queries attend to."""
+        return self.control is not None and self.control.needs_foresight
+
     def config(self, budget: int, interval: int | None) -> Config:
         """The settings at a budget in tokens; an `interval` of None means the server's.
 

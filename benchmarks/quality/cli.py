@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import write
 from benchmarks.quality.cells import Cell, Found
 from benchmarks.quality.choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
-from benchmarks.quality.lookups import LookupsError, load_lookups, read_again
+from benchmarks.quality.lookups import LookedUp, LookupsError, load_lookups, read_again
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.run import Runner
 from benchmarks.quality.server import AskError, ServerRunner
@@ -84,7 +84,7 @@ def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
     runner = Runner(
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}"),
-        lookups=lookups, second_reading=lambda ids: read_again(model, tokenizer, ids)[1],
+        lookups=lookups, second_reading=lambda ids: LookedUp(read_again(model, tokenizer, ids)[1][None]),
     )  # fmt: skip
     setting = {
         "model": Path(options.model).name,
@@ -146,8 +146,8 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
 
 def usual(options: argparse.Namespace) -> list[str]:
     """All policies that a server could have, without those whose weights are not given."""
-    choices = (read_choice(name) for name in ALL)
-    return [one.name for one in choices if not one.reads_again and (options.lookups or not one.looks_up)]
+    choices = [one for one in map(read_choice, ALL) if not one.reads_again and not one.foresees]
+    return [one.name for one in choices if options.lookups or not one.looks_up]
 
 
 def lookups_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> torch.Tensor | None:

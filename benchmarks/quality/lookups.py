@@ -16,6 +16,7 @@ So a key in a KV pool is enough, wherever its token stands in a text. `fit_looku
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -42,6 +43,23 @@ class LookupsError(ValueError):
     """Weights cannot be made or used; the message is one sentence for the user."""
 
 
+@dataclass(frozen=True)
+class LookedUp:
+    """How strongly each token of a row is looked up at most.
+
+    Attributes:
+        most: [blocks, L, H_kv, tokens] float32, by the queries of a block of tokens and of all later ones.
+        block: tokens of a block; None if there is one, of queries that come after the whole row.
+    """
+
+    most: torch.Tensor
+    block: int | None = None
+
+    def after(self, position: int) -> torch.Tensor:
+        """[L, H_kv, tokens], by queries from the block of `position` on."""
+        return self.most[0 if self.block is None else min(position // self.block, len(self.most) - 1)]
+
+
 def sizes(keys: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Absolute values [..., F] float32 of the complex components of keys [..., head_dim]; RoPE does not change them."""
     return to_complex(keys.float(), rope).abs()
@@ -62,12 +80,12 @@ def read_again(
         keys [L, H_kv, n, head_dim] float32, after RoPE, and s [L, H_kv, n] float32.
     """
     dense = compute_dense(model, ids, chunk=chunk)
-    keys = [_keys(dense, layer) for layer in range(len(dense.layers))]
+    keys = [keys_of(dense, layer) for layer in range(len(dense.layers))]
     most = [key.new_zeros(key.shape[:2]) for key in keys]
     again = tokenizer(REQUEST, add_special_tokens=False)["input_ids"] + list(ids)
 
     def see(layer: int, query: torch.Tensor) -> None:
-        found = _most_attention(query[0].float(), _keys(dense, layer), len(ids))
+        found = attention_to(query[0].float(), keys_of(dense, layer), len(ids)).amax(1)
         most[layer] = torch.maximum(most[layer], found)
 
     with watching_queries(see):
@@ -75,18 +93,21 @@ def read_again(
     return torch.stack(keys), torch.stack(most)
 
 
-def _keys(dense: DynamicCache, layer: int) -> torch.Tensor:
+def keys_of(dense: DynamicCache, layer: int) -> torch.Tensor:
     """[H_kv, T, head_dim] float32."""
     return cast(torch.Tensor, cast("list[DynamicLayer]", dense.layers)[layer].keys)[0].float()
 
 
-def _most_attention(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
-    """[H_kv, count]: the most attention that the newest queries [H_q, S, d] give the first keys of [H_kv, T, d]."""
+def attention_to(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """[H_kv, S, count] float32: what the newest queries [H_q, S, d] give the first keys of [H_kv, T, d].
+
+    Of the query heads that share a key, the one that gives it most counts.
+    """
     size, total = queries.shape[1], keys.shape[1]
     grouped = queries.unflatten(0, (keys.shape[0], -1))
     logits = torch.einsum("hgsd,htd->hgst", grouped, keys) * keys.shape[-1] ** -0.5
     seen = torch.ones(size, total, dtype=torch.bool, device=keys.device).tril(total - size)
-    return logits.masked_fill_(~seen, float("-inf")).softmax(-1)[..., :count].amax((1, 2))
+    return logits.masked_fill_(~seen, float("-inf")).softmax(-1)[..., :count].amax(1)
 
 
 def fitted(measured: Sequence[tuple[torch.Tensor, torch.Tensor]], rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

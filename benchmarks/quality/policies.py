@@ -17,6 +17,8 @@ one head:
     value-range         max(v) - min(v) for a quarter,          (VaSE, arXiv 2606.03928, in its plainest reading)
                         drawn for the rest
     look-ups            log |v - c| + sum_f w_f |k_f|           (`lookups.py`; needs --lookups)
+    read-again          log |v - c| + log(s + EPSILON)          (s as weights predict it, see `lookups.py`)
+    oracle              the same with s of later queries        (`foresight.py`)
 
 A priority that is drawn once, for life, makes the kept tokens a uniform sample of all tokens older than `recent`: a
 token that once lost against k others stays lost, as if all had been compared at the end.
@@ -32,7 +34,7 @@ from typing import cast
 
 import torch
 
-from benchmarks.quality.lookups import EPSILON, sizes
+from benchmarks.quality.lookups import EPSILON, LookedUp, sizes
 from benchmarks.quality.queries import QueryLog
 from sglang_triattn.kernels.score.value_size import value_size_torch
 from sglang_triattn.kernels.select.reference import keep_torch
@@ -59,8 +61,8 @@ class RowFacts:
         rope: the model's.
         queries: queries of the row's tokens; None unless the policy `needs_queries`.
         lookups: weights [L, H_kv, F] of `look-ups`; None unless they were given.
-        looked_up: [L, H_kv, tokens], how strongly each token is looked up at most as the model reads the row's text
-            again, see `lookups.read_again`; None unless the policy `needs_second_reading`.
+        looked_up: how strongly each token is looked up at most: as the model reads the row's text again if the policy
+            `needs_second_reading`, by later queries if it `needs_foresight`, else None.
     """
 
     seed: str
@@ -69,7 +71,7 @@ class RowFacts:
     rope: Rope
     queries: QueryLog | None = None
     lookups: torch.Tensor | None = None
-    looked_up: torch.Tensor | None = None
+    looked_up: LookedUp | None = None
 
 
 class Control(ABC):
@@ -78,6 +80,7 @@ class Control(ABC):
     needs_queries = False
     needs_lookups = False
     needs_second_reading = False
+    needs_foresight = False
 
     def __init__(self, pools: Pools, row: RowFacts) -> None:
         self.pools, self.row = pools, row
@@ -269,9 +272,9 @@ class LookUps(Control):
     def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
         lengths = torch.tensor([len(slots)], device=slots.device)
         squared = value_size_torch(self.pools.v_buffers, slots[None], lengths, len(slots) - aged)[0]
-        return self.strength(slots) + squared.clamp_min(1e-30).log() / 2
+        return self.strength(slots, next_position) + squared.clamp_min(1e-30).log() / 2
 
-    def strength(self, slots: torch.Tensor) -> torch.Tensor:
+    def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
         """[L, H_kv, N], the logarithm of how strongly a key may be looked up, up to a constant."""
         found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
         weights = cast(torch.Tensor, self.row.lookups).to(found.device)
@@ -287,9 +290,20 @@ class ReadAgain(LookUps):
     needs_lookups = False
     needs_second_reading = True
 
-    def strength(self, slots: torch.Tensor) -> torch.Tensor:
-        looked_up = cast(torch.Tensor, self.row.looked_up).to(slots.device)
+    def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
+        looked_up = cast(LookedUp, self.row.looked_up).after(next_position).to(slots.device)
         return torch.log(looked_up.gather(-1, self.positions(slots)) + EPSILON)
+
+
+class Oracle(ReadAgain):
+    """The same with what later queries attend to: how much better a choice at this budget could be.
+
+    Of questions, these are their own queries. Of a text, they are those of its dense form, from which the row's own
+    text may differ.
+    """
+
+    needs_second_reading = False
+    needs_foresight = True
 
 
 CONTROLS: dict[str, type[Control]] = {
@@ -305,4 +319,5 @@ CONTROLS: dict[str, type[Control]] = {
     "value-range": ValueRange,
     "look-ups": LookUps,
     "read-again": ReadAgain,
+    "oracle": Oracle,
 }

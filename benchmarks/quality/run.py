@@ -17,6 +17,8 @@ import torch
 from benchmarks.quality.ask import ask, logprobs_of, packs
 from benchmarks.quality.cells import Cell, Found, Unit
 from benchmarks.quality.choices import DENSE, frozen_of
+from benchmarks.quality.foresight import by_questions, by_text
+from benchmarks.quality.lookups import LookedUp
 from benchmarks.quality.policies import RowFacts
 from benchmarks.quality.queries import QueryLog, recording
 from benchmarks.quality.tokens import TEXT, Asked, Tokens
@@ -70,7 +72,7 @@ class Runner:
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
     lookups: torch.Tensor | None = None
-    second_reading: Callable[[list[int]], torch.Tensor] | None = None
+    second_reading: Callable[[list[int]], LookedUp] | None = None
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
         """Units of every cell; equal settings are computed once. `dense` must be among the cells.
@@ -108,9 +110,11 @@ class Runner:
     def _plan(self, stream: Tokens, cells: Sequence[Cell], replayed: bool) -> _Plan:
         shape, plan = shape_of(self.model), _Plan({}, {})
         length = len(stream.prompt) + len(stream.private)
-        looked_up = None
+        again = future = None
         if self.second_reading is not None and any(cell.choice.reads_again for cell in cells):
-            looked_up = self.second_reading(stream.prompt + stream.private)
+            again = self.second_reading(stream.prompt + stream.private)
+        if any(cell.choice.foresees for cell in cells):
+            future = self._foresight(stream, length)
         # Dense first: agreement is measured against it.
         for cell in sorted(cells, key=lambda cell: cell.choice.name != DENSE):
             config = cell.config(len(stream.private), self.interval)
@@ -118,12 +122,19 @@ class Runner:
             if control is not None and control.needs_queries:
                 log = plan.logs.get(None) or QueryLog(shape.num_layers, shape.rope)
             frozen = frozen_of(config, len(stream.prompt))
+            looked_up = future if cell.choice.foresees else again
             facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.lookups, looked_up)
             setting = cell.choice.setting(config, facts)
             plan.groups.setdefault(setting, []).append(cell)
             if log is not None:
                 plan.logs[None if replayed else setting] = log
         return plan
+
+    def _foresight(self, stream: Tokens, length: int) -> LookedUp:
+        ids = stream.prompt + stream.private
+        if stream.score_last:
+            return by_text(self.model, ids, length)
+        return by_questions(self.model, compute_dense(self.model, ids), stream.questions)
 
     def _cache(self, settings: Sequence[Setting], stream: Tokens) -> CompactedCache:
         end, prompt = len(stream.prompt) + len(stream.private), len(stream.prompt)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.quality.choices import DENSE, frozen_of, read_choice
+from benchmarks.quality.foresight import by_text
+from benchmarks.quality.lookups import LookedUp
 from benchmarks.quality.policies import RowFacts
 from benchmarks.quality.queries import QueryLog, recording
 from benchmarks.quality.solve.cells import Cell
@@ -84,20 +86,23 @@ class Solver:
         limit = min(self.limit, len(draft) * 5 // 4 + 64) if draft else self.limit
         (dense,), _ = self._write(problem, [_DENSE], prompt, prefix, log, draft, limit, limit)
         limit = min(limit, len(dense) * 5 // 4 + 32)
+        future = None
+        if any(cell.choice.foresees for cell in cells):
+            future = by_text(self.model, [*prompt, *dense], len(prompt) + limit)
         found: dict[Cell, Answer] = {}
         groups: dict[Setting, list[Cell]] = {}
         for cell in cells:
             if cell.choice.name == DENSE:
                 found[cell] = self._answer(dense, 0)
             else:
-                setting = self._setting(problem, cell, prompt, len(dense), limit, None)
+                setting = self._setting(problem, cell, prompt, len(dense), limit, None, None)
                 groups.setdefault(setting, []).append(cell)
         owners = list(groups.values())
         for start in range(0, len(owners), self.rows):
             some = owners[start : start + self.rows]
             self.progress(f"{problem.id}: settings {start + 1} to {start + len(some)} of {len(owners)}")
             firsts = [own[0] for own in some]
-            texts, evicted = self._write(problem, firsts, prompt, prefix, log, dense, len(dense), limit)
+            texts, evicted = self._write(problem, firsts, prompt, prefix, log, dense, len(dense), limit, future)
             for own, text, count in zip(some, texts, evicted, strict=True):
                 found |= dict.fromkeys(own, self._answer(text, count))
         return found
@@ -112,6 +117,7 @@ class Solver:
         draft: Sequence[int],
         dense_tokens: int,
         limit: int,
+        future: LookedUp | None = None,
     ) -> tuple[list[list[int]], list[int]]:
         """Every cell's text in tokens, and how many of them were evicted."""
         logs = {
@@ -120,7 +126,8 @@ class Solver:
             if cell.choice.control is not None and cell.choice.control.needs_queries
         }
         settings = [
-            self._setting(problem, cell, prompt, dense_tokens, limit, logs.get(row)) for row, cell in enumerate(cells)
+            self._setting(problem, cell, prompt, dense_tokens, limit, logs.get(row), future)
+            for row, cell in enumerate(cells)
         ]
         # The cost of few tokens is that of reading the weights.
         block = BLOCK if len(cells) > 1 else 2 * BLOCK
@@ -165,10 +172,11 @@ class Solver:
         dense_tokens: int,
         limit: int,
         log: QueryLog | None,
+        future: LookedUp | None,
     ) -> Setting:
-        config = cell.config(dense_tokens, self.interval)
+        config, seed = cell.config(dense_tokens, self.interval), f"{self.seed} {problem.id}"
         tokens, rope = len(prompt) + limit, shape_of(self.model).rope
-        facts = RowFacts(f"{self.seed} {problem.id}", tokens, frozen_of(config, len(prompt)), rope, log, self.lookups)
+        facts = RowFacts(seed, tokens, frozen_of(config, len(prompt)), rope, log, self.lookups, future)
         return cell.choice.setting(config, facts)
 
     def _answer(self, text: list[int], evicted: int) -> Answer:
