@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.quality.policies import CONTROLS, Control, RowFacts
+from benchmarks.quality.redrawn import REDRAWN_CONTROLS
+from benchmarks.quality.value_policies import VALUE_CONTROLS
 from sglang_triattn.config import ENABLE, PREFIX, SELECTIONS, Config, read_settings
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rounds.level import earliest
@@ -22,7 +24,8 @@ from sglang_triattn.rounds.rules import complete
 from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
 
 DENSE, DEFAULT, SETTINGS, EARLY = "dense", "default", "settings", "early"
-ALL = (DENSE, DEFAULT, *SELECTIONS, *CONTROLS)
+_CONTROLS = {**CONTROLS, **REDRAWN_CONTROLS, **VALUE_CONTROLS}
+ALL = (DENSE, DEFAULT, *SELECTIONS, *_CONTROLS)
 # More tokens than any stream has.
 _UNLIMITED = Config(budget=1 << 40, recent=0)
 # The benchmark sets the first and takes the second from --stats.
@@ -127,7 +130,7 @@ def read_choice(text: str) -> Choice:
         if not equals or name not in known:
             raise ChoiceError(f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join((*known, EARLY))}.")
         fields[name] = value
-    choice = Choice(text, CONTROLS.get(head), tuple(fields.items()), early)
+    choice = Choice(text, _CONTROLS.get(head), tuple(fields.items()), early)
     choice.config(64, None)
     return choice
 

@@ -38,6 +38,7 @@ from benchmarks.quality.streams.format import StreamError, read_streams
 from benchmarks.quality.streams.make import DEFAULT_STREAMS, FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from benchmarks.quality.table import print_rows, rows_of
 from benchmarks.quality.tokens import Tokens, tokenized
+from benchmarks.quality.value_policies import VALUE_CONTROLS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.stats.cache import load_cached
 from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
@@ -145,9 +146,9 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
 
 
 def usual(options: argparse.Namespace) -> list[str]:
-    """All policies that a server could have, without those whose weights are not given."""
-    choices = [one for one in map(read_choice, ALL) if not one.reads_again and not one.foresees]
-    return [one.name for one in choices if options.lookups or not one.looks_up]
+    """The server's own choices, and all controls but combinations; `look-ups` if its weights are given."""
+    names = [name for name in ALL if name not in VALUE_CONTROLS]
+    return [*names, "look-ups"] if options.lookups else names
 
 
 def lookups_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> torch.Tensor | None:

@@ -16,9 +16,9 @@ one head:
                         how similar a key is to other keys
     value-range         max(v) - min(v) for a quarter,          (VaSE, arXiv 2606.03928, in its plainest reading)
                         drawn for the rest
-    look-ups            log |v - c| + sum_f w_f |k_f|           (`lookups.py`; needs --lookups)
-    read-again          log |v - c| + log(s + EPSILON)          (s as weights predict it, see `lookups.py`)
-    oracle              the same with s of later queries        (`foresight.py`)
+
+`redrawn.py` has those that draw anew at every round, `value_policies.py` those that combine the server's value
+criterion with another.
 
 A priority that is drawn once, for life, makes the kept tokens a uniform sample of all tokens older than `recent`: a
 token that once lost against k others stays lost, as if all had been compared at the end.
@@ -30,13 +30,11 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
-from benchmarks.quality.lookups import EPSILON, LookedUp, sizes
+from benchmarks.quality.lookups import LookedUp
 from benchmarks.quality.queries import QueryLog
-from sglang_triattn.kernels.score.value_size import value_size_torch
 from sglang_triattn.kernels.select.reference import keep_torch
 from sglang_triattn.model.rope import Rope, rotate
 from sglang_triattn.transformers_cache.policy import Pools
@@ -261,51 +259,6 @@ class ExpectedAttention(Control):
         return rotate(axes[:, None].expand(-1, FUTURE, -1), ahead, self.row.rope).mean(1).T
 
 
-class LookUps(Control):
-    """How strongly a key may be looked up, times what its value adds to an output, both as logarithms.
-
-    A value adds its distance from the center of the server's own value sizes.
-    """
-
-    needs_lookups = True
-
-    def importance(self, slots: torch.Tensor, next_position: int, aged: int, keep: int) -> torch.Tensor:
-        lengths = torch.tensor([len(slots)], device=slots.device)
-        squared = value_size_torch(self.pools.v_buffers, slots[None], lengths, len(slots) - aged)[0]
-        return self.strength(slots, next_position) + squared.clamp_min(1e-30).log() / 2
-
-    def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
-        """[L, H_kv, N], the logarithm of how strongly a key may be looked up, up to a constant."""
-        found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
-        weights = cast(torch.Tensor, self.row.lookups).to(found.device)
-        return (found @ weights[..., None])[..., 0]
-
-
-class ReadAgain(LookUps):
-    """The same with what weights would predict: how strongly a key is looked up as the model reads the text again.
-
-    No server can have it: the second reading costs as much as the first, and comes after the whole text.
-    """
-
-    needs_lookups = False
-    needs_second_reading = True
-
-    def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
-        looked_up = cast(LookedUp, self.row.looked_up).after(next_position).to(slots.device)
-        return torch.log(looked_up.gather(-1, self.positions(slots)) + EPSILON)
-
-
-class Oracle(ReadAgain):
-    """The same with what later queries attend to: how much better a choice at this budget could be.
-
-    Of questions, these are their own queries. Of a text, they are those of its dense form, from which the row's own
-    text may differ.
-    """
-
-    needs_second_reading = False
-    needs_foresight = True
-
-
 CONTROLS: dict[str, type[Control]] = {
     "newest": Newest,
     "random": Random,
@@ -317,7 +270,4 @@ CONTROLS: dict[str, type[Control]] = {
     "expected-attention": ExpectedAttention,
     "r-kv": RKV,
     "value-range": ValueRange,
-    "look-ups": LookUps,
-    "read-again": ReadAgain,
-    "oracle": Oracle,
 }
