@@ -1,8 +1,9 @@
 """Profiles: settings that were measured together, by name.
 
 A profile keeps the composition of what stays, which was the best of all that were measured at each of these shares
-(docs/quality.md), and chooses how much stays: a half, a quarter or an eighth of LONG_ANSWER tokens. `recent` and
-`value_share` are not listed, because they follow from these settings and from what else the user gives.
+(docs/quality.md), and chooses how much stays: a half, a quarter or an eighth of LONG_ANSWER tokens. Of longer answers,
+`conservative` still keeps a half: with less, answers lose what they stated. `recent` and `value_share` are not listed,
+because they follow from these settings and from what else the user gives.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ LONG_ANSWER = 8192
 """Tokens of the answer of which the profiles keep the shares that were measured."""
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "conservative": {"budget": LONG_ANSWER // 2, "interval": 128, "selection": "per-layer-head"},
+    "conservative": {"budget": LONG_ANSWER // 2, "keep_share": 0.5, "interval": 128, "selection": "per-layer-head"},
     "balanced": {"budget": LONG_ANSWER // 4, "interval": 128, "selection": "per-layer-head"},
     "aggressive": {"budget": LONG_ANSWER // 8, "interval": 128, "selection": "per-layer-head"},
 }
 METAVAR = "|".join(PROFILES)
 HELP = (
-    "settings that were measured together: sets budget, interval, recent, selection and value share; any of them that "
-    "is given too wins, even with its default value"
+    "settings that were measured together: sets budget, keep share, interval, recent, selection and value share; any of "
+    "them that is given too wins, even with its default value"
 )
 
 

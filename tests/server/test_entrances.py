@@ -26,7 +26,7 @@ def test_config_file(forkserver, tiny, tmp_path):
     """Prevents flags that work only on a command line, and a profile that overrules the given flags."""
     port = free_port()
     arguments = ["--model-path", str(tiny.path), "--port", str(port), *compressed_args(tiny)]
-    arguments += ["--triattention-profile", "conservative"]
+    arguments += ["--triattention-profile", "aggressive"]
     settings = {}
     for word, following in pairwise([*arguments, "--"]):
         if word.startswith("--"):
@@ -38,9 +38,9 @@ def test_config_file(forkserver, tiny, tmp_path):
         assert_compresses(Client(server))
         shown = Client(server).totals()
         assert [shown[name] for name in ("profile", "budget", "interval", "recent")] == [
-            "conservative", BUDGET, INTERVAL, RECENT,
+            "aggressive", BUDGET, INTERVAL, RECENT,
         ]  # fmt: skip
-    assert "TriAttention is active (profile conservative)" in (tmp_path / "server.log").read_text()
+    assert "TriAttention is active (profile aggressive)" in (tmp_path / "server.log").read_text()
 
 
 def test_data_parallel_replicas(serve):

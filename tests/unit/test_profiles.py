@@ -24,15 +24,17 @@ def settings(**given: object) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("name", "budget", "recent"), [("conservative", 4096, 819), ("balanced", 2048, 409), ("aggressive", 1024, 204)]
+    ("name", "budget", "recent", "least"),
+    [("conservative", 4096, 819, 0.5), ("balanced", 2048, 409, 0), ("aggressive", 1024, 204, 0)],
 )
-def test_a_profile_is_what_was_measured(name, budget, recent):
+def test_a_profile_is_what_was_measured(name, budget, recent, least):
     """Prevents a default that changes and takes a profile along, away from its measurements."""
     found = dataclasses.asdict(complete(settings(profile=name)))
     assert found["profile"] == name
-    assert {key: found[key] for key in ("budget", "recent", *MEASURED)} == {
+    assert {key: found[key] for key in ("budget", "recent", "keep_share", *MEASURED)} == {
         "budget": budget,
         "recent": recent,
+        "keep_share": least,
         **MEASURED,
     }
 
@@ -50,6 +52,7 @@ def test_what_is_given_wins():
     assert complete(settings(profile="aggressive", budget=2048)).recent == 409
     assert complete(settings(profile="aggressive", recent=0)).recent == 0
     assert settings(profile="conservative", budget=None).budget == 4096
+    assert settings(profile="conservative", keep_share=0).keep_share == 0
     shared = complete(settings(profile="conservative", selection="union"))
     assert (shared.budget, shared.selection, shared.value_share) == (4096, "union", 0)
 
@@ -100,7 +103,8 @@ def test_check_and_plan_know_it(run_check, run_plan):
     config |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 8192}
     config |= {"architectures": ["LlamaForCausalLM"]}
     for words, shown in (
-        (("--profile", "conservative"), "conservative: budget 4,096 (private), interval 128"),
+        (("--profile", "conservative"), "conservative: budget 4,096 (private), or 50% of the private tokens, interval 128"),
+        (("--profile", "conservative", "--keep-share", "0"), "conservative: budget 4,096 (private), interval 128"),
         (("--triattention-profile", "aggressive", "--budget", "2048"), "aggressive: budget 2,048 (private)"),
         ((), "compression  budget 2,048 (private), interval 128"),
     ):
@@ -118,3 +122,5 @@ def test_the_documents_show_them():
     shown = {code(row[0])[0]: tuple(int(cell.replace(",", "")) for cell in row[1:4]) for row in rows}
     found = {name: complete(settings(profile=name)) for name in PROFILES}
     assert shown == {name: (c.budget, c.recent, c.trigger(0)) for name, c in found.items()}
+    shares = {code(row[0])[0]: row[5] for row in rows}
+    assert shares == {name: "a half" if c.keep_share == 0.5 else "less and less" for name, c in found.items()}
