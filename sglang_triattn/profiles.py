@@ -23,8 +23,8 @@ PROFILES: dict[str, dict[str, Any]] = {
 }
 METAVAR = "|".join(PROFILES)
 HELP = (
-    "settings that were measured together: sets budget, keep share, interval, recent, selection and value share; any of "
-    "them that is given too wins, even with its default value"
+    "settings that were measured together: sets budget, keep share, interval, recent, selection and value share; any "
+    "of them that is given too wins, even with its default value"
 )
 
 

