@@ -4,7 +4,7 @@ import json
 from itertools import product
 
 from checkout import ROOT
-from documents import DOCS, README, section, table, tables
+from documents import DOCS, README, code, section, table, tables
 
 LARGER = "quality-held-out-qwen-1.5b"
 LIMITS = " ".join(section(README, "Limits").split())
@@ -52,7 +52,7 @@ def test_limits():
 def test_profiles():
     """Prevents a profile with figures that were measured at another share, or not at all."""
     rows = table(DOCS / "quality.md", "Profiles", "profile")
-    qwen, small = right("quality-held-out") | right("quality-held-out-half"), right("quality-held-out-smollm2")
+    qwen, small = (right(name) | right(f"{name}-half") for name in ("quality-held-out", "quality-held-out-smollm2"))
     asked = ("facts", "early", "words"), ("state", "variables", "agent"), ("text",)
     for row, share in zip(rows, (0.25, 0.5, 0.25, 0.125), strict=True):
         policy = "dense" if row[0] == "dense" else "default"
@@ -122,12 +122,25 @@ def counted(row: dict) -> tuple[float, int, str]:
     return row["right"], row["problems"], f"[{row['low']:.2f}, {row['high']:.2f}]"
 
 
+def mark(low: float, high: float) -> str:
+    """Above or below the default at 95 %."""
+    return "²" if low > 0 else "¹" if high < 0 else ""
+
+
+def test_other_choices():
+    """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
+    rows = {(row["policy"], row["task"]): row for row in results("quality-ideas")["rows"]}
+    lines = table(DOCS / "quality.md", "Other choices, and one that knows the questions", "what decides")
+    named = {"nothing: all stays": "dense", "the default": "default"}
+    policies = [named.get(line[0]) or code(line[0])[0] for line in lines]
+    assert sorted(policies) == sorted({policy for policy, _ in rows})
+    for policy, line in zip(policies, lines, strict=True):
+        found = [rows[policy, task] for task in ("facts", "early", "words", "state", "variables", "agent", "text")]
+        assert line[1:] == [f"{row['right']:.2f}{mark(row['low'], row['high'])}" for row in found]
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
-
-    def mark(low: float, high: float) -> str:
-        return "²" if low > 0 else "¹" if high < 0 else ""
-
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
     for share, kept in ((0.5, "a half"), (0.25, "a quarter")):
         for policy, name in POLICIES.items():
