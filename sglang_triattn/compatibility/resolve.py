@@ -47,7 +47,6 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
         config,
         window=traits.window,
         latent=traits.latent,
-        # Positions that follow images are not tested with drafted tokens.
         images=traits.image_prompts and server.drafts is None,
         page_size=settings.get("page_size", 1),
         whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),
