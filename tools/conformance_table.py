@@ -38,12 +38,13 @@ def failures(run: dict[str, Any]) -> dict[tuple[str, str], list[str]]:
 
 
 def lines() -> Iterator[str]:
-    """The tables in Markdown; the two longest are folded."""
+    """The tables in Markdown; the longer one is folded."""
     run = results()
     yield from _source(run)
     yield from _failures(run)
-    yield from _folded("Run: passed of all tests", _cases(run))
-    yield from _folded("Not run, and why", _left_out())
+    yield "<details><summary>Run: passed of all tests</summary>\n\n"
+    yield from _cases(run)
+    yield "\n</details>\n\n"
 
 
 def _source(run: dict[str, Any]) -> Iterator[str]:
@@ -51,12 +52,6 @@ def _source(run: dict[str, Any]) -> Iterator[str]:
     date = run["date"].partition("T")[0]
     yield f"\nRun of {date}: {machine['cpu']}, {machine['cores']} cores, GPU: {machine['gpu']}; SGLang "
     yield f"{versions['sglang']}, torch {versions['torch']}.\n"
-
-
-def _folded(title: str, table: Iterator[str]) -> Iterator[str]:
-    yield f"<details><summary>{title}</summary>\n\n"
-    yield from table
-    yield "\n</details>\n\n"
 
 
 def _cases(run: dict[str, Any]) -> Iterator[str]:
@@ -87,20 +82,6 @@ def _failures(run: dict[str, Any]) -> Iterator[str]:
         yield f"| {_tests(cases)} | {' | '.join(cells)} |\n"
     sums = " | ".join(f"{_passed(run['cases'], server)} passed" for server in SERVERS)
     yield f"| all | {sums} | |\n\n"
-
-
-def _left_out() -> Iterator[str]:
-    yield "| tests | reason |\n|---|---|\n"
-    named: dict[str, dict[str, list[str]]] = {}
-    for case in kits.CASES:
-        for test, reason in case.left_out.items():
-            named.setdefault(reason, {}).setdefault(case.name, []).append(test)
-    for kit, reason in kits.NOT_RUN.items():
-        named.setdefault(reason, {})[kit.removeprefix("kits.")] = []
-    for reason, modules in kits.OTHER_MODULES.items():
-        named.setdefault(reason, {}).update((module, []) for module in modules)
-    for reason, tests in named.items():
-        yield f"| {_tests(tests)} | {reason} |\n"
 
 
 def _tests(named: Mapping[str, Sequence[str]]) -> str:

@@ -37,6 +37,7 @@ _PLAIN = {
     "dtype": "bfloat16",
 }
 
+PLAIN = "all 128 dims of a head"
 ACCEPTED, TEXT, REFUSED = "accepted", "accepted, requests with text alone", "refused"
 # Of an architecture that neither transformers nor SGLang has a configuration for.
 NO_CONFIG = "no configuration at hand, a plain one is "
@@ -62,13 +63,21 @@ def verdicts() -> list[Verdict]:
 
 
 def lines() -> Iterator[str]:
-    """The table in Markdown, and how many models are compressed."""
+    """The table in Markdown, with one row for all plain models, and how many are compressed."""
     found = verdicts()
-    yield "\n| model | layers | scored | page sizes and selections, or why it is refused |\n|---|---|---|---|\n"
+    plain, rows = [], []
     for verdict in found:
         assert verdict.layout is not None
-        scored = "" if verdict.reason else scored_words(verdict.layout)
-        yield f"| {verdict.name.split()[0]} | {attention_words(verdict.layout)} | {scored} | {_last(verdict)} |\n"
+        name, layers = verdict.name.split()[0], attention_words(verdict.layout)
+        scored, last = "" if verdict.reason else scored_words(verdict.layout), _last(verdict)
+        count = layers.removesuffix(" full")
+        if (scored, last) == (f"{count} layers, {PLAIN}", "all"):
+            plain.append(f"{name} ({count})")
+        else:
+            rows.append(f"| {name} | {layers} | {scored} | {last} |\n")
+    yield "\n| model | layers | scored | page sizes and selections, or why it is refused |\n|---|---|---|---|\n"
+    yield f"| {', '.join(plain)} | this many, all full | all layers, {PLAIN} | all |\n"
+    yield from rows
     accepted = sum(verdict.refusal is None for verdict in found)
     yield f"\n{accepted} of these {len(found)} models are compressed.\n\n"
 

@@ -25,6 +25,7 @@ import requests
 import conformance_kits as kits
 import prepare_model
 from benchmarks import common
+from benchmarks.serving.client import compression_of
 from env import cache_root, fail
 from server import MEMORY_CHECKS, ServerError, running_server
 from tiny_model import build_tiny_model
@@ -137,7 +138,7 @@ def limited(target: Target) -> Iterator[None]:
 
 def counters(url: str) -> dict[str, int]:
     """Rounds and evicted tokens since the start; zeros on plain SGLang."""
-    found = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0].get("triattention", {})
+    found = compression_of(url)
     return {name: found.get(name, 0) for name in ("rounds", "evicted_tokens")}
 
 

@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 import requests
 
 from benchmarks.common import print_table, write
+from benchmarks.serving.client import compression_of
 from benchmarks.serving.servers import VOCABULARY, prepared_model, serving
 from benchmarks.serving.streamed import streamed
 from server import exit_on_signals
@@ -88,7 +89,7 @@ def equal_cold(url: str, agents: list[list[dict]], tokens: int) -> int:
 
 def slots_in_use(url: str) -> int:
     """KV slots of the pool that the tree and idle rows hold."""
-    state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["triattention"]
+    state = compression_of(url)
     return state["pool_slots"] - state["pool_free_slots"]
 
 

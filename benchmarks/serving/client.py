@@ -14,7 +14,7 @@ import statistics
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -127,10 +127,15 @@ def _times(output: RequestFuncOutput) -> list[float]:
     return list(itertools.accumulate([output.start_time + output.ttft, *[0.0] * silent, *output.itl]))
 
 
+def compression_of(url: str) -> dict[str, Any]:
+    """What a server says of its compression, the sums since its start included; empty if it does not compress."""
+    state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]
+    return state.get("triattention", {})
+
+
 def rounds_of(url: str) -> int:
     """Compaction rounds of a server since its start; 0 if it does not compress."""
-    state = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]
-    return state.get("triattention", {}).get("rounds", 0)
+    return compression_of(url).get("rounds", 0)
 
 
 async def _send(url: str, load: Load, prompts: list[list[int]]) -> list[RequestFuncOutput]:

@@ -6,13 +6,14 @@ Each checks the answer. A request that fails, ends early, or is served though it
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import requests
+
+from benchmarks.serving.streamed import events
 
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 STEMS, STEM = 6, 96
@@ -82,10 +83,9 @@ class Visitor:
         """A streamed answer, timed."""
         tokens, start, last, times = self._length(), time.monotonic(), {}, []
         with self._post(self._ids(), self._sampling(tokens), stream=True) as response:
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    times.append(time.monotonic())
-                    last = json.loads(line.removeprefix(b"data: "))
+            for event in events(response):
+                times.append(time.monotonic())
+                last = event
         self._check(last, tokens)
         gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
         self._diary.latencies.append((start - self._diary.begun, times[0] - start, gaps))
@@ -108,23 +108,22 @@ class Visitor:
     def leave(self) -> None:
         """A client that hangs up in the middle of an answer."""
         with self._post(self._ids(), self._sampling(400), stream=True) as response:
-            lines = (line for line in response.iter_lines() if line.startswith(b"data: {"))
+            answer = events(response)
             for _ in range(self._draw.randrange(1, 150)):
-                next(lines)
+                next(answer)
         # The connection is not used again, so it closes.
         self._session.close()
         self._session = requests.Session()
 
     def abort(self) -> None:
         """An answer that is aborted by name, and is nevertheless an answer."""
-        name, last, seen = f"soak-{self._seed}-{self._draw.getrandbits(48)}", {}, 0
+        name, last = f"soak-{self._seed}-{self._draw.getrandbits(48)}", {}
         until = self._draw.randrange(1, 150)
         with self._post(self._ids(), self._sampling(400), stream=True, rid=name) as response:
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    last, seen = json.loads(line.removeprefix(b"data: ")), seen + 1
-                    if seen == until:
-                        self._expect(requests.post(f"{self._url}/abort_request", json={"rid": name}, timeout=60), 200)
+            for seen, event in enumerate(events(response), 1):
+                last = event
+                if seen == until:
+                    self._expect(requests.post(f"{self._url}/abort_request", json={"rid": name}, timeout=60), 200)
         kind = last["meta_info"]["finish_reason"]["type"]
         if kind not in ("abort", "length"):
             raise Fault(f"an aborted request ended by {kind}")

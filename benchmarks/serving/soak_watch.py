@@ -10,6 +10,8 @@ import time
 import psutil
 import requests
 
+from benchmarks.serving.client import compression_of
+
 GAUGES = {"kv_available": "kv_available_tokens", "kv_evictable": "kv_evictable_tokens"}
 BLOCKS = 16
 STUDENT_14 = 2.145
@@ -63,7 +65,7 @@ def books(url: str) -> dict[str, float]:
     """The pool's books in tokens, requests, and sums of compaction, as the server itself states them."""
     (load,) = requests.get(f"{url}/v1/loads?include=core", timeout=60).json()["loads"]
     metrics = requests.get(f"{url}/metrics", timeout=60).text
-    totals = requests.get(f"{url}/server_info", timeout=60).json()["internal_states"][0]["triattention"]
+    totals = compression_of(url)
     gauges = {name: _gauge(metrics, f"sglang:{metric}") for name, metric in GAUGES.items()}
     return {
         "running": load["num_running_reqs"],

@@ -24,6 +24,7 @@ def traits_of(model: ModelConfig) -> Traits:
     window = 0 if uncovered else _window_of(model)
     return Traits(
         name=named(model),
+        architecture=(model.hf_config.architectures or [""])[0],
         uncovered=uncovered,
         window=window,
         window_pool=bool(model.is_hybrid_swa),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang_triattn.census_windows import Peers
-from sglang_triattn.patches.request.window_pool import WindowPool, cursor_of
+from sglang_triattn.patches.request.window_pool import cursor_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ReqKvInfo
@@ -36,7 +36,7 @@ def read_peers(scheduler: Scheduler, records: Sequence[ReqKvInfo]) -> Peers:
         of=to_host(allocator.full_to_swa_index_mapping[:-1]),
         tree=tree.swa_evictable_size() + tree.swa_protected_size(),
         cursor=np.array([cursor_of(kv, page_size) for kv in records], np.int64),
-        reach=WindowPool(scheduler).reach,
+        reach=cast(int, tree.swa_retain_window),
         computed=np.array([kv.kv_committed_len for kv in records], np.int64),
     )
 

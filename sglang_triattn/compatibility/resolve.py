@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_triattn.compatibility.rules import (
-    CHAIN,
-    FIRST_RULES,
-    RULES,
-    Server,
-    refusals,
-)
+from sglang_triattn.compatibility.rules import CHAIN, FIRST_RULES, RULES, Server, refusals
+from sglang_triattn.compatibility.served_code import SERVED_CODE
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.compatibility.uncovered import LONG_ROPE, refused_model, why_uncovered
 from sglang_triattn.config import Config
@@ -41,13 +36,12 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
     if reason is not None:
         raise refused_model(traits.name, reason)
     _check_heads(traits, settings.get("tp_size", 1) // settings.get("attn_dp_size", 1))
-    for error in refusals(RULES, server):
+    for error in refusals((*RULES, *SERVED_CODE), server):
         raise error
     rules = complete(
         config,
         window=traits.window,
         latent=traits.latent,
-        # Positions that follow images are not tested with drafted tokens.
         images=traits.image_prompts and server.drafts is None,
         page_size=settings.get("page_size", 1),
         whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.families import Family, family_in, is_unknown
-from sglang_triattn.model.fields import Fields, count, text_fields
+from sglang_triattn.model.fields import Fields, architecture, count, text_fields
 from sglang_triattn.model.kinds import (
     CHUNK,
     FULL,
@@ -52,6 +52,7 @@ class Traits:
         rope_limit: longest context in which RoPE turns tokens by the same frequencies all the time; None for any.
         branching_drafts: SGLang's default drafts for it branch.
         heads: query and KV heads of a scored layer; None where SGLang has checked them.
+        architecture: the first that the file names; empty if unknown.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Traits:
     rope_limit: int | None = None
     branching_drafts: bool = False
     heads: tuple[int, int] | None = None
+    architecture: str = ""
 
     @property
     def has_windows(self) -> bool:
@@ -96,6 +98,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout, *, multim
     media = any(fields.get(each) for each in _MEDIA) and (multimodal or not family.images_on_request)
     return Traits(
         name=name,
+        architecture=architecture(fields),
         uncovered=uncovered_in_file(config) or ({} if first else {"no_full_attention": PLAIN}),
         window=layout.window,
         window_pool=layout.window_pool,

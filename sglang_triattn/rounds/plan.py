@@ -155,13 +155,14 @@ def plan_round(
         page_size: slots per page.
         inputs: input tokens of resumed turns, which stay on top of the budget.
     """
-    rules = _rules_with(rules, inputs, page_size)
-    first = inputs.target(frozen, page_size)
-    kept = first + inputs.waiting_len(first, length)
-    if length - kept < rules.trigger(kept, evicted_before):
-        return None
     return plan_eviction(
-        rules, frozen=frozen, length=length, evicted_before=evicted_before, page_size=page_size, inputs=inputs
+        rules,
+        frozen=frozen,
+        length=length,
+        evicted_before=evicted_before,
+        page_size=page_size,
+        inputs=inputs,
+        only_due=True,
     )
 
 
@@ -173,11 +174,17 @@ def plan_eviction(
     evicted_before: int,
     page_size: int,
     inputs: TurnInputs = NO_INPUTS,
+    only_due: bool = False,
 ) -> Plan | None:
-    """Plans a round down to the budget, due or not; None if the row is within it. Arguments as for `plan_round`."""
+    """Plans a round down to the budget; None if the row is within it, or with `only_due` if none is due.
+
+    Other arguments as for `plan_round`.
+    """
     rules = _rules_with(rules, inputs, page_size)
     first = inputs.target(frozen, page_size)
     kept = first + inputs.waiting_len(first, length)
+    if only_due and length - kept < rules.trigger(kept, evicted_before):
+        return None
     excess = length - kept - rules.budget_for(kept, length - kept + evicted_before)
     new_length = length - excess // rules.round_to * rules.round_to
     if length <= new_length:

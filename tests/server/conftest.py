@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import forked_servers
 import harness
 import step_probe
+from disaggregated_servers import Pairs
 from server import PortTaken, Server
 from tiny_model import TinyModel, build_tiny_model
 from word_tokenizer import with_tokenizer
@@ -141,17 +143,35 @@ def chat_client(serve, chat_model):
     return serve("--enable-cache-report", *parsers, model=chat_model, tokenizer=True)
 
 
+@pytest.fixture
+def serve_pairs(forkserver, tmp_path):
+    """`serve_pairs(*args, model=..., **options)` starts a prefill and a decode server, see `Pairs.__call__`."""
+    found = Pairs(forkserver, tmp_path)
+    yield found
+    found.stop_all()
+
+
 @pytest.fixture(scope="session")
 def probed(serve, tmp_path_factory):
     """`probed(*args, **options)`, as `serve`, returns a Client and a function that returns what the probe wrote since
     the last one."""
-    folder = tmp_path_factory.mktemp("probe")
+    return probing(serve, tmp_path_factory.mktemp("probe"))
+
+
+@pytest.fixture
+def probed_pairs(serve_pairs, tmp_path):
+    """`probed_pairs(*args, model=..., **options)`, as `serve_pairs`, returns what `probed` does."""
+    return probing(serve_pairs, tmp_path / "probe")
+
+
+def probing(started: Callable, folder: Path) -> Callable:
+    """Starts servers as `started` does, with the probe of steps, whose plugin and lines `folder` gets."""
     harness.install_plugin(folder, "probe", Path(step_probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
     def start(*args: str, env: dict[str, str] | None = None, **options):
-        probing = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
-        client = serve(*args, env={**(env or {}), **probing}, **options)
+        probe = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
+        client = started(*args, env={**(env or {}), **probe}, **options)
 
         def steps():
             found = harness.read_lines(file)

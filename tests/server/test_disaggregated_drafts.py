@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-import step_probe
-from disaggregated_servers import RETRACT, Pairs, storm
+from disaggregated_servers import RETRACT, storm
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, Pair, drafts_with_account
 from family_servers import prepared
-from harness import (
-    INTERVAL,
-    KEYS_ALONE,
-    STEPS,
-    assert_pool_is_whole,
-    compression,
-    install_plugin,
-    python_path,
-    read_lines,
-)
+from harness import INTERVAL, KEYS_ALONE, STEPS, assert_pool_is_whole, compression
 from oracle import oracle_of
 from repeating_model import build_repeating_model
 from sets import wide
@@ -47,14 +36,6 @@ def drafting(tmp_path) -> Callable[[str], Pair]:
     return build
 
 
-@pytest.fixture
-def pairs(forkserver, tmp_path):
-    """`pairs(*args, model=..., **options)` starts servers, see `Pairs.__call__`."""
-    found = Pairs(forkserver, tmp_path)
-    yield found
-    found.stop_all()
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -66,33 +47,30 @@ def pairs(forkserver, tmp_path):
         wide("NEXTN latent", "pages"),
     ],
 )
-def test_logits_and_drafts(pairs, drafting, tmp_path, name, mode):
+def test_logits_and_drafts(serve_pairs, probed_pairs, drafting, name, mode):
     """Prevents K/V of a draft model that arrives elsewhere than in the row, or that a round takes for other tokens':
     each of its drafts is that of an account."""
     pair = drafting(name)
-    install_plugin(tmp_path / "probe", "probe", Path(step_probe.__file__).read_text())
-    file = tmp_path / "steps.jsonl"
-    file.touch()
-    env = {**pair.env, "PYTHONPATH": python_path(tmp_path / "probe"), "PROBE_FILE": str(file)}
-    client = pairs(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
+    flags = (*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE)
+    client, steps = probed_pairs(*flags, model=pair.target, env=pair.env)
     page_size = client.setting("page_size")
-    file.write_text("")
+    steps()
     (ids,) = pair.texts()
     response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
-    found = drafts_with_account(pair, mode, ids, response, read_lines(file), len(ids) - len(ids) % page_size)
+    found = drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
     assert compression(response)["rounds"] >= 6
     assert len(found) > 60
     assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
     assert_pool_is_whole(client)
-    pairs.stop(client)
+    serve_pairs.stop(client)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "page_size"), [("EAGLE", 1), ("EAGLE", 16), ("EAGLE3 windows", 16)])
-def test_storm(pairs, drafting, name, page_size):
+def test_storm(serve_pairs, drafting, name, page_size):
     """Prevents leaks of reserves where requests are aborted, and retracted while a step of drafts is queued."""
     pair = drafting(name)
     flags = (*pair.args, *pair.settings, "--page-size", str(page_size), "--max-total-tokens", "2048")
-    client = pairs(*flags, model=pair.target, env={**pair.env, **RETRACT})
+    client = serve_pairs(*flags, model=pair.target, env={**pair.env, **RETRACT})
     storm(client, pair.account.budget + INTERVAL + 2 * (STEPS + 1) + page_size, requests=15)
-    pairs.stop(client)
+    serve_pairs.stop(client)

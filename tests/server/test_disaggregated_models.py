@@ -17,21 +17,13 @@ TWO_RANKS = ("--tp-size", "2")
 IN_TURN = ("--disable-overlap-schedule",)
 
 
-@pytest.fixture
-def pairs(forkserver, tmp_path):
-    """`pairs(*args, model=..., **options)` starts servers of any model, see `Pairs.__call__`."""
-    found = Pairs(forkserver, tmp_path)
-    yield found
-    found.stop_all()
-
-
 def servers_of(
-    pairs: Pairs, model: TinyModel, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str]
+    serve_pairs: Pairs, model: TinyModel, family: str, page_size: int, selection: str, *flags: str, env: dict[str, str]
 ) -> Separated:
     """A prefill and a decode server, of which the latter retracts requests now and then."""
     args = (*selecting(page_size, selection), *KEYS_ALONE, *flags)
     cores = two_cores() if "--tp-size" in flags else {}
-    return started(pairs, model, family, *args, env={**cores, **RETRACT, **env})
+    return started(serve_pairs, model, family, *args, env={**cores, **RETRACT, **env})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def servers_of(
         ("qwen3-next", 1, "shared-mean", IN_TURN),
     ],
 )
-def test_logits(pairs, tmp_path, family, page_size, selection, flags):
+def test_logits(serve_pairs, tmp_path, family, page_size, selection, flags):
     """Prevents K/V, latents or states that arrive, or come back from the host, elsewhere than in the row; a window that
     loses tokens there; and groups of ranks that wait for one another."""
     tiny, account = prepared(tmp_path, family)
@@ -55,27 +47,27 @@ def test_logits(pairs, tmp_path, family, page_size, selection, flags):
     if family in LATENTS:
         account.num_kv_heads = ranks
     retractions = Retractions(tmp_path / "probe")
-    client = servers_of(pairs, tiny, family, page_size, selection, *flags, env=retractions.env)
+    client = servers_of(serve_pairs, tiny, family, page_size, selection, *flags, env=retractions.env)
     # A group does not retract its only request.
     prompts = PROMPTS if flags == TWO_GROUPS else PROMPTS[:2]
     hold_to_account(client, account, retractions, prompts, ranks, overlaps=IN_TURN[0] not in flags)
-    pairs.stop(client)
+    serve_pairs.stop(client)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("page_size", [16, 1])
-def test_answers_longer_than_either_pool(pairs, tmp_path, page_size):
+def test_answers_longer_than_either_pool(serve_pairs, tmp_path, page_size):
     """Prevents an answer from waiting for ever for slots of window layers that it will not need, and two of them from
     taking one another's."""
     tiny, _ = prepared(tmp_path, "gpt-oss")
     flags = ("--max-total-tokens", "640", "--swa-full-tokens-ratio", "0.4")
-    client = servers_of(pairs, tiny, "gpt-oss", page_size, "per-layer-head", *flags, env={})
+    client = servers_of(serve_pairs, tiny, "gpt-oss", page_size, "per-layer-head", *flags, env={})
     prompts = [prompt(63, 40), prompt(64, 50)]
     for ids, answer in zip(prompts, client.generate_all(prompts, 700), strict=True):
         report = compression(answer)
         assert report["physical_length"] + report["evicted_tokens"] == report["logical_length"] == len(ids) + 699
     assert_pool_is_whole(client)
-    pairs.stop(client)
+    serve_pairs.stop(client)
 
 
 @pytest.mark.wide
@@ -89,10 +81,10 @@ def test_answers_longer_than_either_pool(pairs, tmp_path, page_size):
         ("qwen3-next", 1, IN_TURN),
     ],
 )
-def test_storm(pairs, tmp_path, family, page_size, flags):
+def test_storm(serve_pairs, tmp_path, family, page_size, flags):
     """Prevents leaks of what a model of this kind holds, where requests are aborted and retracted in any stage."""
     tiny, account = prepared(tmp_path, family)
     flags = ("--max-total-tokens", "1024", *flags)
-    client = servers_of(pairs, tiny, family, page_size, "per-layer-head", *flags, env={})
+    client = servers_of(serve_pairs, tiny, family, page_size, "per-layer-head", *flags, env={})
     storm(client, account.budget + INTERVAL + page_size, requests=15, tokens=180)
-    pairs.stop(client)
+    serve_pairs.stop(client)

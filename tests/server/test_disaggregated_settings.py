@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disaggregated_servers import RETRACT, Pairs, Retractions, assert_account, hold_to_account, storm
+from disaggregated_servers import RETRACT, Retractions, assert_account, hold_to_account, storm
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path
 from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import oracle_of
@@ -18,14 +18,6 @@ POOL = ("--max-total-tokens", "2048")
 
 
 @pytest.fixture
-def pairs(forkserver, tmp_path):
-    """`pairs(*args, model=..., **options)` starts servers, see `Pairs.__call__`."""
-    found = Pairs(forkserver, tmp_path)
-    yield found
-    found.stop_all()
-
-
-@pytest.fixture
 def account(tiny):
     """The account of a server that chooses by keys alone."""
     return replace(oracle_of(tiny), value_share=0.0)
@@ -33,12 +25,12 @@ def account(tiny):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("page_size", "flags"), [(1, TREE), (16, TREE), (16, HOST)])
-def test_prefixes_in_its_tree(pairs, tiny, account, tmp_path, page_size, flags):
+def test_prefixes_in_its_tree(serve_pairs, tiny, account, tmp_path, page_size, flags):
     """Prevents a shared prefix that a round changes, a compacted answer in the tree, and a row that comes back from the
     host over a prefix that others read."""
     retractions = Retractions(tmp_path / "probe")
     args = ("--page-size", str(page_size), *KEYS_ALONE, *POOL, *flags)
-    client = pairs(*args, model=tiny, env={**RETRACT, **retractions.env})
+    client = serve_pairs(*args, model=tiny, env={**RETRACT, **retractions.env})
     stem = prompt(12, 48)
     answer = client.generate(stem, 40)
     # The prefill server has the prompt alone, the tree also what followed, until a round.
@@ -54,16 +46,16 @@ def test_prefixes_in_its_tree(pairs, tiny, account, tmp_path, page_size, flags):
     prompts = [stem + prompt(20 + number, 30 + number) for number in range(4)]
     hold_to_account(client, account, retractions, prompts)
     storm(client, BUDGET + INTERVAL + page_size, requests=15)
-    pairs.stop(client)
+    serve_pairs.stop(client)
 
 
 @pytest.mark.wide
-def test_adapters(pairs, tiny, account, tmp_path):
+def test_adapters(serve_pairs, tiny, account, tmp_path):
     """Prevents K/V of one adapter's request in the row of another's, and rounds that mix them up."""
     (tmp_path / "adapter").mkdir()
     flags = serving(build_adapter(tmp_path / "adapter", tiny))
     env = {"PYTHONPATH": python_path(install_unpinned(tmp_path / "unpinned"))}
-    client = pairs(*flags, *KEYS_ALONE, *POOL, model=tiny, env=env)
+    client = serve_pairs(*flags, *KEYS_ALONE, *POOL, model=tiny, env=env)
     ids, loras = prompt(31, 40), [None, "other", "other", None]
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda lora: client.generate(ids, 260, logprobs=True, lora=lora), loras))
@@ -72,4 +64,4 @@ def test_adapters(pairs, tiny, account, tmp_path):
         assert_account(adapted if lora else account, ids, answer)
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
     assert_pool_is_whole(client)
-    pairs.stop(client)
+    serve_pairs.stop(client)

@@ -8,7 +8,6 @@ import pytest
 
 from disaggregated_servers import (
     RETRACT,
-    Pairs,
     Retractions,
     Separated,
     assert_account,
@@ -51,14 +50,6 @@ def retracting(forkserver, tiny, tmp_path_factory, retractions):
     args = ("--page-size", "16", "--max-total-tokens", "2048")
     with running_separated(forkserver, tiny, folder, *args, env={**RETRACT, **retractions.env}) as (client,):
         yield client
-
-
-@pytest.fixture(scope="module")
-def pairs(forkserver, tmp_path_factory):
-    """`pairs(*args, model=..., **options)` starts servers of any model, see `Pairs.__call__`."""
-    found = Pairs(forkserver, tmp_path_factory.mktemp("pairs"))
-    yield found
-    found.stop_all()
 
 
 def account_of(tiny, selection: str = "per-layer-head") -> Oracle:
@@ -113,15 +104,15 @@ RANKS = ("--tp-size", "2")
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("page_size", "selection"), [(1, "union"), (16, "per-layer-head")])
-def test_logits_on_two_ranks(pairs, retractions, tiny, page_size, selection):
+def test_logits_on_two_ranks(serve_pairs, retractions, tiny, page_size, selection):
     """Prevents ranks that keep tokens of each other's heads, different ones of a shared set, or that disagree about who
     is admitted, retracted or due: they would then wait for one another for ever."""
     flags = ("--page-size", str(page_size), "--triattention-selection", selection, *KEYS_ALONE)
     pool = ("--max-total-tokens", "2048")
-    client = pairs(*RANKS, *flags, *pool, model=tiny, env={**two_cores(), **RETRACT, **retractions.env})
+    client = serve_pairs(*RANKS, *flags, *pool, model=tiny, env={**two_cores(), **RETRACT, **retractions.env})
     prompts = [prompt(40 + number, 30 + number) for number in range(3)]
     hold_to_account(client, account_of(tiny, selection), retractions, prompts, ranks=2)
-    pairs.stop(client)
+    serve_pairs.stop(client)
 
 
 def test_conversations_are_refused(pair):

@@ -53,20 +53,13 @@ def test_answers_below_the_budget(serve, tmp_path):
 def test_storm(serve, probed, tmp_path):
     """Prevents latents of a frozen prefix from being written, and leaks."""
     tiny, account = prepared(tmp_path, FAMILY)
-    steps = []
-
-    def serve_probed(*arguments, **options):
-        client, read = probed(*arguments, **options)
-        steps.append(read)
-        return client
-
-    client = started(serve_probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
+    client, steps = started(probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
     _, finished = storm(client, 1, 60, (account.recent + 1, account.budget), 1500, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 20
     frozen = {}
-    for step in steps[0]():
+    for step in steps():
         for request in step["requests"]:
             if request["protected"]:
                 key = request["rid"], request["retractions"], request["protected"]

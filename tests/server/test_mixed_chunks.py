@@ -45,16 +45,9 @@ def test_states_in_mixed_steps(probed, tmp_path, flags):
     """Prevents states of decoding requests that a prefill in the same step changes, or that see a token twice."""
     tiny, account = prepared(tmp_path, "qwen3-next")
     account.selection, account.window = "shared-mean", 0
-    reads = []
-
-    def serve_probed(*arguments, **options):
-        client, read = probed(*arguments, **options)
-        reads.append(read)
-        return client
-
     selection = ("--triattention-selection", "shared-mean")
-    client = started(serve_probed, tiny, "qwen3-next", MIXED, *selection, *CHUNKS, *flags)
-    hold_mixed_steps_to_account(client, reads[0], account, 1)
+    client, steps = started(probed, tiny, "qwen3-next", MIXED, *selection, *CHUNKS, *flags)
+    hold_mixed_steps_to_account(client, steps, account, 1)
 
 
 def hold_mixed_steps_to_account(client: Client, steps: Callable[[], list[dict]], account: Oracle, page_size: int):

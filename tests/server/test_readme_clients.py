@@ -123,7 +123,7 @@ def test_agent(agent_server, tmp_path):
 
 def test_ollama(client):
     """Prevents an example that users copy from failing, and options that the documents name from being ignored."""
-    command = example(CLIENTS, "Ollama", "bash").replace(URL, client.url)
+    command = example(CLIENTS, "Anthropic, the Responses API and Ollama", "bash").replace(URL, client.url)
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True)
     answer = json.loads(done.stdout)
     assert answer["done"]

@@ -18,6 +18,7 @@ from harness import (
     two_cores,
 )
 from measured_statistics import assert_measured_right, measuring
+from ngram_account import NGRAM, PAGES
 from oracle import TOLERANCE
 from sets import wide
 from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
@@ -77,22 +78,15 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     serve.stop(client)
 
 
-# Chains, as SGLang drafts where pages are larger than one slot. They take fewer steps, in which less is retracted.
-NGRAM = (
-    *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"),
-    *("--speculative-ngram-max-bfs-breadth", "1"),
-)
-
-
 @pytest.mark.parametrize(
     ("family", "flags", "requests"),
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
         ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 30),
         wide("qwen3-next", (*WITH_LAZY_BUFFER, "--page-size", "16"), 30),
-        wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM[:4]), 60),
-        wide("qwen3-next", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
-        wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16", *NGRAM), 60),
+        wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM), 60),
+        wide("qwen3-next", (*WITH_BUFFER, *NGRAM, *PAGES[16]), 60),
+        wide("falcon-h1", (*WITH_BUFFER, *NGRAM, *PAGES[16]), 60),
         wide("qwen3-next-mtp", (*WITH_BUFFER, "--page-size", "16", "--speculative-algorithm", "NEXTN", *DRAFTS), 60),
         wide("falcon-h1", (*WITH_BUFFER, "--page-size", "16"), 30),
     ],

@@ -63,6 +63,7 @@ class Family:
         seed: of the weights. A model whose first layer is scored must hardly repeat itself: between the equal values of
             two equal tokens, the order in a row would choose, which an account does not know.
         code: the module of the configuration that comes with the model, for --trust-remote-code.
+        latent_halves: of latent KV, RoPE pairs the halves of a rotated key also in SGLang's pool.
     """
 
     config: str
@@ -71,6 +72,7 @@ class Family:
     written: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     code: str = ""
+    latent_halves: bool = False
 
 
 FAMILIES = {

@@ -126,7 +126,8 @@ def prepared(folder, family, *, repeating=False):
     rotates = tuple(number not in still for number in layers)
     latent = family in LATENTS
     start = tiny.head_dim - rope.rotary_dim if latent else 0
-    save_random_stats(tiny, pool_rope(rope) if latent and family != "minicpm3" else rope, layers, rotates, start)
+    pairs = latent and not (family in FAMILIES and FAMILIES[family].latent_halves)
+    save_random_stats(tiny, pool_rope(rope) if pairs else rope, layers, rotates, start)
     kind = LearnedOracle if family in LEARNED else LatentOracle if latent else Oracle
     account = kind(
         **means_of(tiny.stats),

@@ -94,6 +94,7 @@ FAMILIES["minicpm3"] = Family(
             "original_max_position_embeddings": COMMON["max_position_embeddings"],
         },
     },
+    latent_halves=True,
 )
 # transformers knows it as a part of models with images alone.
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)

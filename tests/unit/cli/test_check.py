@@ -56,7 +56,7 @@ def fact(output: str, name: str) -> str:
 def test_the_docs_show_what_the_command_prints(monkeypatch, capsys):
     """Prevents an example in docs/compatibility.md that the command no longer prints."""
     monkeypatch.chdir(ROOT)
-    text = section(DOCS / "compatibility.md", "Models")
+    text = section(DOCS / "compatibility.md", "Your model")
     command = re.search(r"^    sglang-triattn (check .*)$", text, re.MULTILINE)[1]
     assert cli.main(shlex.split(command)) == 0
     assert fenced_blocks(text) == [("", capsys.readouterr().out)]
