@@ -194,8 +194,8 @@ def build_trees(
 
     Args:
         parent_list: [R, groups], the parent of each such group, as a proposal; the first is of the root.
-        top_scores_index: [R, n - 1] in ascending order, the proposals that were chosen. A chosen one whose parent is not
-            among them follows nothing.
+        top_scores_index: [R, n - 1] in ascending order, the proposals that were chosen. One whose parent is not among
+            them follows nothing.
         seq_lens: [R], tokens before the drafted ones.
         tree_mask: out, of each request [n, length + n] bool, flattened and concatenated; true on arrival.
         positions: [R * n] int64, out.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +65,7 @@ def test_trees_by_their_definition(tree, length, data):
 
     said = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=n, max_size=n))
     words = [0, *tokens]
-    held = [path for path in paths.values() if all(said[a] == words[b] for a, b in zip(path, path[1:], strict=False))]
+    held = [path for path in paths.values() if all(said[a] == words[b] for a, b in pairwise(path))]
     expected = max(held, key=len)
     outputs = torch.zeros(n, dtype=torch.int32), torch.full((1, DEPTH + 1), -1), torch.zeros(1, dtype=torch.int32)
     predicts, accepted, number = drafts.verify_greedily(*outputs, torch.tensor([words]), *links, torch.tensor([said]))
