@@ -6,7 +6,7 @@ import pytest
 
 from draft_heads import build_eagle
 from draft_pairs import MODES, drafts_with_account
-from draft_trees import TREE_STEPS, TreePair
+from draft_trees import BRANCHES, TREE_STEPS, TreePair
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt, two_cores
 from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
@@ -77,7 +77,8 @@ def test_bit_identical_below_the_trigger(serve, pairs, name, page_size):
         assert ours["output_ids"] == theirs["output_ids"] == without.generate(ids, BUDGET + INTERVAL)["output_ids"]
 
 
-@pytest.mark.parametrize(("name", "mode"), [("EAGLE", "pages"), wide("EAGLE", "moved"), wide("EAGLE3", "pages")])
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("EAGLE", "pages"), ("EAGLE", "moved"), ("EAGLE3", "pages")])
 def test_storm(serve, pairs, name, mode):
     """Prevents slots of branches that are lost or owned twice where requests are aborted, retracted, resumed and
     compacted while they are prefilled."""
@@ -89,5 +90,20 @@ def test_storm(serve, pairs, name, mode):
     assert len(finished) > 20
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 13
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+def test_answers_to_the_end_of_the_context(serve, pairs):
+    """Prevents slots of branches that are written past a row's end, to the row of another request."""
+    pair = pairs["EAGLE"]
+    flags = (*pair.args, "--page-size", "1", "--context-length", "320")
+    client = serve(*flags, model=pair.target, env=pair.env)
+    asked = [prompt(number, 100) for number in range(3)]
+    # SGLang sets aside what a step drafts.
+    longest = 320 - 100 - TREE_STEPS * BRANCHES
+    answers = client.generate_all(asked, longest, custom_params={"triattention": {"enabled": False}})
+    assert all(len(answer["output_ids"]) == longest for answer in answers)
     assert_pool_is_whole(client)
     serve.stop(client)
