@@ -39,6 +39,7 @@ from sglang_triattn.patches.ranks.pipeline import is_first, is_staged
 from sglang_triattn.patches.ranks.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.patches.request import (
     chunked_prefill,
+    draft_reserve,
     draft_steps,
     linear_states,
     positions,
@@ -118,6 +119,7 @@ class Compression:
             *self._admission.hooks(),
             *positions.hooks(),
             *queued_drafts.hooks(),
+            *draft_reserve.hooks(),
             *draft_steps.hooks(),
             *chunked_prefill.hooks(),
             *window_pool.hooks(),

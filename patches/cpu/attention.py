@@ -27,16 +27,19 @@ class Span:
         queries: how many there are.
         tree: [queries, first + queries] bool, which of the row's tokens each query sees, where these are drafted tokens
             that form a tree; None where each query sees all tokens up to itself.
+        branch: [b] int64, slots of the last b tokens that any query may see, where they are drafted in a branch of
+            their own; None where all tokens are the row's.
     """
 
     row: int
     first: int
     queries: int
     tree: torch.Tensor | None = None
+    branch: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Tokens of the row that any query may see."""
+        """Tokens that any query may see."""
         return self.first + self.queries
 
     def first_key(self, window: int) -> int:

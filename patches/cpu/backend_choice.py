@@ -40,6 +40,7 @@ def offer() -> None:
     choices.add_attention_backend_choices([NAME])
     register_resolution_hook("handle_model_specific_adjustments")(_adjust_to_model)
     register_resolution_hook("handle_attention_backend_compatibility")(_choose)
+    register_resolution_hook("handle_speculative_decoding")(_allow_trees)
 
 
 def register() -> None:
@@ -106,6 +107,18 @@ def _choose(server_args: ServerArgs, previous: Step) -> None:
     is_default = asked is None and settings.attention_backend == "torch_native"
     speculative = settings.speculative_algorithm is not None
     if asked == NAME or (is_default and is_needed(model_config_of(server_args), speculative)):
+        declare_resolution(server_args, NAME, attention_backend=NAME)
+
+
+def _allow_trees(server_args: ServerArgs, previous: Step) -> None:
+    """Around the step in which SGLang refuses drafts that branch, in pages, for every backend that it does not list."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    is_ours = resolving_view(server_args).attention_backend == NAME
+    if is_ours:
+        declare_resolution(server_args, NAME, attention_backend="triton")
+    previous(server_args)
+    if is_ours:
         declare_resolution(server_args, NAME, attention_backend=NAME)
 
 

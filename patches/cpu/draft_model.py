@@ -1,8 +1,10 @@
 """The attention of a draft model on plain CPUs.
 
 SGLang parts: `DraftBackendFactory` (sglang/srt/speculative/draft_utils.py), which knows none for CPUs of any kind;
-`EagleDraftWorker.draft_forward` (sglang/srt/speculative/eagle_worker_v2.py), which asks one backend for each token
-that it drafts.
+`EagleDraftWorker.draft_forward` (sglang/srt/speculative/eagle_worker_v2.py), which asks one backend for each step.
+
+In a step, each branch of a draft gets one token, whose K/V go to a slot of the branch. SGLang counts for the tokens of
+a branch those in its slots, also where a step goes on from another branch: that costs a draft at most.
 """
 
 from __future__ import annotations
@@ -19,25 +21,35 @@ if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import ModelRunner
 
 
-class OneDraft(ReferenceBackend):
-    """The backend for the drafted token that follows `drafted` others."""
+class OneStep(ReferenceBackend):
+    """The backend for one token of each branch of a draft.
 
-    def __init__(self, runner: ModelRunner, drafted: int) -> None:
+    Args:
+        drafted: tokens of the branch before it.
+        branches, steps: tokens that each step drafts, and how many steps there are.
+    """
+
+    def __init__(self, runner: ModelRunner, drafted: int, branches: int, steps: int) -> None:
         super().__init__(runner)
-        self._drafted = drafted
+        self._drafted, self._branches, self._steps = drafted, branches, steps
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        # Lengths are those of the rows before any token was drafted.
+        # Lengths are those of the rows before any token was drafted; the slots are those of the whole draft.
         rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
-        self._spans = [Span(row, length + self._drafted, 1) for row, length in zip(rows, lengths, strict=True)]
+        slots = forward_batch.out_cache_loc.view(len(rows), self._branches, self._steps)[..., : self._drafted + 1]
+        self._spans = [
+            Span(row, length + self._drafted, 1, branch=branch)
+            for row, length, branches in zip(rows, lengths, slots, strict=True)
+            for branch in branches
+        ]
 
 
 class Drafts:
-    """The backends for all tokens of a draft but the last, which no attention follows."""
+    """The backends for all steps of a draft but the last, which no attention follows."""
 
-    def __init__(self, runner: ModelRunner, steps: int) -> None:
-        self.attn_backends = [OneDraft(runner, drafted) for drafted in range(steps - 1)]
+    def __init__(self, runner: ModelRunner, branches: int, steps: int) -> None:
+        self.attn_backends = [OneStep(runner, drafted, branches, steps) for drafted in range(steps - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         for backend in self.attn_backends:
@@ -46,7 +58,7 @@ class Drafts:
 
 def for_drafts(self: DraftBackendFactory) -> Drafts:
     """Stands for `DraftBackendFactory.create_decode_backend`."""
-    return Drafts(self.draft_model_runner, self.speculative_num_steps)
+    return Drafts(self.draft_model_runner, self.topk, self.speculative_num_steps)
 
 
 def for_verified(self: DraftBackendFactory) -> ReferenceBackend:

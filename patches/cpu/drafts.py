@@ -88,15 +88,12 @@ def describe_trees(
     n = draft_token_num
     number = torch.arange(n)
     ancestor = tree_mask.view(-1, n, n).bool() & (number < number[:, None])
-    parent = torch.where(ancestor, number, -1).amax(-1)
-    child = torch.where(ancestor, number[:, None], n).amin(1)
-    is_later = (parent[:, :, None] == parent[:, None, :]) & (number[:, None] > number) & (parent >= 0)[:, None, :]
-    sibling = torch.where(is_later, number[:, None], n).amin(1)
+    following, sibling = _links(torch.where(ancestor, number, -1).amax(-1))
     shape = retrieve_index.shape
     positions.view(-1, n).copy_(ancestor.sum(-1) + verified_seq_len[:, None])
     retrieve_index.copy_(torch.arange(batch_size * n).view(shape))
-    retrieve_next_token.copy_(child.where(child < n, -1).view(shape))
-    retrieve_next_sibling.copy_(sibling.where(sibling < n, -1).view(shape))
+    retrieve_next_token.copy_(following.view(shape))
+    retrieve_next_sibling.copy_(sibling.view(shape))
 
 
 def verify_greedily(
@@ -175,7 +172,7 @@ def slots_after(
     out_cache_loc.copy_(found.flatten())
 
 
-def build_chains(
+def build_trees(
     parent_list: torch.Tensor,
     top_scores_index: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -189,32 +186,63 @@ def build_chains(
     num_verify_tokens: int,
     tree_mask_mode: object,
 ) -> None:
-    """Describes drafted tokens of which each follows the one before, the first of them a root that holds already.
+    """Describes the drafted tokens that were chosen of all that a draft model proposed, after a root that holds.
 
-    Stands for `build_tree_kernel_efficient_func` (sglang/kernels/ops/speculative/spec_tree.py).
+    Stands for `build_tree_kernel_efficient_func` (sglang/kernels/ops/speculative/spec_tree.py). In each step a draft
+    model proposes `topk` successors of each of `topk` tokens, in the first those of the root alone. Proposals are
+    numbered in this order, so those with the same number / topk have one parent.
 
     Args:
+        parent_list: [R, groups], the parent of each such group, as a proposal; the first is of the root.
+        top_scores_index: [R, n - 1] in ascending order, the proposals that were chosen. One whose parent is not among
+            them follows nothing.
         seq_lens: [R], tokens before the drafted ones.
         tree_mask: out, of each request [n, length + n] bool, flattened and concatenated; true on arrival.
         positions: [R * n] int64, out.
-        retrieve_index, retrieve_next_token, retrieve_next_sibling: [R, n] int64, out; the last is -1 on arrival.
+        retrieve_index, retrieve_next_token, retrieve_next_sibling: [R, n] int64, out, see `describe_trees`.
+        spec_steps: steps of the draft, by which a token may be deeper than the root.
 
     Raises:
-        ValueError: the drafted tokens form a tree, or the mask is laid out otherwise.
+        ValueError: the mask is laid out otherwise.
     """
     requests, n = len(seq_lens), num_verify_tokens
     lengths = seq_lens.tolist()
-    if topk != 1 or tree_mask.numel() < n * (sum(lengths) + requests * n):
-        raise ValueError("On a CPU each drafted token has one successor: use --speculative-eagle-topk 1.")
+    if tree_mask.numel() < n * (sum(lengths) + requests * n):
+        raise ValueError("On a CPU, drafted tokens are verified with a mask over whole rows: use torch_reference.")
+    group = top_scores_index // topk
+    wanted = parent_list.gather(1, group) if parent_list.shape[1] else group
+    is_parent = top_scores_index[:, None, :] == wanted[:, :, None]
+    found = torch.where(is_parent.any(-1), is_parent.int().argmax(-1) + 1, -1)
+    parent = torch.nn.functional.pad(torch.where(group == 0, 0, found), (1, 0), value=-1)
     number = torch.arange(n)
-    positions.view(-1, n).copy_(seq_lens[:, None] + number)
+    above = (parent[:, :, None] == number).float()
+    seen = torch.eye(n).repeat(requests, 1, 1)
+    for _ in range(spec_steps):
+        seen = torch.eye(n) + above @ seen
+    seen[:, :, 0] = 1
+    positions.view(-1, n).copy_(seq_lens[:, None] + seen.sum(-1).long() - 1)
     retrieve_index.copy_(torch.arange(requests * n).view(requests, n))
-    retrieve_next_token.copy_(torch.where(number < n - 1, number + 1, -1).expand(requests, n))
+    following, sibling = _links(parent)
+    retrieve_next_token.copy_(following)
+    retrieve_next_sibling.copy_(sibling)
     done = 0
-    for length in lengths:
+    for length, visible in zip(lengths, seen, strict=True):
         mask = tree_mask[done : done + n * (length + n)].view(n, length + n)
-        mask[:, length:] = number <= number[:, None]
+        mask[:, length:] = visible > 0
         done += mask.numel()
+
+
+def _links(parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First child and next sibling of each token, [R, n] int64, -1 for none, from `parent` of the same kind.
+
+    A token comes after its parent.
+    """
+    n = parent.shape[1]
+    number = torch.arange(n)
+    child = torch.where(parent[:, :, None] == number, number[:, None], n).amin(1)
+    is_later = (parent[:, :, None] == parent[:, None, :]) & (number[:, None] > number) & (parent >= 0)[:, None, :]
+    sibling = torch.where(is_later, number[:, None], n).amin(1)
+    return child.where(child < n, -1), sibling.where(sibling < n, -1)
 
 
 def last_accepted(

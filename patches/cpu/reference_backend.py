@@ -139,7 +139,10 @@ class ReferenceBackend(AttentionBackend):
     def _slots(self, span: Span, layer: RadixAttention) -> torch.Tensor:
         """[length - first_key] int64: slots of the tokens that the span's queries may see, in the layer's pool."""
         first = span.first_key(layer.sliding_window_size)
-        slots = self.req_to_token_pool.req_to_token[span.row, first : span.length].long()
+        branched = 0 if span.branch is None else len(span.branch)
+        slots = self.req_to_token_pool.req_to_token[span.row, first : span.length - branched].long()
+        if span.branch is not None:
+            slots = torch.cat([slots, span.branch])
         pool = self.token_to_kv_pool
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]:
             return pool.translate_loc_from_full_to_swa(slots)

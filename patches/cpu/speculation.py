@@ -58,7 +58,7 @@ def _install_draft_model() -> None:
     from sglang_triattn.patches.cpu import draft_model
 
     overlap_utils.gather_spec_extras = drafts.relayed
-    eagle_utils.build_tree_kernel_efficient_func = drafts.build_chains
+    eagle_utils.build_tree_kernel_efficient_func = drafts.build_trees
     eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_after
     eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted
     # SGLang declares its own backends.

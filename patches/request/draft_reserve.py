@@ -11,6 +11,9 @@ whole pages. The step writes K/V of all of them; those that the model agrees wit
 
 A round evicts computed entries only. The reserve moves up the row after them and keeps its slots: under overlap
 scheduling, a queued step writes to them.
+
+At page size 1, SGLang's rows are a few entries longer than the context, not a reserve: the slots that branches get near
+the context's end would be written to the next row. Here rows have room for them, as SGLang's have above page size 1.
 """
 
 from __future__ import annotations
@@ -21,12 +24,26 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.model.pinned import to_device
 from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
     from sglang_triattn.patches.sglang_types import Scheduler, ServerArgs
+
+
+def hooks() -> list[Hook]:
+    target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
+    return [Hook(target, "after", _make_room, "", why="makes rows long enough for the reserve at the context's end")]
+
+
+def _make_room(more: int) -> int:
+    """Entries of a row beyond the context."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    return more if get_spec().speculative_algorithm is None else max(more, get_alloc_reserve_per_decode())
 
 
 def tokens_per_step(scheduler: Scheduler) -> int:

@@ -56,11 +56,12 @@ def _plan_by_rows(
 ) -> None:
     """Plans with physical positions.
 
-    `positions` and `seq_lens` are [batch]: a draft is a chain, whose first token stands at the row's length. A position
-    is never below that, except in the rows that pad a batch for a graph, where SGLang puts 0: they keep it, so that
-    plans without rounds are SGLang's own.
+    `seq_lens` is [batch], `positions` [batch * branches]: the first token of each of a row's branches stands at the
+    row's length. A position is never below that, except in the rows that pad a batch for a graph, where SGLang puts 0:
+    they keep it, so that plans without rounds are SGLang's own.
     """
-    positions = forward_batch.positions
-    physical = torch.minimum(positions, forward_batch.seq_lens).to(positions.dtype)
+    positions, lengths = forward_batch.positions, forward_batch.seq_lens
+    lengths = lengths.repeat_interleave(len(positions) // len(lengths))
+    physical = torch.minimum(positions, lengths).to(positions.dtype)
     with replaced(forward_batch, "positions", physical):
         original(backend, forward_batch, *args, **kwargs)

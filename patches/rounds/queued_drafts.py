@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.request.batch_lengths import lengths_without
+from sglang_triattn.patches.request.draft_reserve import tokens_per_step
 
 if TYPE_CHECKING:
     from sglang.srt.managers.overlap_utils import FutureMap
@@ -51,9 +52,7 @@ def queues_drafts(scheduler: Scheduler) -> bool:
 
 def unknown_per_row(scheduler: Scheduler) -> int:
     """Most entries of a row of which the host does not know whether they will hold, while a step is queued."""
-    from sglang.srt.mem_cache.allocation_sizing import get_alloc_len_per_decode
-
-    return get_alloc_len_per_decode() if queues_drafts(scheduler) else 0
+    return tokens_per_step(scheduler) if queues_drafts(scheduler) else 0
 
 
 def unread_of(request: Req) -> int:

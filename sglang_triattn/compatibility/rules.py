@@ -3,88 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from sglang_triattn.compatibility.traits import Traits
-from sglang_triattn.config import AUTO, PREFIX, Config
+from sglang_triattn.compatibility.rule import Rule, Server, flag
+from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
-
-
-@dataclass(frozen=True)
-class Server:
-    """What a rule may depend on, in addition to the setting that it refuses.
-
-    Attributes:
-        settings: SGLang's settings by field; of a command line, those that were given.
-    """
-
-    config: Config
-    settings: Mapping[str, Any]
-    traits: Traits
-
-    def is_above_one(self, field: str) -> bool:
-        return _many(self.settings.get(field))
-
-    def value_of(self, name: str) -> object:
-        """Of a setting of SGLang, or of this package by its full name."""
-        return self.settings[name] if name in self.settings else getattr(self.config, name.removeprefix(PREFIX))
-
-    @property
-    def drafts(self) -> str | None:
-        """The way of drafting tokens, in capitals; None without speculative decoding."""
-        algorithm = self.settings.get("speculative_algorithm")
-        return None if algorithm is None else str(algorithm).upper()
-
-    @property
-    def drafts_with_states(self) -> bool:
-        """Whether tokens are drafted for layers that keep a state instead of KV."""
-        return self.traits.linear_states and self.drafts is not None
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _always(_: Server) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A setting that is refused if `applies(value)`, of the servers for which `when` holds.
-
-    Attributes:
-        field: SGLang's name.
-        reason: completes "... does not work with ... because".
-        remedy: what to do, if not to leave the setting out.
-        other: setting, of SGLang or of this package, without which this one would be accepted; shown with its value.
-        names_model: whether the message names the model, because with another the setting would be accepted.
-    """
-
-    field: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str = ""
-    when: Callable[[Server], bool] = _always
-    other: str = ""
-    names_model: bool = False
-
-    def refuses(self, server: Server) -> bool:
-        settings = server.settings
-        return self.field in settings and self.applies(settings[self.field]) and self.when(server)
-
-    def message(self, server: Server) -> str:
-        """One sentence for the user."""
-        value, name, others = server.settings[self.field], _flag(self.field), "--enable-triattention"
-        if self.other:
-            others = f"{others} and {_flag(self.other)} {server.value_of(self.other)}"
-        if self.names_model:
-            others = f"{others} for {server.traits.name}"
-        # A switch has no value of its own.
-        shown = name if value is True else f"{name} {value}"
-        remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
-        return f"{shown} does not work with {others}, because {self.reason}: {remedy}."
 
 
 def _set(value: object) -> bool:
@@ -327,7 +251,11 @@ _AUTO_CONVERSATIONS = _only(
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """A draft that does not branch, by SGLang's settings."""
 
-_USE_CHAIN = "use " + " ".join(f"{_flag(field)} {number}" for field, number in CHAIN.items())
+_USE_CHAIN = "use " + " ".join(f"{flag(field)} {number}" for field, number in CHAIN.items())
+
+
+# The attention that SGLang lets branches have in pages too, and the CPU's.
+_FOR_BRANCHES = ("flashinfer", "fa3", "triton", "torch_reference")
 
 
 def _has_draft_model(server: Server) -> bool:
@@ -348,12 +276,6 @@ _DRAFTS = (
     ),
     *_only(
         (
-            Rule(
-                "speculative_eagle_topk",
-                _many,
-                "drafts of a model are not tested with rounds if they branch",
-                _USE_CHAIN,
-            ),
             Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
             Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
             Rule(
@@ -373,6 +295,43 @@ _DRAFTS = (
         ),
         _has_draft_model,
         "speculative_algorithm",
+    ),
+    *(
+        Rule(
+            "speculative_eagle_topk",
+            _many,
+            f"drafts that branch are not tested {where}",
+            _USE_CHAIN,
+            lambda server, also=when: _has_draft_model(server) and also(server),
+            other,
+            names_model=not other,
+        )
+        for where, other, when in (
+            (
+                "with a model that drafts by itself",
+                "speculative_algorithm",
+                lambda server: server.drafts == "STANDALONE",
+            ),
+            ("on a decode server", "disaggregation_mode", _is_decode_server),
+            (
+                "with windows, latents or states",
+                "",
+                lambda server: server.traits.has_windows or server.traits.latent or server.traits.linear_states,
+            ),
+        )
+    ),
+    *_only(
+        tuple(
+            Rule(
+                f"{kind}attention_backend",
+                lambda value: value not in (None, *_FOR_BRANCHES),
+                "it is not known to read each branch of a draft by the lengths of rows",
+                f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
+            )
+            for kind in ("", "prefill_", "decode_", "speculative_draft_")
+        ),
+        lambda server: _has_draft_model(server) and server.is_above_one("speculative_eagle_topk"),
+        "speculative_eagle_topk",
     ),
     # Of drafts that read no hidden states, SGLang turns it off by itself.
     *_only(
@@ -486,7 +445,7 @@ def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
     missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
     if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
         return
-    name, lacking = _flag(next(iter(numbers))), _flag(missing[0])
+    name, lacking = flag(next(iter(numbers))), flag(missing[0])
     raise TriAttentionError(
         f"{name} {next(iter(numbers.values()))} does not work without {lacking}, because SGLang takes the numbers of a "
         f"draft together: {_USE_CHAIN}."

@@ -101,12 +101,16 @@ FROM_ENVIRONMENT = [
 
 
 DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+BRANCHES = (
+    "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8 "
+    "--speculative-algorithm STANDALONE"
+)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tiny):
     """How resolution ends, by kind: for each of SETTINGS; for plain command lines, a good one among them; for each of
-    FROM_ENVIRONMENT; for drafts of a model, without numbers, with one of the three, and with all."""
+    FROM_ENVIRONMENT; for drafts of a model: refused branches, one of the three numbers, all of them, and none."""
     plain = ["--model-path", tiny.path]
     command = [*plain, *compressed_args(tiny)]
     drafting = [*command, "--speculative-draft-model-path", tiny.path, "--speculative-algorithm", "EAGLE3"]
@@ -119,7 +123,7 @@ def outcomes(tiny):
             ([*plain, "--enable-two-batch-overlap"], {}),
         ],
         "environment": [([*plain, *flags], {VARIABLE: text}) for flags, text, _ in FROM_ENVIRONMENT],
-        "drafts": [([*drafting, *words.split()], {}) for words in ("", "--speculative-eagle-topk 1", DRAFTS)],
+        "drafts": [([*drafting, *words.split()], {}) for words in (BRANCHES, "--speculative-eagle-topk 1", DRAFTS, "")],
     }
     # All in one process, because importing SGLang takes longer than resolving.
     found = iter(resolve([case for cases in kinds.values() for case in cases]))
@@ -167,11 +171,11 @@ def test_a_command_line_reads_the_environment(outcomes, index):
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_a_refused_draft_is_advised_is_accepted(outcomes, index):
     """Prevents advice that ends in a bare assertion of SGLang, which takes the numbers of a draft together."""
-    refused, good = outcomes["drafts"][index], outcomes["drafts"][2]
+    refused, good, chosen = outcomes["drafts"][index], *outcomes["drafts"][2:]
     assert refused.code == 2
     assert "Traceback" not in refused.output
     assert refused.error.strip().endswith(f": use {DRAFTS}.")
-    assert good.code == 0, good.output
+    assert good.code == chosen.code == 0, (good.output, chosen.output)
 
 
 # These folders hold only config.json: looking for a weight would be an error of its own.

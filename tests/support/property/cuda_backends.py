@@ -17,7 +17,7 @@ import torch
 import transformers
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-from sglang.srt.runtime_context import get_server_args, get_spec, publish
+from sglang.srt.runtime_context import get_schedule, get_server_args, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -57,10 +57,18 @@ def publish_settings() -> None:
 
 
 @contextmanager
+def drafting(branches: int, page_size: int = 1) -> Iterator[None]:
+    """While open, the server drafts so many tokens in each step, and has pages of so many slots."""
+    drafts = {"speculative_num_steps": STEPS, "speculative_eagle_topk": branches}
+    drafts |= {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": STEPS + 1}
+    with get_spec().override(**drafts), get_schedule().override(page_size=page_size):
+        yield
+
+
+@contextmanager
 def without_gpu() -> Iterator[None]:
     """While open, the backends can be imported, built and asked to plan on a CPU, for a server that drafts chains."""
-    chain = {"speculative_num_steps": STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": STEPS + 1}
-    with get_spec().override(speculative_algorithm="EAGLE", **chain), ExitStack() as stack:
+    with drafting(1), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {name: mock.MagicMock() for name in LIBRARIES}))
         for module, names in ON_GPUS.items():
             place = importlib.import_module(f"{FOLDER}.{module}")

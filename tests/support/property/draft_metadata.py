@@ -20,7 +20,7 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaG
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from checks import decode_together
-from cuda_backends import FOLDER, STEPS, planned, publish_settings, runner_of, without_gpu
+from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, runner_of, without_gpu
 from sglang_triattn.patches.hooks.hook import resolve
 from sglang_triattn.patches.request import draft_steps
 from simulation import Simulation
@@ -71,15 +71,18 @@ class Scene:
 
     Args:
         reach: tokens before its own that a query of a window layer sees; None without such layers.
+        branches: tokens that each step drafts.
         settings: of the Simulation, in addition.
 
     Attributes:
         lengths, evicted: [3] int64.
     """
 
-    def __init__(self, page_size: int, reach: int | None = None, **settings: int) -> None:
-        self.reach = reach
-        self.sim = sim = Simulation(page_size, **{"reserve": STEPS + 1, **settings})
+    def __init__(self, page_size: int, reach: int | None = None, branches: int = 1, **settings: int) -> None:
+        self.reach, self.branches = reach, branches
+        # Of each branch, the pages that its tokens may touch.
+        drafted = (branches - 1) * (STEPS + 2 * (page_size - 1)) + STEPS + 1
+        self.sim = sim = Simulation(page_size, **{"reserve": drafted + drafted % 2, **settings})
         running = [sim.request([5] * 8 + [tail] * (1 + 3 * tail)) for tail in range(3)]
         for request in running:
             assert sim.admit(request, 1000)
@@ -98,11 +101,13 @@ class Scene:
             input_ids=None,
             req_pool_indices=self.rows,
             seq_lens=self.lengths,
-            out_cache_loc=torch.zeros(count * STEPS, dtype=torch.int64),
+            out_cache_loc=self.drafted().flatten(),
             seq_lens_sum=int(self.lengths.sum()),
             seq_lens_cpu=self.lengths,
-            positions=self.lengths + shift,
-            spec_info=EagleDraftInput(torch.zeros(count, 1), torch.zeros(count, 1, dtype=torch.int64)),
+            positions=(self.lengths + shift).repeat_interleave(self.branches),
+            spec_info=EagleDraftInput(
+                torch.zeros(count, self.branches), torch.zeros(count, self.branches, dtype=torch.int64)
+            ),
         )
         forward.kv_loc_plan = self.plan(self.lengths)
         return forward
@@ -120,14 +125,25 @@ class Scene:
     def backend(self, name: str, names: dict[str, str]) -> Any:
         module, owner = names[name].rsplit(".", 1)
         runner = runner_of(self.sim, latent="latent" in name, draft=True)
-        return getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(runner, 1, STEPS)
+        return getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(runner, self.branches, STEPS)
+
+    def drafted(self) -> torch.Tensor:
+        """[3, branches, STEPS] int64: the slots of drafted tokens. In pages, those of a branch begin with one in which
+        the row's last page, where it is not full, is repeated; else they follow one another."""
+        size = self.sim.page_size
+        spare = self.lengths % size if self.branches > 1 else torch.zeros_like(self.lengths)
+        width = (spare + STEPS + size - 1) // size * size if self.branches > 1 and size > 1 else torch.tensor(STEPS)
+        first = self.lengths[:, None] + torch.arange(self.branches) * width.view(-1, 1)
+        columns = (first[..., None] + torch.arange(STEPS)).flatten(1)
+        return self.sim.rows.req_to_token[self.rows[:, None], columns].long().view(-1, self.branches, STEPS)
 
     def expected(self, step: int) -> tuple[list[int], list[int]]:
-        """indptr and indices of a step: each row's entries, and the slots of the tokens drafted so far."""
-        lengths = (self.lengths + step + 1).tolist()
-        table = self.sim.rows.req_to_token
-        slots = [table[row, :length] for row, length in zip(self.rows, lengths, strict=True)]
-        return [0, *torch.tensor(lengths).cumsum(0).tolist()], torch.cat(slots).tolist()
+        """indptr and indices of a step: for each branch, its row's entries and the slots of its tokens so far."""
+        table, found = self.sim.rows.req_to_token, []
+        for row, length, branches in zip(self.rows, self.lengths, self.drafted(), strict=True):
+            found += [torch.cat([table[row, :length], slots[: step + 1]]) for slots in branches]
+        ends = torch.tensor([len(slots) for slots in found]).cumsum(0).tolist()
+        return [0, *ends], torch.cat(found).tolist()
 
 
 def plan_now(backend: Any, forward: ForwardBatch) -> None:
@@ -152,7 +168,7 @@ def plan_graph(backend: Any, forward: ForwardBatch) -> torch.Tensor:
         The positions that the graph rotates by.
     """
     runner = draft_runner(backend)
-    backend.init_cuda_graph_state(GRAPH_SIZE, GRAPH_SIZE)
+    backend.init_cuda_graph_state(GRAPH_SIZE, GRAPH_SIZE * backend.topk)
     fill = backend.attn_backends[0].get_cuda_graph_seq_len_fill_value()
     runner.seq_len_fill_value = fill
     lengths = torch.full((GRAPH_SIZE,), fill)
@@ -181,21 +197,21 @@ def plan_graph(backend: Any, forward: ForwardBatch) -> torch.Tensor:
 
 def draft_runner(backend: Any) -> EAGLEDraftCudaGraphRunner:
     """SGLang's runner with its buffers, as captured, but for the graphs themselves."""
-    runner = EAGLEDraftCudaGraphRunner.__new__(EAGLEDraftCudaGraphRunner)
+    runner, branches = EAGLEDraftCudaGraphRunner.__new__(EAGLEDraftCudaGraphRunner), backend.topk
     whole = {"dtype": torch.int64}
     absent = ("rids_int", "bootstrap_room_ids_int", "draft_probs", "sampling_seed", "hidden_states", "dsa_seed_topk")
     runner.buffers = SimpleNamespace(
         seq_lens=torch.ones(GRAPH_SIZE, **whole),
         seq_lens_cpu=torch.ones(GRAPH_SIZE, **whole),
-        out_cache_loc=torch.zeros(GRAPH_SIZE * STEPS, **whole),
-        positions=torch.zeros(GRAPH_SIZE, **whole),
-        topk_p=torch.zeros(GRAPH_SIZE, 1),
-        topk_index=torch.zeros(GRAPH_SIZE, 1, **whole),
+        out_cache_loc=torch.zeros(GRAPH_SIZE * branches * STEPS, **whole),
+        positions=torch.zeros(GRAPH_SIZE * branches, **whole),
+        topk_p=torch.zeros(GRAPH_SIZE, branches),
+        topk_index=torch.zeros(GRAPH_SIZE, branches, **whole),
         req_pool_indices=torch.zeros(GRAPH_SIZE, **whole),
         **dict.fromkeys(absent),
     )
     runner.deepep_adapter = mock.MagicMock()
-    runner.captured_req_width, runner.capture_bs = 1, [GRAPH_SIZE]
+    runner.captured_req_width, runner.capture_bs = branches, [GRAPH_SIZE]
     runner.speculative_num_steps = STEPS
     runner.require_mlp_tp_gather = runner.require_gathered_buffer = False
     model = SimpleNamespace(model_is_mrope=False, vocab_size=100)
@@ -220,7 +236,8 @@ def assert_listed(scene: Scene, name: str, *, graph: bool) -> None:
         backend = scene.backend(name, LISTING)
         with hooks:
             (plan_graph if graph else plan_now)(backend, forward := scene.batch(shift))
-        assert torch.equal(forward.positions, scene.lengths + shift), "the model's own positions are logical"
+        logical = (scene.lengths + shift).repeat_interleave(scene.branches)
+        assert torch.equal(forward.positions, logical), "the model's own positions are logical"
         for step, inner in enumerate(backend.attn_backends):
             indptr, indices = scene.expected(step)
             found = [each.tolist() for each in inner.listed]
@@ -229,6 +246,15 @@ def assert_listed(scene: Scene, name: str, *, graph: bool) -> None:
             if graph:
                 # The row that pads the batch: no positions, and the tokens that would be drafted.
                 assert found[0][len(indptr)] == indptr[-1] + step + 1
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+def test_steps_of_branches_read_the_shortened_rows(name, graph, page_size):
+    """Prevents a branch of a draft that reads another's tokens, or another request's."""
+    with drafting(2, page_size):
+        assert_listed(Scene(page_size, branches=2), name, graph=graph)
 
 
 @pytest.mark.parametrize("name", LISTING)
@@ -261,6 +287,14 @@ def assert_tables_equal(scene: Scene, name: str, *, graph: bool) -> None:
         assert found
         for place, tensor in expected.items():
             assert torch.equal(found[place], tensor), place
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_tables_of_branches_do_not_follow_positions(graph, page_size):
+    """Prevents the same where drafts branch."""
+    with drafting(2, page_size):
+        assert_tables_equal(Scene(page_size, branches=2), "fa3", graph=graph)
 
 
 @pytest.mark.parametrize("name", PAGED)

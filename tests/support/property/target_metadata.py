@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleVerifyInput
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from cuda_backends import FOLDER, STEPS, planned, publish_settings, without_gpu
+from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, without_gpu
 from draft_metadata import Scene
 
 BACKENDS = {
@@ -94,7 +95,7 @@ def spec_info(mode: str, lengths: torch.Tensor, positions: torch.Tensor) -> Any:
             retrieve_next_sibling=None,
             retrieve_cum_len=None,
             spec_steps=STEPS,
-            topk=1,
+            topk=get_spec().speculative_eagle_topk,
             draft_token_num=DRAFTED,
             capture_hidden_mode=CaptureHiddenMode.FULL,
             seq_lens_sum=int(lengths.sum()),
@@ -126,6 +127,15 @@ def test_plans_do_not_follow_positions(name, mode):
     """Prevents a backend from reading as many slots as a request has tokens: what it plans with follows from physical
     lengths, at any positions in the batch."""
     assert_physical(Scene(1), name, mode)
+
+
+@pytest.mark.parametrize("mode", ["verify", "draft extend"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("name", ["triton", "flashinfer", "fa3"])
+def test_plans_of_branches_do_not_follow_positions(name, page_size, mode):
+    """Prevents the same where drafts branch, whose masks begin where a row's length says."""
+    with drafting(2, page_size):
+        assert_physical(Scene(page_size, branches=2), name, mode)
 
 
 def assert_physical(scene: Scene, name: str, mode: str) -> None:

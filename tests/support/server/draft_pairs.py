@@ -67,11 +67,15 @@ class Pair:
     account: Oracle
     path: Path | None
 
+    # SGLang's settings of a draft, and the most tokens of it that may hold.
+    numbers = DRAFTS
+    steps = STEPS
+
     @property
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         states = STATE_FLAGS if self.name in KEEP_STATES else ()
-        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path, *states)
+        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states)
 
     @property
     def has_windows(self) -> bool:
@@ -131,7 +135,7 @@ def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) ->
     account, overlap, differ = pair.watched(mode), mode != "overlap off", []
     account.overlap = overlap
     # Nothing records where the last step began, which may be before a round or after it.
-    ends = range(recorded[-1] + 1, min(recorded[-1] + STEPS + 2, len(everything)))
+    ends = range(recorded[-1] + 1, min(recorded[-1] + pair.steps + 2, len(everything)))
     for done in (recorded, *([*recorded, last] for last in ends)):
         runs = list(zip(done, [*done[1:], len(everything)], strict=True))
         expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, late=overlap)

@@ -10,11 +10,12 @@ import torch
 from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
 from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
 from sglang.srt.mem_cache import allocation
+from sglang.srt.speculative import eagle_utils, spec_utils
 
 from sglang_triattn.patches.cpu import drafts
 from sglang_triattn.patches.cpu.speculation import import_tree
 
-REQUESTS, DRAFTED, ROWS, COLUMNS = 5, 7, 9, 64
+REQUESTS, DRAFTED, STEPS, ROWS, COLUMNS = 5, 7, 3, 9, 64
 
 
 @pytest.fixture(params=range(4))
@@ -110,43 +111,67 @@ def test_slots(random):
     assert torch.equal(ours, theirs)
 
 
-def test_slots_of_a_draft(random):
+@pytest.mark.parametrize("topk", [1, 4])
+def test_slots_of_a_draft(random, topk):
     """Prevents a draft model that writes K/V to other slots than those after the row."""
     rows = integers(random, 10_000, ROWS, COLUMNS).int()
     row, lengths = torch.randperm(ROWS, generator=random)[:REQUESTS], integers(random, 40, REQUESTS)
-    ours, theirs = (torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64) for _ in range(2))
-    drafts.slots_after(row, rows, lengths, ours, 1, DRAFTED)
-    cache_locs.assign_draft_cache_locs_contiguous[(REQUESTS,)](row, rows, lengths, theirs, COLUMNS, 1, DRAFTED)
+    ours, theirs = (torch.zeros(REQUESTS * topk * STEPS, dtype=torch.int64) for _ in range(2))
+    drafts.slots_after(row, rows, lengths, ours, topk, STEPS)
+    cache_locs.assign_draft_cache_locs_contiguous[(REQUESTS,)](row, rows, lengths, theirs, COLUMNS, topk, STEPS)
     assert torch.equal(ours, theirs)
 
 
-def test_chains(random):
-    """Prevents drafted tokens at wrong positions, and masks that show them others than those before them."""
-    lengths = integers(random, 40, REQUESTS)
-    # As SGLang describes drafts of which each has one successor.
-    parents = torch.arange(-1, DRAFTED - 2).expand(REQUESTS, -1).contiguous()
-    chosen = torch.arange(DRAFTED - 1).expand(REQUESTS, -1).contiguous()
+def proposed(random, topk: int, likely: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang makes of a draft model's proposals: the parents of groups of them, and those that are chosen.
+
+    Args:
+        likely: whether some proposals are certain, so that others than their parents may be chosen.
+    """
+    scores, hidden, found = None, None, ([], [], [])
+    for step in range(STEPS):
+        shape = (REQUESTS if step == 0 else REQUESTS * topk, topk)
+        p, index = torch.rand(shape, generator=random), integers(random, 999, *shape)
+        if likely:
+            p = (2 * p).clamp(max=1)
+        # SGLang compiles a function here, which takes longer than all else in these tests.
+        with torch.compiler.set_stance("force_eager"):
+            _, hidden, scores, info = spec_utils.select_top_k_tokens(step, p, index, hidden, scores, topk)
+        for known, new in zip(found, info, strict=True):
+            known.append(new)
+    # The most that a chain proposes.
+    most = DRAFTED if topk > 1 else STEPS + 1
+    parents, chosen, _ = eagle_utils.organize_draft_results(*found, most)
+    return parents, chosen
+
+
+@pytest.mark.parametrize("likely", [False, True])
+@pytest.mark.parametrize("topk", [1, 2, 4])
+def test_trees_of_a_draft_model(random, topk, likely):
+    """Prevents drafted tokens at wrong positions, and masks that show them others than those that they follow."""
+    lengths, (parents, chosen) = integers(random, 40, REQUESTS), proposed(random, topk, likely)
+    n = chosen.shape[1] + 1
 
     def built(build):
-        mask = torch.ones(DRAFTED * (int(lengths.sum()) + REQUESTS * DRAFTED), dtype=torch.bool)
-        positions = torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64)
-        links = torch.full((3, REQUESTS, DRAFTED), -1)
+        mask = torch.ones(n * (int(lengths.sum()) + REQUESTS * n), dtype=torch.bool)
+        positions = torch.zeros(REQUESTS * n, dtype=torch.int64)
+        links = torch.full((3, REQUESTS, n), -1)
         mode = spec_tree.TreeMaskMode.FULL_MASK
-        build(parents, chosen, lengths, mask, positions, *links, 1, DRAFTED - 1, DRAFTED, mode)
+        build(parents, chosen, lengths, mask, positions, *links, topk, STEPS, n, mode)
         return mask, positions, links
 
-    ours, theirs = built(drafts.build_chains), built(spec_tree.sgl_build_tree_kernel_triton)
+    ours, theirs = built(drafts.build_trees), built(spec_tree.sgl_build_tree_kernel_triton)
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine, other)
 
 
-def test_trees_of_a_draft_model_are_refused(random):
-    """Prevents drafts that branch from being verified as if they did not."""
-    lengths, links = integers(random, 40, REQUESTS), torch.full((3, REQUESTS, DRAFTED), -1)
-    mask = torch.ones(DRAFTED * (int(lengths.sum()) + REQUESTS * DRAFTED), dtype=torch.bool)
-    none = torch.zeros(0, dtype=torch.int64)
-    with pytest.raises(ValueError, match="use --speculative-eagle-topk 1"):
-        drafts.build_chains(none, none, lengths, mask, none, *links, 2, DRAFTED - 1, DRAFTED, None)
+def test_masks_of_drafted_tokens_alone_are_refused(random):
+    """Prevents a mask that the reference backend would read as one over whole rows."""
+    lengths, (parents, chosen) = 1 + integers(random, 40, REQUESTS), proposed(random, 4, likely=False)
+    mask, links = torch.ones(REQUESTS * DRAFTED**2, dtype=torch.bool), torch.full((3, REQUESTS, DRAFTED), -1)
+    positions = torch.zeros(REQUESTS * DRAFTED, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a mask over whole rows"):
+        drafts.build_trees(parents, chosen, lengths, mask, positions, *links, 4, STEPS, DRAFTED, None)
 
 
 def test_last_accepted_token(random):

@@ -40,7 +40,8 @@ def message(rule: Rule, value: object, **settings) -> str:
 DRAFT_MODEL_RULES = [
     rule
     for rule in rules_only_for({"speculative_algorithm": "STANDALONE"})
-    if rule not in rules_only_for({"speculative_algorithm": "NGRAM"})
+    # Those that branch have a test of their own.
+    if rule not in rules_only_for({"speculative_algorithm": "NGRAM"}) and rule.field != "speculative_eagle_topk"
 ]
 STATE_RULES = [
     rule

@@ -38,12 +38,45 @@ def test_drafts_that_sglang_chooses_itself(run_check, model, algorithm):
     content = json.loads((CONFIGS / f"{model}.json").read_text(encoding="utf-8"))
     settings = ServerArgs(model_path=str(CONFIGS), speculative_algorithm=algorithm)
     _, topk, _ = _auto_choose_speculative_params(settings, content["architectures"][0])
-    status, output, _ = run_check(model, "--speculative-algorithm", algorithm)
+    assert run_check(model, "--speculative-algorithm", algorithm)[0] == 0
+    status, output, _ = run_check(model, "--speculative-algorithm", algorithm, "--attention-backend", "flashmla")
     assert status == (topk > 1)
     if topk > 1:
-        assert output.startswith(f"--speculative-eagle-topk {topk} does not work")
-        assert output.endswith(f": use {' '.join(DRAFTS)}.\n")
-        assert run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)[0] == 0
+        assert output.startswith("--attention-backend flashmla does not work with --enable-triattention and")
+        assert f"and --speculative-eagle-topk {topk}, because" in output
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "reason"),
+    [
+        ("qwen3-32b", ("STANDALONE",), "with a model that drafts by itself"),
+        ("qwen3-32b", ("EAGLE", "--disaggregation-mode", "decode"), "on a decode server"),
+        ("deepseek-v3", ("NEXTN",), "with windows, latents or states"),
+        ("gpt-oss-20b", ("EAGLE3", "--triattention-budget", "4096"), "with windows, latents or states"),
+        ("qwen3-next-80b-a3b", ("NEXTN",), "with windows, latents or states"),
+    ],
+)
+def test_drafts_that_branch(run_check, model, words, reason):
+    """Prevents trees of tokens where they have not been tested, and advice that is refused in turn."""
+    flags = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8")
+    status, output, _ = run_check(model, *flags, "--speculative-algorithm", *words)
+    assert status == 1
+    assert output.startswith("--speculative-eagle-topk 2 does not work with --enable-triattention ")
+    assert f"because drafts that branch are not tested {reason}: use {' '.join(DRAFTS)}.\n" in output
+    assert run_check(model, *DRAFTS, "--speculative-algorithm", *words)[0] == 0
+    assert run_check("qwen3-32b", *flags, "--speculative-algorithm", "EAGLE3")[0] == 0
+
+
+@pytest.mark.parametrize("field", ["attention", "prefill-attention", "decode-attention", "speculative-draft-attention"])
+def test_attention_for_branches(run_check, field):
+    """Prevents a backend whose plans for branches have not been held to the lengths of rows."""
+    flags = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "8")
+    flags = (*flags, "--speculative-algorithm", "EAGLE", f"--{field}-backend")
+    for name in ("flashinfer", "fa3", "triton"):
+        assert run_check("qwen3-32b", *flags, name)[0] == 0
+    status, output, _ = run_check("qwen3-32b", *flags, "fa4")
+    assert (status, output.split(" with ")[0]) == (1, f"--{field}-backend fa4 does not work")
+    assert output.endswith(f": use flashinfer, fa3 or triton, or use {' '.join(DRAFTS)}.\n")
 
 
 def test_images_where_tokens_are_drafted():

@@ -23,6 +23,14 @@ def test_physical_while_it_plans(dtype):
     assert forward.positions is logical
 
 
+def test_each_branch_of_a_draft():
+    """Prevents lengths of one row for the branches of another."""
+    forward = SimpleNamespace(positions=torch.tensor([90, 90, 12, 12, 0, 0]), seq_lens=torch.tensor([30, 12, 1]))
+    seen = []
+    _plan_by_rows(lambda _, batch: seen.append(batch.positions.tolist()), None, forward)
+    assert seen == [[30, 30, 12, 12, 0, 0]]
+
+
 def test_logical_after_a_plan_that_fails():
     """Prevents a batch that keeps physical positions, by which its model would rotate."""
 

@@ -1,0 +1,109 @@
+"""Speculative decoding with drafts that branch, compressed: as SGLang chooses them for a Llama."""
+
+from __future__ import annotations
+
+import pytest
+
+from draft_heads import build_eagle
+from draft_pairs import MODES, drafts_with_account
+from draft_trees import BRANCHES, TREE_STEPS, TreePair
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt, two_cores
+from oracle import oracle_of
+from repeating_model import build_repeating_model, in_circle
+from sets import wide
+from storm import FLAGS, RETRACTING, retractions, storm
+
+CASES = [
+    ("EAGLE", "pages"),
+    wide("EAGLE", "moved"),
+    wide("EAGLE", "remapped"),
+    wide("EAGLE", "overlap off"),
+    wide("EAGLE", "ranks"),
+    wide("EAGLE", "groups"),
+    wide("EAGLE3", "moved"),
+    wide("EAGLE3", "pages"),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A TreePair for each kind of head, by its name."""
+    target = build_repeating_model(tmp_path_factory.mktemp("repeating"))
+    folder, account = tmp_path_factory.mktemp("drafts"), oracle_of(target)
+    heads = {"EAGLE": (False, 0.9), "EAGLE3": (True, 0.25)}
+    return {
+        name: TreePair(name, target, account, build_eagle(folder, target, third=third, noise=noise))
+        for name, (third, noise) in heads.items()
+    }
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_logits_and_drafts(probed, pairs, name, mode):
+    """Prevents wrong positions of a tree's tokens after a round, K/V of an accepted branch that are not moved to the
+    row's end or that a round loses, and branches that read others than their own: each tree is that of an account."""
+    pair = pairs[name]
+    env = {**pair.env, **(two_cores() if mode in ("ranks", "groups") else {})}
+    client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
+    page_size = client.setting("page_size")
+    (ids,) = pair.texts()
+    client.flush()
+    steps()
+    response = client.generate(ids, 300, logprobs=True)
+    found = drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
+    assert compression(response)["rounds"] >= 6
+    held = sum(found)
+    assert len(found) > 40
+    assert 0.02 * TREE_STEPS * len(found) < held < 0.96 * TREE_STEPS * len(found)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", ["1", "16"])
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
+def test_bit_identical_below_the_trigger(serve, pairs, name, page_size):
+    """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted, and trees
+    whose verification gives another answer than the model alone."""
+    pair = pairs[name]
+    served = {"model": pair.target, "env": pair.env}
+    client = serve(*pair.args, "--page-size", page_size, **served)
+    plain = serve(*pair.args, "--page-size", page_size, **served, compressed=False)
+    without = serve("--page-size", page_size, **served, compressed=False)
+    for server in (client, plain):
+        server.flush()
+    for ids in (prompt(1, 60), in_circle(30), prompt(2, 9) + in_circle(20, 7)):
+        ours, theirs = (each.generate(ids, BUDGET + INTERVAL, logprobs=True) for each in (client, plain))
+        assert compression(ours)["rounds"] == 0
+        for name in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", "spec_num_correct_drafts"):
+            assert ours["meta_info"][name] == theirs["meta_info"][name], name
+        assert ours["output_ids"] == theirs["output_ids"] == without.generate(ids, BUDGET + INTERVAL)["output_ids"]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("EAGLE", "pages"), ("EAGLE", "moved"), ("EAGLE3", "pages")])
+def test_storm(serve, pairs, name, mode):
+    """Prevents slots of branches that are lost or owned twice where requests are aborted, retracted, resumed and
+    compacted while they are prefilled."""
+    pair = pairs[name]
+    # In pages of 16, a request may reserve 256 slots on top of its row.
+    pool = ("--max-total-tokens", "3072" if mode == "pages" else "1024", *FLAGS)
+    client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
+    _, finished = storm(client, 7, 40, (24, BUDGET), 1500, conversations=6)
+    assert len(finished) > 20
+    assert retractions(finished) > 3
+    assert client.totals()["rounds"] > 13
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+def test_answers_to_the_end_of_the_context(serve, pairs):
+    """Prevents slots of branches that are written past a row's end, to the row of another request."""
+    pair = pairs["EAGLE"]
+    flags = (*pair.args, "--page-size", "1", "--context-length", "320")
+    client = serve(*flags, model=pair.target, env=pair.env)
+    asked = [prompt(number, 100) for number in range(3)]
+    # SGLang sets aside what a step drafts.
+    longest = 320 - 100 - TREE_STEPS * BRANCHES
+    answers = client.generate_all(asked, longest, custom_params={"triattention": {"enabled": False}})
+    assert all(len(answer["output_ids"]) == longest for answer in answers)
+    assert_pool_is_whole(client)
+    serve.stop(client)
