@@ -277,7 +277,7 @@ FAMILIES: dict[str, Family] = {
     "InternVLChatModel": Family(images="prompt"),
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
-    "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
+    "KimiK25ForConditionalGeneration": Family(latent=True, images="prompt"),
     "KimiK3ForConditionalGeneration": replace(_KIMI_LINEAR, images="text"),
     "KimiK3LinearForCausalLM": _KIMI_LINEAR,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
