@@ -334,6 +334,14 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
+def _drafts_fit_windows(server: Server) -> bool:
+    """Whether rounds leave the draft model of a model with windows whole."""
+    if server.drafts == "EAGLE3":
+        # It has no window, and K/V for the slots of the other pool.
+        return server.traits.window_pool
+    return server.drafts in ("EAGLE", "NEXTN") and server.traits.layered_drafts
+
+
 _DRAFTS = (
     *_only(
         (
@@ -355,7 +363,6 @@ _DRAFTS = (
                 _USE_CHAIN,
             ),
             Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
-            Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
             Rule(
                 "speculative_draft_window_size",
                 _set,
@@ -373,6 +380,12 @@ _DRAFTS = (
         ),
         _has_draft_model,
         "speculative_algorithm",
+    ),
+    *_only(
+        (Rule("enable_multi_layer_eagle", _set, "its draft layers are not tested with rounds"),),
+        lambda server: _has_draft_model(server) and not server.traits.layered_drafts,
+        "speculative_algorithm",
+        names_model=True,
     ),
     # Of drafts that read no hidden states, SGLang turns it off by itself.
     *_only(
@@ -425,11 +438,8 @@ _DRAFTS = (
             (
                 "its layers with a sliding window are not tested with such a draft model",
                 "use --speculative-algorithm NGRAM, or ",
-                # EAGLE-3's has no window, and K/V for the slots of the other pool.
                 lambda server: (
-                    server.traits.has_windows
-                    and _has_draft_model(server)
-                    and not (server.drafts == "EAGLE3" and server.traits.window_pool)
+                    server.traits.has_windows and _has_draft_model(server) and not _drafts_fit_windows(server)
                 ),
             ),
             (
