@@ -3,96 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from sglang_triattn.compatibility.traits import Traits
-from sglang_triattn.config import AUTO, PREFIX, Config
+from sglang_triattn.compatibility.rule import Rule, Server, flag, many
+from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
-
-
-@dataclass(frozen=True)
-class Server:
-    """What a rule may depend on, in addition to the setting that it refuses.
-
-    Attributes:
-        settings: SGLang's settings by field; of a command line, those that were given.
-    """
-
-    config: Config
-    settings: Mapping[str, Any]
-    traits: Traits
-
-    def is_above_one(self, field: str) -> bool:
-        return _many(self.settings.get(field))
-
-    def value_of(self, name: str) -> object:
-        """Of a setting of SGLang, or of this package by its full name."""
-        return self.settings[name] if name in self.settings else getattr(self.config, name.removeprefix(PREFIX))
-
-    @property
-    def drafts(self) -> str | None:
-        """The way of drafting tokens, in capitals; None without speculative decoding."""
-        algorithm = self.settings.get("speculative_algorithm")
-        return None if algorithm is None else str(algorithm).upper()
-
-    @property
-    def drafts_with_states(self) -> bool:
-        """Whether tokens are drafted for layers that keep a state instead of KV."""
-        return self.traits.linear_states and self.drafts is not None
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def _always(_: Server) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A setting that is refused if `applies(value)`, of the servers for which `when` holds.
-
-    Attributes:
-        field: SGLang's name.
-        reason: completes "... does not work with ... because".
-        remedy: what to do, if not to leave the setting out.
-        other: setting, of SGLang or of this package, without which this one would be accepted; shown with its value.
-        names_model: whether the message names the model, because with another the setting would be accepted.
-    """
-
-    field: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str = ""
-    when: Callable[[Server], bool] = _always
-    other: str = ""
-    names_model: bool = False
-
-    def refuses(self, server: Server) -> bool:
-        settings = server.settings
-        return self.field in settings and self.applies(settings[self.field]) and self.when(server)
-
-    def message(self, server: Server) -> str:
-        """One sentence for the user."""
-        value, name, others = server.settings[self.field], _flag(self.field), "--enable-triattention"
-        if self.other:
-            others = f"{others} and {_flag(self.other)} {server.value_of(self.other)}"
-        if self.names_model:
-            others = f"{others} for {server.traits.name}"
-        # A switch has no value of its own.
-        shown = name if value is True else f"{name} {value}"
-        remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
-        return f"{shown} does not work with {others}, because {self.reason}: {remedy}."
 
 
 def _set(value: object) -> bool:
     return bool(value)
-
-
-def _many(value: int | None) -> bool:
-    return value is not None and value > 1
 
 
 _OWN_KV = "it reads a request's KV by token position, which a round changes"
@@ -126,8 +46,8 @@ _ALWAYS = (
         "a prefill server does not decode",
         "use --enable-triattention on the decode server alone",
     ),
-    Rule("dcp_size", _many, _OTHER_POOL),
-    Rule("attn_cp_size", _many, _OTHER_POOL),
+    Rule("dcp_size", many, _OTHER_POOL),
+    Rule("attn_cp_size", many, _OTHER_POOL),
     Rule("enable_two_batch_overlap", _set, _OTHER_LOOP),
     Rule("enable_pdmux", _set, _OTHER_LOOP),
     Rule("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
@@ -186,7 +106,7 @@ def _only(
 
 _STAGES = _only(
     (
-        Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
+        Rule("attn_dp_size", many, "groups of ranks with batches of their own are not tested in stages"),
         Rule("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
     ),
     lambda server: server.is_above_one("pp_size"),
@@ -216,7 +136,7 @@ _DECODE_SERVERS = (
             ),
             Rule(
                 "pp_size",
-                _many,
+                many,
                 "of two stages under pressure, one request ended early for a reason that is not known",
                 "use --pp-size 1",
             ),
@@ -259,7 +179,7 @@ _DECODE_SERVERS = (
     ),
     Rule(
         "dp_size",
-        _many,
+        many,
         _NOT_ON_DECODE_SERVERS,
         "use --dp-size 1",
         lambda server: _is_decode_server(server) and not server.is_above_one("attn_dp_size"),
@@ -289,8 +209,8 @@ _LINEAR_STATES = _only(
 _NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
 _MEASURING = _only(
     (
-        Rule("pp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
-        Rule("attn_dp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+        Rule("pp_size", many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+        Rule("attn_dp_size", many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
     ),
     lambda server: server.config.stats_after_update == "measure",
     "triattention_stats_after_update",
@@ -312,7 +232,7 @@ _LEVEL = _only(
 _WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 _AUTO_CONVERSATIONS = _only(
     (
-        Rule("pp_size", _many, "rows that stages find by tokens are not tested", _WITHOUT_CONVERSATIONS),
+        Rule("pp_size", many, "rows that stages find by tokens are not tested", _WITHOUT_CONVERSATIONS),
         Rule(
             "disaggregation_mode",
             lambda value: value == "decode",
@@ -327,7 +247,7 @@ _AUTO_CONVERSATIONS = _only(
 CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
 """A draft that does not branch, by SGLang's settings."""
 
-_USE_CHAIN = "use " + " ".join(f"{_flag(field)} {number}" for field, number in CHAIN.items())
+_USE_CHAIN = "use " + " ".join(f"{flag(field)} {number}" for field, number in CHAIN.items())
 
 
 def _has_draft_model(server: Server) -> bool:
@@ -339,7 +259,7 @@ def _drafts_fit_windows(server: Server) -> bool:
     if server.drafts == "EAGLE3":
         # It has no window, and K/V for the slots of the other pool.
         return server.traits.window_pool
-    return server.drafts in ("EAGLE", "NEXTN") and server.traits.layered_drafts
+    return server.drafts_in_layers
 
 
 _DRAFTS = (
@@ -358,7 +278,7 @@ _DRAFTS = (
         (
             Rule(
                 "speculative_eagle_topk",
-                _many,
+                many,
                 "drafts of a model are not tested with rounds if they branch",
                 _USE_CHAIN,
             ),
@@ -382,10 +302,9 @@ _DRAFTS = (
         "speculative_algorithm",
     ),
     *_only(
-        (Rule("enable_multi_layer_eagle", _set, "its draft layers are not tested with rounds"),),
+        (Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),),
         lambda server: _has_draft_model(server) and not server.traits.layered_drafts,
         "speculative_algorithm",
-        names_model=True,
     ),
     # Of drafts that read no hidden states, SGLang turns it off by itself.
     *_only(
@@ -416,8 +335,20 @@ _DRAFTS = (
     ),
     *_only(
         (
+            Rule("attn_dp_size", many, "its draft layers are not tested in groups of ranks"),
+            Rule(
+                "disaggregation_mode", lambda mode: mode == "decode", "its draft layers are not tested on such a server"
+            ),
+            Rule("enable_hierarchical_cache", _set, "copies of K/V of its draft layers are not tested"),
+        ),
+        lambda server: server.drafts_in_layers,
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    *_only(
+        (
             Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
-            Rule("attn_dp_size", _many, "states of drafted tokens are not tested in groups of ranks"),
+            Rule("attn_dp_size", many, "states of drafted tokens are not tested in groups of ranks"),
         ),
         lambda server: server.drafts_with_states,
         "speculative_algorithm",
@@ -496,7 +427,7 @@ def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
     missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
     if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
         return
-    name, lacking = _flag(next(iter(numbers))), _flag(missing[0])
+    name, lacking = flag(next(iter(numbers))), flag(missing[0])
     raise TriAttentionError(
         f"{name} {next(iter(numbers.values()))} does not work without {lacking}, because SGLang takes the numbers of a "
         f"draft together: {_USE_CHAIN}."

@@ -73,8 +73,12 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         states = STATE_FLAGS if self.name in KEEP_STATES else ()
-        code = remote_code(WITH_LAYER.get(self.name, ""))
-        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path, *states, *code)
+        return ("--speculative-algorithm", self.name.split()[0], *DRAFTS, *path, *states, *self.code)
+
+    @property
+    def code(self) -> list[str]:
+        """The flag of a model that brings its configuration along."""
+        return remote_code(WITH_LAYER.get(self.name, ""))
 
     @property
     def has_windows(self) -> bool:
