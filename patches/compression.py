@@ -251,7 +251,7 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
         if is_staged(scheduler):
             check_stage(runner.model)
         check_pool(runner)
-        check_draft_model(scheduler)
+        check_draft_model(scheduler, config.window)
         check_windows(attention_layers(runner.model), config.window)
         window_pool.check_reach(scheduler, config.window)
     shape = served_shape(scheduler)

@@ -274,3 +274,29 @@ def relayed(
     """
     hidden = None if hidden_states_buf is None else hidden_states_buf[indices]
     return topk_p_buf[indices], topk_index_buf[indices], output_tokens_buf[indices], hidden
+
+
+def shift_inputs(
+    input_ids: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    topk_index: torch.Tensor,
+    select_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Shifts each request's tokens in `input_ids`, out, by one place to the front, and writes what follows them.
+
+    Args:
+        input_ids: [tokens], those of all requests, one after the other.
+        extend_start_loc, extend_seq_lens: [R], where each request's begin, and how many it has.
+        topk_index: [R] or [R, 1], the token that follows.
+        select_index: [R], the place in `input_ids` where it stands; None for the request's last.
+
+    Stands for `rotate_input_ids` (sglang/kernels/ops/speculative/multi_layer_eagle.py).
+    """
+    follows = topk_index.flatten().to(input_ids.dtype)
+    for number, (start, length) in enumerate(zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=True)):
+        if length:
+            own = input_ids[start : start + length]
+            own[:-1] = own[1:].clone()
+            input_ids[start + length - 1 if select_index is None else select_index[number]] = follows[number]
+    return input_ids

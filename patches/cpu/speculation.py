@@ -52,8 +52,9 @@ def allow_overlap() -> None:
 
 
 def _install_draft_model() -> None:
+    from sglang.srt.environ import envs
     from sglang.srt.managers import overlap_utils
-    from sglang.srt.speculative import draft_utils, eagle_utils, eagle_worker_common
+    from sglang.srt.speculative import draft_utils, eagle_utils, eagle_worker_common, multi_layer_eagle_utils
 
     from sglang_triattn.patches.cpu import draft_model
 
@@ -61,6 +62,9 @@ def _install_draft_model() -> None:
     eagle_utils.build_tree_kernel_efficient_func = drafts.build_trees
     eagle_worker_common.assign_draft_cache_locs_contiguous_func = drafts.slots_after
     eagle_worker_common.fill_bonus_tokens_func = drafts.last_accepted
+    multi_layer_eagle_utils.rotate_input_ids = drafts.shift_inputs
+    # Graphs for a draft model of several layers, which SGLang leaves out on its own CPU platform alone.
+    envs.SGLANG_DISABLE_DRAFT_EXTEND_CUDA_GRAPH.set(True)
     # SGLang declares its own backends.
     factory: Any = draft_utils.DraftBackendFactory
     factory.create_decode_backend = draft_model.for_drafts

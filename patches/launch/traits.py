@@ -31,6 +31,7 @@ def traits_of(model: ModelConfig) -> Traits:
         latent=_has_latents(model),
         linear_states=_has_linear_states(model),
         state_drafts=family.state_drafts,
+        layered_drafts=family.layered_drafts,
         images=bool(model.is_multimodal or model.model_is_mrope),
         image_prompts=family.images != "text",
         context=model.context_len,

@@ -25,7 +25,7 @@ import torch
 
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.patches.model.buffers import kv_buffers
-from sglang_triattn.patches.model.draft import make_follower
+from sglang_triattn.patches.model.draft import make_follower, window_buffers
 from sglang_triattn.patches.model.layers import attention_layers
 from sglang_triattn.patches.ranks.pipeline import after_queued_step
 from sglang_triattn.patches.request.integrity import give_back
@@ -48,12 +48,12 @@ class RowCopier:
     Args:
         scheduler: SGLang's Scheduler, fully built.
         movers: of each KV pool whose slots rows list, all of its layers.
-        window_mover: of the window layers' own pool; None without one.
+        window_movers: of each pool of window layers, whose slots are peers; none without one.
     """
 
-    def __init__(self, scheduler: Scheduler, movers: Sequence[Mover], window_mover: Mover | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, movers: Sequence[Mover], window_movers: Sequence[Mover] = ()) -> None:
         self._scheduler = scheduler
-        self._movers, self._window_mover = movers, window_mover
+        self._movers, self._window_movers = movers, window_movers
         self._rows = scheduler.req_to_token_pool
         self._slots = row_allocator(scheduler.token_to_kv_pool_allocator)
         self._windows = cast("SWATokenToKVPoolAllocator", scheduler.token_to_kv_pool_allocator)
@@ -73,14 +73,14 @@ class RowCopier:
         """
         page_size, protected, length = self._slots.page_size, kv.cache_protected_len, kv.kv_allocated_len
         whole = ceil_align(length, page_size) - protected
-        peers = ceil_align(length, page_size) - max(cursor_of(kv, page_size), protected) if self._window_mover else 0
+        peers = ceil_align(length, page_size) - max(cursor_of(kv, page_size), protected) if self._window_movers else 0
         if whole + page_size > room or not self._rows.available_size() or not can_copy_state(self._scheduler, kv):
             return None
         if not self._make_room(whole, peers):
             return None
         with ExitStack() as undo:
             copied, finish = self._copy(kv, whole, peers, undo)
-            if self._window_mover is not None:
+            if self._window_movers:
                 finish()
                 finish = _nothing
             undo.pop_all()
@@ -97,7 +97,7 @@ class RowCopier:
 
     def _free(self) -> tuple[int, int]:
         """Free slots, and free peers."""
-        peers = self._windows.swa_attn_allocator.available_size() if self._window_mover is not None else 0
+        peers = self._windows.swa_attn_allocator.available_size() if self._window_movers else 0
         return self._slots.available_size(), peers
 
     def _copy(self, kv: ReqKvInfo, whole: int, peers: int, undo: ExitStack) -> tuple[ReqKvInfo, Callable[[], None]]:
@@ -117,7 +117,7 @@ class RowCopier:
             first = whole - peers
             found = self._copy_peers(new[first:], undo)[: len(sources) - first].to(table.dtype)
             read = self._windows.translate_loc_from_full_to_swa(sources[first:]).to(table.dtype)
-            moves.append((cast(Mover, self._window_mover), read, found))
+            moves += [(mover, read, found) for mover in self._window_movers]
         state = copy_state(self._scheduler, kv, copied, undo)
         # The next step changes a state in place.
         with after_queued_step(self._scheduler):
@@ -142,7 +142,7 @@ class RowCopier:
     def rehearse(self) -> None:
         """Compiles what copies, on the current stream: the padding slot, which no request owns, onto itself."""
         padding = torch.zeros(1, dtype=torch.int32, device=self._rows.req_to_token.device)
-        for mover in (*self._movers, *([self._window_mover] if self._window_mover else [])):
+        for mover in (*self._movers, *self._window_movers):
             mover.copy(padding, padding)
 
 
@@ -161,7 +161,8 @@ def make_copier(scheduler: Scheduler, *, kernels: bool) -> RowCopier:
     if follower is not None:
         movers.append(follower.mover)
     windows = [layer.number for layer in layers if layer.window] if own_pool else []
-    return RowCopier(scheduler, movers, Mover(*kv_buffers(pool, windows), kernels=kernels) if windows else None)
+    pools = (kv_buffers(pool, windows), window_buffers(scheduler))
+    return RowCopier(scheduler, movers, [Mover(*each, kernels=kernels) for each in pools if each[0]])
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""One refusal: a setting of SGLang, and the servers with which it does not work."""
+"""What a rule is: a setting of SGLang that is refused, and of which servers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Server:
     traits: Traits
 
     def is_above_one(self, field: str) -> bool:
-        value = self.settings.get(field)
-        return value is not None and value > 1
+        return many(self.settings.get(field))
 
     def value_of(self, name: str) -> object:
         """Of a setting of SGLang, or of this package by its full name."""
@@ -37,16 +36,29 @@ class Server:
         return None if algorithm is None else str(algorithm).upper()
 
     @property
+    def drafts_in_layers(self) -> bool:
+        """Whether SGLang drafts each token with a layer of the model's own, see `Family.layered_drafts`."""
+        # Of itself, it does so for EAGLE alone.
+        layered = self.settings.get("enable_multi_layer_eagle", self.drafts == "EAGLE")
+        return self.traits.layered_drafts and self.drafts in ("EAGLE", "NEXTN") and bool(layered)
+
+    @property
     def drafts_with_states(self) -> bool:
         """Whether tokens are drafted for layers that keep a state instead of KV."""
         return self.traits.linear_states and self.drafts is not None
 
 
+def many(value: int | None) -> bool:
+    """Whether a number is above 1."""
+    return value is not None and value > 1
+
+
 def flag(field: str) -> str:
+    """The flag of a setting."""
     return "--" + field.replace("_", "-")
 
 
-def always(_: Server) -> bool:
+def _always(_: Server) -> bool:
     return True
 
 
@@ -66,7 +78,7 @@ class Rule:
     applies: Callable[[Any], bool]
     reason: str
     remedy: str = ""
-    when: Callable[[Server], bool] = always
+    when: Callable[[Server], bool] = _always
     other: str = ""
     names_model: bool = False
 

@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sglang_triattn.compatibility.rule import Rule, Server, flag
+from sglang_triattn.compatibility.rule import Rule, Server, flag, many
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 
 
 def _set(value: object) -> bool:
     return bool(value)
-
-
-def _many(value: int | None) -> bool:
-    return value is not None and value > 1
 
 
 _OWN_KV = "it reads a request's KV by token position, which a round changes"
@@ -50,8 +46,8 @@ _ALWAYS = (
         "a prefill server does not decode",
         "use --enable-triattention on the decode server alone",
     ),
-    Rule("dcp_size", _many, _OTHER_POOL),
-    Rule("attn_cp_size", _many, _OTHER_POOL),
+    Rule("dcp_size", many, _OTHER_POOL),
+    Rule("attn_cp_size", many, _OTHER_POOL),
     Rule("enable_two_batch_overlap", _set, _OTHER_LOOP),
     Rule("enable_pdmux", _set, _OTHER_LOOP),
     Rule("dllm_algorithm", _set, "a diffusion model rewrites its tokens"),
@@ -110,7 +106,7 @@ def _only(
 
 _STAGES = _only(
     (
-        Rule("attn_dp_size", _many, "groups of ranks with batches of their own are not tested in stages"),
+        Rule("attn_dp_size", many, "groups of ranks with batches of their own are not tested in stages"),
         Rule("speculative_algorithm", _set, "drafted tokens are not tested in stages"),
     ),
     lambda server: server.is_above_one("pp_size"),
@@ -140,7 +136,7 @@ _DECODE_SERVERS = (
             ),
             Rule(
                 "pp_size",
-                _many,
+                many,
                 "of two stages under pressure, one request ended early for a reason that is not known",
                 "use --pp-size 1",
             ),
@@ -183,7 +179,7 @@ _DECODE_SERVERS = (
     ),
     Rule(
         "dp_size",
-        _many,
+        many,
         _NOT_ON_DECODE_SERVERS,
         "use --dp-size 1",
         lambda server: _is_decode_server(server) and not server.is_above_one("attn_dp_size"),
@@ -213,8 +209,8 @@ _LINEAR_STATES = _only(
 _NOT_TOGETHER = "its ranks take an update of the weights in different steps, and cannot measure together"
 _MEASURING = _only(
     (
-        Rule("pp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
-        Rule("attn_dp_size", _many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+        Rule("pp_size", many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
+        Rule("attn_dp_size", many, _NOT_TOGETHER, "use --triattention-stats-after-update keep"),
     ),
     lambda server: server.config.stats_after_update == "measure",
     "triattention_stats_after_update",
@@ -236,7 +232,7 @@ _LEVEL = _only(
 _WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 _AUTO_CONVERSATIONS = _only(
     (
-        Rule("pp_size", _many, "rows that stages find by tokens are not tested", _WITHOUT_CONVERSATIONS),
+        Rule("pp_size", many, "rows that stages find by tokens are not tested", _WITHOUT_CONVERSATIONS),
         Rule(
             "disaggregation_mode",
             lambda value: value == "decode",
@@ -262,6 +258,14 @@ def _has_draft_model(server: Server) -> bool:
     return server.drafts in DRAFT_MODELS
 
 
+def _drafts_fit_windows(server: Server) -> bool:
+    """Whether rounds leave the draft model of a model with windows whole."""
+    if server.drafts == "EAGLE3":
+        # It has no window, and K/V for the slots of the other pool.
+        return server.traits.window_pool
+    return server.drafts_in_layers
+
+
 _DRAFTS = (
     *_only(
         (
@@ -277,7 +281,6 @@ _DRAFTS = (
     *_only(
         (
             Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
-            Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),
             Rule(
                 "speculative_draft_window_size",
                 _set,
@@ -299,7 +302,7 @@ _DRAFTS = (
     *(
         Rule(
             "speculative_eagle_topk",
-            _many,
+            many,
             f"drafts that branch are not tested {where}",
             _USE_CHAIN,
             lambda server, also=when: _has_draft_model(server) and also(server),
@@ -333,6 +336,11 @@ _DRAFTS = (
         lambda server: _has_draft_model(server) and server.is_above_one("speculative_eagle_topk"),
         "speculative_eagle_topk",
     ),
+    *_only(
+        (Rule("enable_multi_layer_eagle", _set, "draft models of several layers are not tested with rounds"),),
+        lambda server: _has_draft_model(server) and not server.traits.layered_drafts,
+        "speculative_algorithm",
+    ),
     # Of drafts that read no hidden states, SGLang turns it off by itself.
     *_only(
         (
@@ -362,8 +370,20 @@ _DRAFTS = (
     ),
     *_only(
         (
+            Rule("attn_dp_size", many, "its draft layers are not tested in groups of ranks"),
+            Rule(
+                "disaggregation_mode", lambda mode: mode == "decode", "its draft layers are not tested on such a server"
+            ),
+            Rule("enable_hierarchical_cache", _set, "copies of K/V of its draft layers are not tested"),
+        ),
+        lambda server: server.drafts_in_layers,
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    *_only(
+        (
             Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
-            Rule("attn_dp_size", _many, "states of drafted tokens are not tested in groups of ranks"),
+            Rule("attn_dp_size", many, "states of drafted tokens are not tested in groups of ranks"),
         ),
         lambda server: server.drafts_with_states,
         "speculative_algorithm",
@@ -384,11 +404,8 @@ _DRAFTS = (
             (
                 "its layers with a sliding window are not tested with such a draft model",
                 "use --speculative-algorithm NGRAM, or ",
-                # EAGLE-3's has no window, and K/V for the slots of the other pool.
                 lambda server: (
-                    server.traits.has_windows
-                    and _has_draft_model(server)
-                    and not (server.drafts == "EAGLE3" and server.traits.window_pool)
+                    server.traits.has_windows and _has_draft_model(server) and not _drafts_fit_windows(server)
                 ),
             ),
             (

@@ -46,6 +46,7 @@ class Traits:
         latent: the layers that attend to all tokens have latent KV (MLA).
         linear_states: some layers keep a state instead of KV, or with it.
         state_drafts: see `Family.state_drafts`.
+        layered_drafts: see `Family.layered_drafts`.
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
         context: most tokens of a request; None if the file does not say.
@@ -62,6 +63,7 @@ class Traits:
     latent: bool = False
     linear_states: bool = False
     state_drafts: tuple[str, ...] = ()
+    layered_drafts: bool = False
     images: bool = False
     image_prompts: bool = True
     context: int | None = None
@@ -105,6 +107,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout, *, multim
         latent=layout.latent,
         linear_states=layout.linear_states,
         state_drafts=family.state_drafts,
+        layered_drafts=family.layered_drafts,
         images=media or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         context=context_limit(fields) if known else None,

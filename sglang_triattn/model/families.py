@@ -59,6 +59,8 @@ class Family:
         linear_states: some layers may keep a state instead of KV, which rounds leave alone.
         state_in_every_layer: each layer has a state and attention.
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
+        layered_drafts: SGLang drafts each token with a layer of the model's own, which sees a window alone and keeps
+            K/V in its pool (`--enable-multi-layer-eagle`), and rounds are known to leave these whole.
         attentions: attentions, each with KV of its own, per layer that the file counts.
         loops: the field that says how often a token runs through all layers, with KV of its own each time.
         images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
@@ -93,6 +95,7 @@ class Family:
     linear_states: bool = False
     state_in_every_layer: bool = False
     state_drafts: tuple[str, ...] = ()
+    layered_drafts: bool = False
     attentions: int = 1
     loops: str = ""
     images: Literal["prompt", "text"] | None = None
@@ -128,6 +131,7 @@ _MIMO = Family(
         "v_head_dim": "swa_v_head_dim",
     },
     asymmetric=True,
+    layered_drafts=True,
 )
 # Tokens of an image see later ones, as in Gemma-3. SGLang's prefill leaves that out (most attention backends), cuts it
 # at blocks of queries (Triton's, see extend_attention.py), or does it in layers that lack it. What comes of it stays
@@ -277,7 +281,7 @@ FAMILIES: dict[str, Family] = {
     "InternVLChatModel": Family(images="prompt"),
     "JetNemotronForCausalLM": Family(refused=Refused("it has linear-attention layers")),
     "K2HorizonForCausalLM": Family(refused=_OTHER_DIMS),
-    "KimiK25ForConditionalGeneration": _LATENT_WITH_TEXT,
+    "KimiK25ForConditionalGeneration": Family(latent=True, images="prompt"),
     "KimiK3ForConditionalGeneration": replace(_KIMI_LINEAR, images="text"),
     "KimiK3LinearForCausalLM": _KIMI_LINEAR,
     "KimiLinearForCausalLM": _KIMI_LINEAR,

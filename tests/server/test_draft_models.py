@@ -45,6 +45,11 @@ CASES = [
     wide("EAGLE3 windows", "overlap off"),
     wide("EAGLE3 windows", "ranks"),
     wide("EAGLE3 windows", "groups"),
+    ("EAGLE layers windows", "pages"),
+    wide("EAGLE layers windows", "moved"),
+    wide("EAGLE layers windows", "remapped"),
+    wide("EAGLE layers windows", "overlap off"),
+    wide("EAGLE layers windows", "ranks"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
@@ -133,10 +138,11 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
 
 
 @pytest.mark.wide
-def test_drafts_hold_after_rounds(serve, pairs):
+@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows"])
+def test_drafts_hold_after_rounds(serve, pairs, name):
     """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
     about as often as those of a request that is not compressed."""
-    pair = pairs["EAGLE3 windows"]
+    pair = pairs[name]
     client = serve(*pair.args, *MODES["pages"], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
     (ids,) = pair.texts()
     rates = []
@@ -196,14 +202,14 @@ def test_another_model_for_layers_that_keep_a_state(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent", "NEXTN states", "EAGLE3 windows"])
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent", "NEXTN states", "EAGLE3 windows", "EAGLE layers windows"])
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
     served = {"model": pair.target, "env": pair.env}
     client = serve(*pair.args, *MODES["moved"], *pair.settings, **served)
     plain = serve(*pair.args, "--page-size", "1", **served, compressed=False)
-    without = serve("--page-size", "1", **served, compressed=False)
+    without = serve(*pair.code, "--page-size", "1", **served, compressed=False)
     for server in (client, plain):
         server.flush()
     for ids in (prompt(1, 60), in_circle(30), prompt(2, 9) + in_circle(20, 7)):
@@ -239,6 +245,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("NEXTN latent", "pages"),
         wide("EAGLE3 windows", "pages"),
         wide("EAGLE3 windows", "moved"),
+        wide("EAGLE layers windows", "pages"),
+        wide("EAGLE layers windows", "moved"),
         wide("NEXTN states", "pages"),
         wide("NEXTN axes", "moved"),
     ],

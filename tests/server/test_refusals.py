@@ -12,7 +12,8 @@ import forked_servers
 from harness import altered_stats, compressed_args, install_plugin, only_models, plain_args, python_path
 from launches import launch, resolve
 from sets import wide
-from sglang_triattn.compatibility.rules import FIRST_RULES, Server
+from sglang_triattn.compatibility.rule import Server
+from sglang_triattn.compatibility.rules import FIRST_RULES
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import Config
 from sglang_triattn.variable import VARIABLE

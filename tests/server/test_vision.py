@@ -125,6 +125,7 @@ def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, 
     [
         *(wide("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
+        *(wide("internvl", 1), wide("internvl", 16), wide("kimi-k2.5", 1), wide("kimi-k2.5", 16)),
         *(("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), ("gemma-3", 1), wide("gemma-3", 16)),
         *(wide("gemma-4", 1), wide("gemma-4", 16), wide("qwen3-vl-moe", 1)),
     ],
@@ -156,6 +157,8 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
         others = [replace(oracle, budget=10_000)]
         if image is not None and len(oracle.positions) > 1:
             others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
+        elif image is not None:
+            others.append(accounts.of_prompt(asked, model.picture(3))[1])
         assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
     empty(client)
 
@@ -202,7 +205,9 @@ def chunked(family: str) -> tuple[tuple[str, ...], int]:
 COMPACT = {"triattention": {"prompt": "compact"}}
 
 
-@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("qwen3.5"), wide("gemma-3"), wide("gemma-4")])
+@pytest.mark.parametrize(
+    "family", ["qwen2.5-vl", *map(wide, ("qwen3.5", "gemma-3", "gemma-4", "internvl", "kimi-k2.5"))]
+)
 def test_only_text_prompts_are_compacted(serve_vision, family):
     """Prevents wrong positions in a prompt that is prefilled onto a row that rounds shortened, an image that is split
     over chunks or evicted, and an image's K/V served for another image's."""
@@ -248,7 +253,7 @@ def test_only_text_prompts_are_compacted(serve_vision, family):
         ({}, {"video_data": "none.mp4"}, "The prompt has video"),
     ],
 )
-@pytest.mark.parametrize("family", ["qwen2.5-vl", wide("qwen3.5")])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", *map(wide, ("qwen3.5", "internvl", "kimi-k2.5"))])
 def test_what_is_refused_with_images(serve_vision, family, stream, asked, fields, message):
     """Prevents a resumed row without its images, and rounds on media that no test covers."""
     model, client = serve_vision(family, *chunked(family)[0])
@@ -291,7 +296,8 @@ def test_aborted_image_requests(serve_vision, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "page_size"), [("qwen3-vl", 1), wide("qwen3-vl", 16), wide("qwen3.5", 1), wide("qwen3.5", 16)]
+    ("family", "page_size"),
+    [("qwen3-vl", 1), *(wide(*each) for each in (("qwen3-vl", 16), ("qwen3.5", 1), ("qwen3.5", 16), ("internvl", 1)))],
 )
 def test_retracted_image_requests(serve_vision, family, page_size):
     """Prevents a retracted request from resuming without its image, or at positions of the row that it lost."""
@@ -330,7 +336,7 @@ def test_retracted_image_requests(serve_vision, family, page_size):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3.5", "gemma-3", "gemma-4"])
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3.5", "gemma-3", "gemma-4", "internvl", "kimi-k2.5"])
 def test_answers_and_storm(serve_vision, family):
     """Prevents answers to images below the budget, or prefix hits, from differing from plain SGLang's, and leaks of
     slots, states or images."""

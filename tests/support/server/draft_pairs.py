@@ -10,7 +10,7 @@ import torch
 
 from draft_account import Watched, WatchedLatent, holding, holding_of_head
 from draft_heads import AUXILIARY, load_eagle
-from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of
+from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, remote_code
 from harness import (
     BUDGET,
     DRAFTS,
@@ -24,6 +24,7 @@ from harness import (
     served_logprobs,
 )
 from latent_family import LatentOracle
+from layered_drafts import LAYERED, Layers, holding_of_layers
 from mtp_family import MtpHead
 from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle
@@ -47,6 +48,7 @@ WITH_LAYER = {
     "NEXTN more states": "qwen3-next-twice-mtp",
     "NEXTN axes": "qwen3.5-mtp",
     "NEXTN published": "qwen3.5-whole-mtp",
+    "EAGLE layers windows": LAYERED,
 }
 KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published")
 
@@ -75,7 +77,12 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         states = STATE_FLAGS if self.name in KEEP_STATES else ()
-        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states)
+        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states, *self.code)
+
+    @property
+    def code(self) -> list[str]:
+        """The flag of a model that brings its configuration along."""
+        return remote_code(WITH_LAYER.get(self.name, ""))
 
     @property
     def has_windows(self) -> bool:
@@ -115,6 +122,8 @@ class Pair:
         model, sure = self.account.model, 2 * TOLERANCE
         if self.name == "STANDALONE":
             return holding(model, ids, account.seen, starts, STEPS, sure)
+        if self.name == "EAGLE layers windows":
+            return holding_of_layers(Layers(self.target.path), model, ids, account.hidden, starts, sure)
         # It has one layer. Where the model scores one, each head follows its own, else all the last one's first.
         seen = account.seen[0] if len(account.seen) == 1 else account.seen[-1, 0]
         third, hidden = self.name.startswith("EAGLE3"), account.hidden

@@ -22,6 +22,7 @@ from harness import (
     served_logprobs,
 )
 from latent_family import LATENT_FAMILIES, LatentOracle, build_latent, pool_rope
+from layered_drafts import LAYERED, build_layered
 from learned_family import LEARNED, LearnedOracle
 from looped_family import build_looped
 from mtp_family import DRAFTING, build_mtp
@@ -39,9 +40,9 @@ from transformers_parts import full_frequencies
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
-SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "gemma3n", "mimo-v2", "step-3.5")
+SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "gemma3n", "mimo-v2", LAYERED, "step-3.5")
 # Models that bring their configuration along, and those in a class that takes images.
-OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step}
+OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step, LAYERED: build_layered}
 # The platform chooses its reference backend for these by itself; others it serves by torch_native.
 CHOSEN_BY_ITSELF = ("gemma2", "gpt-oss", "deepseek-v3")
 LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
@@ -72,6 +73,7 @@ MODULES = {
     "nemotron-nas": ("nemotron_nas", "llama"),
     "step-3.5": ("step3p5",),
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
+    LAYERED: ("mimo_v2", "mimo_v2_nextn"),
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     **dict.fromkeys(("qwen3-next-mtp", "qwen3-next-twice-mtp"), ("qwen3_next", "qwen3_next_mtp")),
     **dict.fromkeys(

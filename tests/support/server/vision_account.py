@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from harness import INTERVAL
+from latent_family import LatentOracle
 from oracle import Oracle
 from sglang_triattn.stats.file import load_stats
 from transformers_parts import full_frequencies
@@ -59,6 +60,10 @@ class VisionOracle(Oracle):
         return {"position_ids": ids, **(self.media if start == 0 else {})}
 
 
+class LatentVisionOracle(VisionOracle, LatentOracle):
+    """The same of a model with latent KV."""
+
+
 @dataclass(frozen=True)
 class Accounts:
     """Oracles of one vision model's requests."""
@@ -84,7 +89,8 @@ class Accounts:
             )
             positions = positions[:, 0]
         stats = load_file(self.tiny.stats)
-        oracle = VisionOracle(
+        family = VISION_FAMILIES[self.tiny.family]
+        oracle = (LatentVisionOracle if family.latent else VisionOracle)(
             model=self.model,
             mean=torch.complex(stats["mean_re"], stats["mean_im"]),
             abs_mean=stats["abs_mean"],
@@ -94,12 +100,13 @@ class Accounts:
             interval=INTERVAL,
             recent=self.tiny.recent,
             unrotated=stats["unrotated_mean"],
-            interleaved=self.tiny.interleaved,
+            # Of rotated keys, transformers separates the halves of pairs.
+            interleaved=self.tiny.interleaved and not family.latent,
             value_share=0.0,
             positions=positions,
             media=dict(given) if image is not None else {},
             scored=load_stats(self.tiny.stats).layers,
-            window=VISION_FAMILIES[self.tiny.family].window,
+            window=family.window,
         )
         return ids[0].tolist(), oracle
 

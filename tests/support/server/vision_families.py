@@ -14,8 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import gemma4_family
+import intern_family
+import kimi_family
 from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE, WINDOW
 from harness import BUDGET, RECENT
+from latent_family import pool_rope
 from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
 from word_tokenizer import added_words, word_tokenizer
@@ -42,8 +45,8 @@ class VisionFamily:
         around: what stands for an image in a text.
         text, vision: what differs in its text and vision configurations.
         whole: further fields.
-        processor: name of its processor's class.
-        image_processor: the same of its image processor.
+        processor: name of its processor's class, if it has one.
+        image_processor: the same of its image processor, if it has a processor.
         video_processor, feature_extractor: the same of what it has for videos and sound, if it does.
         image_settings, processor_settings: what differs in their configurations.
         pixels: width and height of the tests' images.
@@ -51,10 +54,12 @@ class VisionFamily:
         flags: further flags of its servers.
         head_dim: dims of a head in layers that attend to all tokens.
         interleaved: whether neighbouring dims of a head turn together.
+        latent: whether KV is latent, in one head.
         window: tokens that a query of a window layer sees; 0 without such layers.
         tokenizer: makes its tokenizer, without `word_tokenizer`.
         named_words: those of `word_tokenizer` that its processor finds by names of the tokenizer.
         as_published: gives the files in a model's folder the form that published ones have, and SGLang reads.
+        reader: makes, of its tokenizer, what the account reads prompts with, if transformers has no processor for it.
     """
 
     name: str
@@ -64,8 +69,8 @@ class VisionFamily:
     text: dict[str, Any]
     vision: dict[str, Any]
     whole: dict[str, Any]
-    processor: str
-    image_processor: str
+    processor: str | None = None
+    image_processor: str = ""
     video_processor: str | None = None
     feature_extractor: str | None = None
     image_settings: dict[str, Any] = field(default_factory=dict)
@@ -75,10 +80,12 @@ class VisionFamily:
     flags: tuple[str, ...] = ()
     head_dim: int = HEAD_DIM
     interleaved: bool = False
+    latent: bool = False
     window: int = 0
     tokenizer: Callable[[], Any] = word_tokenizer
     named_words: dict[str, str] = field(default_factory=dict)
     as_published: Callable[[Path], None] | None = None
+    reader: Callable[[Any], Any] | None = None
 
 
 def _ids(words: tuple[str, ...], **named: str) -> dict[str, int]:
@@ -267,6 +274,36 @@ VISION_FAMILIES = {
         named_words=GEMMA_3_WORDS,
         as_published=_encoder_in_model,
     ),
+    "internvl": VisionFamily(
+        "InternVL",
+        "internvl",
+        words=intern_family.WORDS,
+        around="<image>",
+        text=intern_family.TEXT,
+        vision=intern_family.VISION,
+        whole=_ids(intern_family.WORDS, image_token_id="<IMG_CONTEXT>"),
+        pixels=intern_family.PIXELS,
+        modules=("qwen3",),
+        as_published=intern_family.as_published,
+        reader=intern_family.Reader,
+    ),
+    "kimi-k2.5": VisionFamily(
+        "Kimi_K25",
+        "kimi_k25",
+        words=kimi_family.WORDS,
+        around="".join(kimi_family.WORDS[index] for index in (0, 2, 1)),
+        text=kimi_family.TEXT,
+        vision=kimi_family.VISION,
+        whole={**_ids(kimi_family.WORDS, image_token_id="<|media_pad|>"), "projection_hidden_size": 64},
+        pixels=kimi_family.PIXELS,
+        modules=("deepseek_v2",),
+        flags=("--trust-remote-code",),
+        head_dim=kimi_family.TEXT["kv_lora_rank"] + kimi_family.TEXT["qk_rope_head_dim"],
+        interleaved=True,
+        latent=True,
+        as_published=kimi_family.as_published,
+        reader=kimi_family.Reader,
+    ),
     "gemma-4": VisionFamily(
         "Gemma4",
         "gemma4_mm",
@@ -317,10 +354,14 @@ class VisionModel(TinyModel):
     family: str = ""
 
     def load(self) -> Any:
-        kind = transformers.AutoModelForImageTextToText
-        return kind.from_pretrained(self.path, dtype=torch.float32, attn_implementation="eager").eval()
+        kind, folder = transformers.AutoModelForImageTextToText, self.path / intern_family.OF_TRANSFORMERS
+        folder = folder if folder.exists() else self.path
+        return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
     def processor(self) -> Any:
+        reader = VISION_FAMILIES[self.family].reader
+        if reader:
+            return reader(transformers.AutoTokenizer.from_pretrained(self.path))
         return transformers.AutoProcessor.from_pretrained(self.path)
 
     @property
@@ -359,7 +400,8 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
     found = VISION_FAMILIES[family]
     path = folder / family
     stats = folder / f"{family}.safetensors"
-    tiny = VisionModel(path, stats, LAYERS, HEADS, KV_HEADS, found.head_dim, found.interleaved, family)
+    kv_heads = 1 if found.latent else KV_HEADS
+    tiny = VisionModel(path, stats, LAYERS, HEADS, kv_heads, found.head_dim, found.interleaved, family)
     torch.manual_seed(0)
     # Configurations complete the dicts that they are given.
     text = copy.deepcopy({**TEXT, "vocab_size": VOCABULARY + 16, **found.text})
@@ -387,14 +429,18 @@ def build_vision_model(folder: Path, family: str) -> VisionModel:
     tokenizer.pad_token = "<unk>"
     tokenizer.add_tokens([transformers.AddedToken(word, special=True, normalized=False) for word in found.words])
     tokenizer._set_model_specific_special_tokens(found.named_words)
-    parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}
-    for kind in ("video_processor", "feature_extractor"):
-        if getattr(found, kind):
-            parts[kind] = getattr(transformers, getattr(found, kind))()
-    processor = getattr(transformers, found.processor)
-    processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
+    if found.processor:
+        parts = {"image_processor": getattr(transformers, found.image_processor)(**found.image_settings)}
+        for kind in ("video_processor", "feature_extractor"):
+            if getattr(found, kind):
+                parts[kind] = getattr(transformers, getattr(found, kind))()
+        processor = getattr(transformers, found.processor)
+        processor(tokenizer=tokenizer, **parts, **found.processor_settings).save_pretrained(path)
+    else:
+        tokenizer.save_pretrained(path)
     kinds = getattr(config.text_config, "layer_types", None) or []
     layers = [number for number in range(LAYERS) if not kinds or kinds[number] == "full_attention"]
     rope = rope_of_transformers(model.model.language_model, config.text_config)
-    save_random_stats(tiny, rope, tuple(layers), (True,) * len(layers))
+    start = found.head_dim - rope.rotary_dim if found.latent else 0
+    save_random_stats(tiny, pool_rope(rope) if found.latent else rope, tuple(layers), (True,) * len(layers), start)
     return tiny

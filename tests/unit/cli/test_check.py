@@ -16,7 +16,8 @@ from documents import DOCS, fenced_blocks, section
 from plan_cases import CONFIGS, QWEN3_32B, ROOT
 from sglang_triattn.cli import check
 from sglang_triattn.cli import main as cli
-from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, Rule, Server
+from sglang_triattn.compatibility.rule import Rule, Server
+from sglang_triattn.compatibility.rules import FIRST_RULES, RULES
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import Config
 from sglang_triattn.model.rope import Rope

@@ -85,3 +85,22 @@ def test_images_where_tokens_are_drafted():
     config = Config(stats="auto")
     assert resolve(config, {}, traits).images
     assert not resolve(config, {"speculative_algorithm": "NGRAM"}, traits).images
+
+
+def test_draft_layers_for_one_token_each(run_check):
+    """Prevents a start with what is untested: SGLang gives each drafted token a layer of MiMo-V2's own, but only for
+    EAGLE by itself, and rounds leave those of no other model whole."""
+    eagle, switch = ("--speculative-algorithm", "EAGLE"), "--enable-multi-layer-eagle"
+    nextn = ("--speculative-algorithm", "NEXTN")
+    assert run_check("mimo-v2-flash", *eagle)[0] == 0
+    assert run_check("mimo-v2-flash", *nextn, switch)[0] == 0
+    for model, flags, reason in (
+        ("mimo-v2-flash", nextn, "a sliding window are not tested with such a draft model"),
+        ("mimo-v2-flash", ("--speculative-algorithm", "STANDALONE"), "a sliding window are not tested"),
+        ("mimo-v2-flash", (*eagle, "--disaggregation-mode", "decode"), "draft layers are not tested on such a server"),
+        ("mimo-v2-flash", (*eagle, "--enable-hierarchical-cache"), "copies of K/V of its draft layers"),
+        ("gpt-oss-20b", (*eagle, switch), "draft models of several layers are not tested with rounds"),
+    ):
+        status, output, _ = run_check(model, *flags)
+        assert status == 1
+        assert reason in output

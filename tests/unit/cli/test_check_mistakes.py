@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from plan_cases import CONFIGS
 from sglang_triattn.cli.check import _read_flags
-from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, SETTING_FIELDS, Server
+from sglang_triattn.compatibility.rule import Server
+from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, SETTING_FIELDS
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.compatibility.verdict import attention_words, judge, scored_words
 from sglang_triattn.config import Config

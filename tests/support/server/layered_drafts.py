@@ -1,0 +1,133 @@
+"""A random MiMo-V2 that repeats itself, with the layers that draft for it, one token each, and the account of them.
+
+Each layer sees a window of the row. At a token's place it reads the target's hidden state of that token, and one of the
+tokens after it: the first layer the next one, the second layer the one after that, and so on. What is not known yet
+is what the layers before have drafted. Nothing here uses the project's code, see `draft_account`.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from families import FAMILIES, WINDOW, build_family, config_of
+from harness import STEPS
+from repeating_model import make_repeating
+from tiny_model import TinyModel
+
+FAMILY = "mimo-v2"
+LAYERED = "mimo-v2-mtp"
+LAYERS = FAMILIES[FAMILY].settings["num_hidden_layers"]
+NOISE = 1.8
+"""Factor of what the layers add to the token that they pass on, so that some of their drafts fail."""
+
+
+def build_layered(folder: Path) -> TinyModel:
+    """Writes the model with its draft layers. Nothing has written its statistics yet."""
+    tiny = build_family(folder, FAMILY)
+    make_repeating(tiny)
+    torch.manual_seed(5)
+    config = _deeper()
+    size = config.hidden_size
+    added = {}
+    with TemporaryDirectory() as deeper:
+        # transformers writes the names of the published checkpoints.
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, value in model.named_parameters():
+            if name.endswith("sinks"):
+                # SGLang holds them in bfloat16.
+                value.data = torch.randn_like(value).bfloat16().float()
+        model.save_pretrained(deeper)
+        for name, weight in load_file(Path(deeper) / "model.safetensors").items():
+            number, _, part = name.removeprefix("model.layers.").partition(".")
+            if number.isdigit() and int(number) >= LAYERS:
+                loud = weight * NOISE if "o_proj" in name or "down_proj" in name else weight
+                part = part.replace("post_attention_layernorm", "pre_mlp_layernorm")
+                added[f"{_published(int(number) - LAYERS)}{part}"] = loud
+    for number in range(STEPS):
+        mix = torch.cat((torch.eye(size), 0.12 * NOISE * torch.randn(size, size)), -1)
+        norms = {f"{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "final_layernorm")}
+        added |= {f"{_published(number)}{name}": each for name, each in {"eh_proj.weight": mix, **norms}.items()}
+    file = tiny.path / "model.safetensors"
+    save_file({**load_file(file), **added}, file, metadata={"format": "pt"})
+    return tiny
+
+
+def _published(number: int) -> str:
+    return f"model.mtp.layers.{number}."
+
+
+def _deeper() -> transformers.PreTrainedConfig:
+    config = copy.deepcopy(config_of(FAMILY))
+    config.num_hidden_layers = LAYERS + STEPS
+    config.layer_types = [*config.layer_types, *["sliding_attention"] * STEPS]
+    config.mlp_layer_types = [*config.mlp_layer_types, *["dense"] * STEPS]
+    return config
+
+
+class Layers:
+    """The draft layers, with SGLang's order of their parts (sglang/srt/models/mimo_v2_nextn.py)."""
+
+    def __init__(self, path: Path) -> None:
+        weights, config = load_file(path / "model.safetensors"), _deeper()
+        with TemporaryDirectory() as folder:
+            renamed = {}
+            for name, weight in weights.items():
+                for number in range(STEPS):
+                    name = name.replace(_published(number), f"model.layers.{LAYERS + number}.")
+                renamed[name.replace("pre_mlp_layernorm", "post_attention_layernorm")] = weight
+            save_file(renamed, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        self.decoders, self.rotary = model.model.layers[LAYERS:], model.model.rotary_emb
+        self.mixes = [weights[f"{_published(number)}eh_proj.weight"] for number in range(STEPS)]
+        # Those of a new model change nothing, as the added ones.
+        self.norm = type(model.model.norm)(config.hidden_size, config.rms_norm_eps)
+
+    def last(self, number: int, embeds: torch.Tensor, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """[size]: what layer `number` makes of the last of these tokens, [n, size], from place `first` on."""
+        stream = (torch.cat((self.norm(embeds), self.norm(hidden)), -1) @ self.mixes[number].T)[None]
+        places = torch.arange(first, first + len(embeds))
+        turned = self.rotary(stream, places[None], "sliding_attention")
+        mask = torch.full((len(places), len(places)), torch.finfo(torch.float32).min).triu(1)[None, None]
+        return self.norm(self.decoders[number](stream, attention_mask=mask, position_embeddings=turned)[0, -1])
+
+
+@torch.no_grad()
+def holding_of_layers(
+    layers: Layers, target: Any, ids: list[int], hidden: torch.Tensor, starts: list[int], margin: float
+) -> list[int | None]:
+    """As `draft_account.holding_of_head`, for a layer to each drafted token.
+
+    A place that a layer has computed stays as it is, also where it read a drafted token that did not hold.
+    """
+    embed, head = target.model.embed_tokens, target.lm_head
+    inputs = [[0] * len(ids) for _ in range(STEPS)]
+    found: list[int | None] = []
+    for before, start in pairwise([0, *starts]):
+        drafted: list[int] = []
+        held: int | None = 0
+        for number in range(STEPS):
+            for place in range(before, start):
+                known = place + 1 + number
+                inputs[number][place] = ids[known] if known <= start else drafted[known - start - 1]
+            first = max(start - 1 - WINDOW, 0)
+            embeds = embed(torch.tensor(inputs[number][first:start]))
+            best = head(layers.last(number, embeds, hidden[first:start], first)).log_softmax(-1).topk(2)
+            drafted.append(int(best.indices[0]))
+            if held is not None and held == number and start + held + 1 < len(ids):
+                if best.values[0] - best.values[1] < margin:
+                    held = None
+                elif drafted[-1] == ids[start + held + 1]:
+                    held += 1
+        found.append(held)
+    return found
