@@ -52,10 +52,6 @@ class Layer:
     sinks: bool = False
     reads_other: bool = False
 
-    @property
-    def unrotated_dim(self) -> int:
-        return self.head_dim - self.rotary_dim
-
     def elements(self, ranks: int = 1) -> int:
         """Numbers that one of `ranks` GPUs caches per token; with more ranks than heads, each holds one head."""
         heads = max(self.kv_heads // ranks, 1) if self.kv_heads else 0

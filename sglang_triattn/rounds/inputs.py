@@ -40,7 +40,7 @@ class TurnInputs:
 
     def appended(self, start: int, end: int, page_size: int) -> TurnInputs:
         """With the input of one more turn, in the entries [start, end) of the row, widened to whole pages."""
-        first, last = start - start % page_size, _whole_pages(end, page_size)
+        first, last = start - start % page_size, ceil_align(end, page_size)
         if self.waiting and first <= self.waiting[-1][1]:
             first, earlier = self.waiting[-1][0], self.waiting[:-1]
         else:
@@ -49,7 +49,7 @@ class TurnInputs:
 
     def cut(self, end: int, page_size: int) -> TurnInputs:
         """Those of a row that is cut after `end` entries; the page in which it ends stays whole."""
-        last = _whole_pages(end, page_size)
+        last = ceil_align(end, page_size)
         return TurnInputs(self.end, tuple((start, min(stop, last)) for start, stop in self.waiting if start < end))
 
     def target(self, frozen: int, page_size: int) -> int:
@@ -58,7 +58,7 @@ class TurnInputs:
         Args:
             frozen: entries at the front that stay in any case.
         """
-        return _whole_pages(max(frozen, self.end), page_size) if self else frozen
+        return ceil_align(max(frozen, self.end), page_size) if self else frozen
 
     def waiting_in(self, first: int, end: int) -> tuple[Stretch, ...]:
         """The parts of the waiting stretches that lie in the entries [first, end)."""
@@ -90,7 +90,8 @@ class TurnInputs:
 NO_INPUTS = TurnInputs()
 
 
-def _whole_pages(length: int, page_size: int) -> int:
+def ceil_align(length: int, page_size: int) -> int:
+    """Slots in the whole pages that hold `length` tokens."""
     return -(-length // page_size) * page_size
 
 

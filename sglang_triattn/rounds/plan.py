@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from sglang_triattn.config import SWITCH, flag
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.rounds.inputs import NO_INPUTS, Stretch, TurnInputs
+from sglang_triattn.rounds.inputs import NO_INPUTS, Stretch, TurnInputs, ceil_align
 from sglang_triattn.rounds.rules import RoundRules
 
 
@@ -260,11 +260,6 @@ def scored_tokens(rules: RoundRules, context: int) -> tuple[int, int]:
 def most_kept(rules: RoundRules, context: int) -> int:
     """Most private tokens that a round leaves, for a model with this context limit; a request can only lower it."""
     return rules.budget_for(0, context) + 2 * (rules.round_to - 1)
-
-
-def ceil_align(length: int, page_size: int) -> int:
-    """Slots in the whole pages that hold `length` tokens."""
-    return -(-length // page_size) * page_size
 
 
 @dataclass

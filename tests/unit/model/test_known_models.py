@@ -89,7 +89,7 @@ def test_layers(name):
     kinds, dims, size, _ = MODELS[name]
     found = layout(name)
     assert found.kinds == kinds
-    assert Counter((layer.rotary_dim, layer.unrotated_dim) for layer in scored(found)) == dims
+    assert Counter((layer.rotary_dim, layer.head_dim - layer.rotary_dim) for layer in scored(found)) == dims
     assert found.elements() * 2 == size
 
 
