@@ -63,12 +63,14 @@ def test_trees_by_their_definition(tree, length, data):
         assert seen[number].nonzero().flatten().tolist() == [*range(length), *(length + place for place in path)]
         assert positions[number] == length + len(path) - 1
 
-    said = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=n, max_size=n))
+    predicted = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=n, max_size=n))
     words = [0, *tokens]
-    held = [path for path in paths.values() if all(said[a] == words[b] for a, b in pairwise(path))]
+    held = [path for path in paths.values() if all(predicted[a] == words[b] for a, b in pairwise(path))]
     expected = max(held, key=len)
     outputs = torch.zeros(n, dtype=torch.int32), torch.full((1, DEPTH + 1), -1), torch.zeros(1, dtype=torch.int32)
-    predicts, accepted, number = drafts.verify_greedily(*outputs, torch.tensor([words]), *links, torch.tensor([said]))
+    predicts, accepted, number = drafts.verify_greedily(
+        *outputs, torch.tensor([words]), *links, torch.tensor([predicted])
+    )
     assert accepted[0].tolist() == [*expected, *[-1] * (DEPTH + 1 - len(expected))]
     assert int(number) == len(expected) - 1
-    assert predicts[expected].tolist() == [said[place] for place in expected]
+    assert predicts[expected].tolist() == [predicted[place] for place in expected]

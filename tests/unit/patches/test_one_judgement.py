@@ -19,11 +19,13 @@ from sglang_triattn.patches.launch.checks import values_of
 from sglang_triattn.patches.launch.traits import traits_of
 
 DRAFTS = {"speculative_eagle_topk": 1, "speculative_num_steps": 3, "speculative_num_draft_tokens": 4}
+BRANCHES = {"speculative_eagle_topk": 4, "speculative_num_steps": 5, "speculative_num_draft_tokens": 8}
 SETTINGS = {
     "plain": {},
     "decode server": {"disaggregation_mode": "decode"},
     "n-grams": {"speculative_algorithm": "NGRAM"},
     "draft layers": {"speculative_algorithm": "EAGLE", **DRAFTS},
+    "drafts that branch": {"speculative_algorithm": "EAGLE", **BRANCHES, "attention_backend": "fa3"},
     "stages": {"pp_size": 2},
     "host tier": {"enable_hierarchical_cache": True},
     "mixed chunks": {"enable_mixed_chunk": True},
