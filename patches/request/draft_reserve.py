@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,7 +30,7 @@ from sglang_triattn.patches.request.row import CompressedRow
 from sglang_triattn.rounds.plan import Plan, ceil_align
 
 if TYPE_CHECKING:
-    from sglang_triattn.patches.sglang_types import Scheduler, ServerArgs
+    from sglang_triattn.patches.sglang_types import Scheduler
 
 
 def hooks() -> list[Hook]:
@@ -48,9 +48,10 @@ def _make_room(more: int) -> int:
 
 def tokens_per_step(scheduler: Scheduler) -> int:
     """Most tokens by which a decoding request grows in one step."""
-    if scheduler.spec_algorithm.is_none():
-        return 1
-    return cast("ServerArgs", scheduler.server_args).speculative_num_draft_tokens or 1
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    # The most of all lengths if drafts adapt to what is accepted.
+    return 1 if scheduler.spec_algorithm.is_none() else max_speculative_num_draft_tokens() or 1
 
 
 def reserve_per_row(scheduler: Scheduler) -> int:

@@ -280,7 +280,6 @@ _DRAFTS = (
     ),
     *_only(
         (
-            Rule("speculative_adaptive", _set, "drafts whose length changes are not tested with rounds"),
             Rule(
                 "speculative_draft_window_size",
                 _set,
@@ -299,22 +298,33 @@ _DRAFTS = (
         _has_draft_model,
         "speculative_algorithm",
     ),
+    *_only(
+        (
+            Rule(
+                "speculative_eagle_topk",
+                many,
+                "drafts that branch are not tested with a model that drafts by itself",
+                _USE_CHAIN,
+            ),
+        ),
+        lambda server: server.drafts == "STANDALONE",
+        "speculative_algorithm",
+    ),
     *(
         Rule(
-            "speculative_eagle_topk",
-            many,
-            f"drafts that branch are not tested {where}",
-            _USE_CHAIN,
+            field,
+            applies,
+            f"drafts {which} are not tested {where}",
+            remedy,
             lambda server, also=when: _has_draft_model(server) and also(server),
             other,
             names_model=not other,
         )
+        for field, applies, which, remedy in (
+            ("speculative_eagle_topk", many, "that branch", _USE_CHAIN),
+            ("speculative_adaptive", _set, "whose length changes", ""),
+        )
         for where, other, when in (
-            (
-                "with a model that drafts by itself",
-                "speculative_algorithm",
-                lambda server: server.drafts == "STANDALONE",
-            ),
             ("on a decode server", "disaggregation_mode", _is_decode_server),
             (
                 "with windows, latents or states",

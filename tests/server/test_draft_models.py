@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account
+from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account
 from families import WINDOW
 from family_servers import STATE_FLAGS, prepared
 from harness import (
@@ -20,6 +23,7 @@ from harness import (
     assert_pool_is_whole,
     compressed_args,
     compression,
+    greedy,
     prompt,
     python_path,
     two_cores,
@@ -115,6 +119,45 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     assert len(found) > 60
     # Neither always nor never: 0.05 of them hold with random weights, 0.9 where the circle is followed.
     assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
+
+
+def adapting(folder: Path) -> tuple[str, ...]:
+    """Flags by which SGLang drafts STEPS tokens for one request, one for each of two, and none for more."""
+    file, lengths = folder / "adaptive.json", {"1": [STEPS], "2": [1], "3": [0]}
+    file.write_text(json.dumps({size: {"candidate_steps": steps} for size, steps in lengths.items()}))
+    first = ("--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2")
+    return ("--speculative-adaptive", "--speculative-adaptive-config", str(file), *first)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("EAGLE", "moved"), wide("EAGLE3", "pages"), wide("EAGLE", "overlap off"), wide("EAGLE", "ranks")],
+)
+def test_drafts_whose_length_changes(probed, pairs, tmp_path, name, mode):
+    """Prevents rounds that come too late or too early where SGLang drafts more or fewer tokens by the size of the
+    batch, and reserves of another length than those of the step that writes to them."""
+    pair, flags = pairs[name], adapting(tmp_path)
+    env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
+    client, steps = probed(*pair.args, *flags, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
+    client.flush()
+    steps()
+    prompts = [prompt(5 + number, 12) + in_circle(38, 9 * number) for number in range(3)]
+    asked = [greedy(tokens) for tokens in (200, 330, 480)]
+    answers = client.generate_each(list(zip(prompts, asked, strict=True)), logprobs=True)
+    seen = steps()
+    for ids, answer in zip(prompts, answers, strict=True):
+        rid = answer["meta_info"]["id"]
+        own = [{"requests": [one for one in step["requests"] if one["rid"] == rid]} for step in seen]
+        own = [step for step in own if step["requests"]]
+        frozen = len(ids) - len(ids) % client.setting("page_size")
+        _, _, runs = fitting_account(pair, mode, ids, answer, own, frozen)
+        assert compression(answer)["rounds"] >= 4
+        taken = {end - start for start, end in runs[:-1]}
+    # Of the longest answer, tokens in steps of each length.
+    assert taken >= {1, 2, STEPS + 1}
+    switched = re.findall(r"Switch adaptive runtime state: steps (\d) -> (\d)", client.server.log_path.read_text())
+    assert {steps for pair in switched for steps in pair} == {"0", "1", str(STEPS)}
+    assert_pool_is_whole(client)
 
 
 @pytest.mark.wide
@@ -242,6 +285,7 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
     [
         wide("STANDALONE", "moved"),
         ("EAGLE", "pages"),
+        wide("EAGLE adaptive", "pages"),
         wide("NEXTN latent", "pages"),
         wide("EAGLE3 windows", "pages"),
         wide("EAGLE3 windows", "moved"),
@@ -251,11 +295,11 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("NEXTN axes", "moved"),
     ],
 )
-def test_storm(serve, pairs, name, mode):
+def test_storm(serve, pairs, tmp_path, name, mode):
     """Prevents reserves that are lost or owned twice where requests are aborted, retracted, resumed and compacted while
     they are prefilled."""
-    pair = pairs[name]
-    pool = ("--max-total-tokens", "1024", *FLAGS)
+    pair = pairs[name.removesuffix(" adaptive")]
+    pool = ("--max-total-tokens", "1024", *FLAGS, *(adapting(tmp_path) if name.endswith("adaptive") else ()))
     client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env={**pair.env, **RETRACTING})
     budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
     # States keep no conversation's row while tokens are drafted.

@@ -138,6 +138,23 @@ class Pair:
 
 def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
     """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
+    account, done, runs = fitting_account(pair, mode, ids, response, steps, frozen, chunk)
+    everything, found = ids + response["output_ids"][:-1], []
+    # Where the last recorded step ended is not known for certain.
+    for (start, end), held in list(zip(runs, pair.holding(everything, account, done), strict=True))[
+        : len(computed_before(steps, len(ids))) - 1
+    ]:
+        if held is not None:
+            assert end - start == held + 1, start
+            found.append(held)
+    return found
+
+
+def fitting_account(
+    pair, mode, ids, response, steps, frozen, chunk=None
+) -> tuple[Watched, list[int], list[tuple[int, int]]]:
+    """Holds an answer to its account; returns that, the tokens computed before each step, and where each began and
+    ended."""
     everything = ids + response["output_ids"][:-1]
     recorded = computed_before(steps, len(ids))
     values, tokens = served_logprobs(response)
@@ -150,15 +167,5 @@ def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) ->
         expected, rounds = account.logprobs(everything, len(ids), frozen, chunk=chunk, pauses=runs, late=overlap)
         differ.append((expected.gather(1, tokens) - values).abs().max())
         if compression(response)["rounds"] == rounds and differ[-1] < TOLERANCE:
-            break
-    else:
-        pytest.fail(f"No account fits: log-probabilities differ by {differ} at least.")
-    found = []
-    # Where the last recorded step ended is not known for certain.
-    for (start, end), held in list(zip(runs, pair.holding(everything, account, done), strict=True))[
-        : len(recorded) - 1
-    ]:
-        if held is not None:
-            assert end - start == held + 1, start
-            found.append(held)
-    return found
+            return account, done, runs
+    pytest.fail(f"No account fits: log-probabilities differ by {differ} at least.")
