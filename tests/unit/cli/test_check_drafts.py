@@ -67,6 +67,24 @@ def test_drafts_that_branch(run_check, model, words, reason):
     assert run_check("qwen3-32b", *flags, "--speculative-algorithm", "EAGLE3")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "words", "reason"),
+    [
+        ("qwen3-32b", ("EAGLE", "--disaggregation-mode", "decode"), "on a decode server"),
+        ("deepseek-v3", ("NEXTN",), "with windows, latents or states"),
+        ("gpt-oss-20b", ("EAGLE3", "--triattention-budget", "4096"), "with windows, latents or states"),
+    ],
+)
+def test_drafts_whose_length_changes(run_check, model, words, reason):
+    """Prevents drafts of changing lengths where they have not been tested."""
+    status, output, _ = run_check(model, "--speculative-adaptive", "--speculative-algorithm", *words)
+    assert status == 1
+    assert output.startswith("--speculative-adaptive does not work with --enable-triattention ")
+    assert f"because drafts whose length changes are not tested {reason}: leave --speculative-adaptive out" in output
+    for algorithm in ("EAGLE", "EAGLE3"):
+        assert run_check("qwen3-32b", "--speculative-adaptive", "--speculative-algorithm", algorithm)[0] == 0
+
+
 @pytest.mark.parametrize("field", ["attention", "prefill-attention", "decode-attention", "speculative-draft-attention"])
 def test_attention_for_branches(run_check, field):
     """Prevents a backend whose plans for branches have not been held to the lengths of rows."""

@@ -79,7 +79,7 @@ POLICIES = {
 }
 
 
-MEASURED = ((LARGER, "solve-qwen-1.5b"), ("quality-held-out", "quality-held-out-half"))
+MEASURED = ((LARGER, "solve-qwen-1.5b"), ("quality-held-out", "quality-held-out-half", "solve-qwen-0.5b"))
 """Files of recall and of solving, of the larger model and of the smaller one."""
 
 
