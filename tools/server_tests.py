@@ -11,7 +11,7 @@ FOLDER = "tests/server/"
 CORE = ("test_capacity", "test_exactness", "test_known_failures", "test_lifecycle", "test_memory", "test_oracle")
 """What every compaction round of every server goes through."""
 CALIBRATED = ("test_auto_stats", "test_calibrate_engine", "test_families")
-DRAFTING = ("--speculative-algorithm", "ngram_account")
+DRAFTING = ("--speculative-algorithm", "ngram_account", "test_draft_trees")
 MODELS = ("family_servers", "test_lora", "test_partial_rotary", "test_vision")
 
 EXERCISED: dict[str, tuple[str, ...]] = {

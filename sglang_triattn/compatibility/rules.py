@@ -334,14 +334,17 @@ _DRAFTS = (
         )
     ),
     *_only(
-        tuple(
-            Rule(
-                f"{kind}attention_backend",
-                lambda value: value not in (None, *_FOR_BRANCHES),
-                "it is not known to read each branch of a draft by the lengths of rows",
-                f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
-            )
-            for kind in ("", "prefill_", "decode_", "speculative_draft_")
+        (
+            Rule("attn_dp_size", many, "drafts that branch are not tested in groups of ranks"),
+            *(
+                Rule(
+                    f"{kind}attention_backend",
+                    lambda value: value not in (None, *_FOR_BRANCHES),
+                    "it is not known to read each branch of a draft by the lengths of rows",
+                    f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
+                )
+                for kind in ("", "prefill_", "decode_", "speculative_draft_")
+            ),
         ),
         lambda server: _has_draft_model(server) and server.is_above_one("speculative_eagle_topk"),
         "speculative_eagle_topk",

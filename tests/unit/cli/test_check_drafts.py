@@ -97,6 +97,15 @@ def test_attention_for_branches(run_check, field):
     assert output.endswith(f": use flashinfer, fa3 or triton, or use {' '.join(DRAFTS)}.\n")
 
 
+def test_branches_in_groups_of_ranks(run_check):
+    """Prevents trees of tokens in groups of ranks with batches of their own, where they have not been tested."""
+    groups = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--speculative-algorithm", "EAGLE")
+    status, output, _ = run_check("llama-3.3-70b", *groups)
+    assert status == 1
+    assert "and --speculative-eagle-topk 4, because drafts that branch are not tested in groups of ranks" in output
+    assert run_check("llama-3.3-70b", *DRAFTS, *groups)[0] == 0
+
+
 def test_images_where_tokens_are_drafted():
     """Prevents rounds on rows with images whose drafted tokens would follow at untested positions."""
     traits = Traits("m", images=True, linear_states=True, state_drafts=("NGRAM",))
