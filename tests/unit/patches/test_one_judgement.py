@@ -38,6 +38,8 @@ SETTINGS = {
     "measuring in stages": {"pp_size": 2},
 }
 CONFIG = {"measuring in stages": Config(stats_after_update="measure")}
+# SGLang drafts each token with a layer of its own (`overrides.py` of sglang/srt/arg_groups).
+LAYERED = ("MiMoV2FlashForCausalLM",)
 # Their code comes with the model.
 UNREADABLE = {"kimi-k2", "kimi-linear-48b-a3b", "longcat-flash", "nemotron-super-49b", "step-3.5-flash"}
 
@@ -51,13 +53,13 @@ def refused(judgement, *given) -> bool:
 
 
 class Settings:
-    """SGLang's settings with some given, and some that a launch completes."""
+    """SGLang's settings with some given, and some that a launch of a model with this configuration completes."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._record, self._given = (
-            ServerArgs(model_path="dummy"),
-            {"attn_dp_size": 1, "device": "cuda", "page_size": 1, **given},
-        )
+    def __init__(self, given: dict[str, Any], content: dict[str, Any]) -> None:
+        self._record = ServerArgs(model_path="dummy")
+        layered = content["architectures"][0] in LAYERED and given.get("speculative_algorithm") == "EAGLE"
+        completed = {"attn_dp_size": 1, "device": "cuda", "page_size": 1, "enable_multi_layer_eagle": layered}
+        self._given = {**completed, **given}
 
     def __getattr__(self, name: str) -> Any:
         return self._given[name] if name in self._given else getattr(self._record, name)
@@ -77,7 +79,7 @@ def test_check_and_launch_agree(name, tmp_path):
         config = CONFIG.get(case, Config())
         # A launch reads the file first.
         launch = bool(uncovered_in_file(content)) or refused(
-            resolve, config, values_of(Settings(given)), traits_of(model)
+            resolve, config, values_of(Settings(given, content)), traits_of(model)
         )
         check = refused(judge, content, name, config, given)
         assert check == launch, case
