@@ -141,8 +141,9 @@ class Memory:
         )
 
     def _copier(self, scheduler: SimpleNamespace, kernels: bool | None) -> RowCopier:
-        windows = Mover(self.window_pool.k_buffer, self.window_pool.v_buffer, kernels=kernels) if self.window else None
-        return RowCopier(scheduler, [Mover(self.pool.k_buffer, self.pool.v_buffer, kernels=kernels)], windows)
+        pools = [self.pool, *([self.window_pool] if self.window else [])]
+        slots, *peers = (Mover(pool.k_buffer, pool.v_buffer, kernels=kernels) for pool in pools)
+        return RowCopier(scheduler, [slots], peers)
 
     def _two_pools(self, size: int) -> tuple[SWATokenToKVPoolAllocator, torch.Tensor]:
         """An allocator of slots in two pools, and the keys of the smaller one."""
