@@ -5,7 +5,7 @@ A test compares the names with SGLang's source.
 
 from __future__ import annotations
 
-from sglang_triattn.compatibility.rules import Rule, Server
+from sglang_triattn.compatibility.rule import Rule, Server, many
 
 # Their `forward` takes no `pp_proxy_tensors`. Granite-4-H's does, but each stage looks for the weights of all; MiMo-V2
 # ends with an error in the first step.
@@ -59,7 +59,7 @@ def _by_transformers(server: Server) -> bool:
 SERVED_CODE = (
     Rule(
         "pp_size",
-        lambda value: value is not None and value > 1,
+        many,
         "SGLang itself cannot serve this model in stages",
         "use --pp-size 1",
         lambda server: server.traits.architecture in UNSTAGED and not _by_transformers(server),
