@@ -16,7 +16,7 @@ import torch
 
 from sglang_triattn.kernels.score.reference import phase_rows, score_torch
 from sglang_triattn.kernels.score.tables import ScoreTables, check_fits
-from sglang_triattn.kernels.score.value_size import check_values, value_count, value_size_torch
+from sglang_triattn.kernels.score.value_size import LookUps, check_values, value_count, value_size_torch
 from sglang_triattn.kernels.select import selection_named
 from sglang_triattn.kernels.select.reference import select_torch
 from sglang_triattn.kernels.workspace import LIMIT_BYTES, WorkspacePlan
@@ -107,7 +107,8 @@ class Scorer:
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values, whose head_dim may differ; needed by
             `value_share`, and must stay where they are.
         value_share: share, from 0 to 1, of the kept tokens other than the newest that are chosen for the largest
-            values, see `select_torch`. If it is 1, no key is read.
+            values, see `select_torch`. If it is 1, no key is scored.
+        lookups: weights of `tables`' style by which value sizes are weighed, [L, H_kv, F] float32 on the pool's device.
         reduce_ranks: merges the importance [R, 1, N] of the tensor-parallel ranks, each with its own heads, into one
             that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
@@ -133,13 +134,16 @@ class Scorer:
         aggregation: str = "mean",
         v_buffers: Sequence[torch.Tensor] | None = None,
         value_share: float = 0.0,
+        lookups: torch.Tensor | None = None,
         reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
         most_kept: int | None = None,
     ) -> None:
         check_fits(k_buffers, tables, aggregation)
-        check_values(k_buffers, v_buffers, selection, value_share)
+        self.lookups = None if lookups is None else LookUps(lookups.contiguous(), k_buffers, tables.style)
+        """By what value sizes are weighed."""
+        check_values(k_buffers, v_buffers, selection, value_share, self.lookups)
         self._chosen = selection_named(selection)
         self.sets = self._chosen.sets(len(k_buffers), tables.num_kv_heads)
         """Kept sets of one request."""
@@ -294,7 +298,7 @@ class Scorer:
         if not alone:
             scores = score_torch(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
         if alone or large > 0:
-            sizes = value_size_torch(self._v_buffers, slots, lengths, recent)
+            sizes = value_size_torch(self._v_buffers, slots, lengths, recent, self.lookups)
         return select_torch(
             scores, lengths, num_kept, recent, selection=self._chosen.name, num_kv_heads=self._tables.num_kv_heads,
             reduce_ranks=self._reduce_ranks, sizes=sizes, value_share=0.0 if sizes is None else self._value_share,
@@ -411,7 +415,11 @@ class Scorer:
                 if tables.rotary_start
                 else ScoreKernel(pools, tables, self._aggregation)
             )
-        return _Kernels(score, merge, ValueSizeKernel(self._value_pools[span]) if self._value_share else None)
+        sizes = None
+        if self._value_share:
+            lookups = None if self.lookups is None else self.lookups[span]
+            sizes = ValueSizeKernel(self._value_pools[span], pools, lookups)
+        return _Kernels(score, merge, sizes)
 
     def _views(self, requests: int, num_tokens: int, layers: int, num_kept: int, moves: int) -> dict[str, torch.Tensor]:
         """Views into the held memory; value sizes as [requests, sets, num_tokens]."""

@@ -16,7 +16,7 @@ POINTERS = {
     "addresses": "*i64", "scales": "*fp32", "slots": "*i32", "lengths": "*i64", "phases": "*fp32",
     "coefficients": "*fp32", "spread": "*fp32", "unrotated": "*fp32", "rotates": "*fp32", "scores": "*fp32",
     "moments": "*fp32", "importance": "*fp32", "kept": "*i32", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
-    "columns": "*bf16", "holes": "*i32", "marks": "*fp32",
+    "columns": "*bf16", "holes": "*i32", "marks": "*fp32", "key_addresses": "*i64", "weights": "*fp32",
 }  # fmt: skip
 FLOATS = ("min_std", "factor", "beyond")
 

@@ -29,7 +29,13 @@ from sglang_triattn.patches.model import late_norm, pinned
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
 from sglang_triattn.patches.model.draft import check_draft_model, make_follower
 from sglang_triattn.patches.model.inspect import check_pool
-from sglang_triattn.patches.model.layers import attention_layers, check_stage, check_windows, scored_layers
+from sglang_triattn.patches.model.layers import (
+    attention_layers,
+    check_scales,
+    check_stage,
+    check_windows,
+    scored_layers,
+)
 from sglang_triattn.patches.model.served_shape import served_shape
 from sglang_triattn.patches.model.workspace import Workspace
 from sglang_triattn.patches.observability import metrics, notices, reporting, running
@@ -259,6 +265,8 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
         for line in notices.at_launch(scheduler, config):
             logger.warning(line)
     stats = find_stats(scheduler, config.stats, shape)
+    if stats.lookups is not None and config.value_share:
+        check_scales(attention_layers(runner.model))
     if is_first(scheduler):
         for line in notices.of_stats(config, stats):
             logger.warning(line)

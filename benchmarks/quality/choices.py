@@ -4,6 +4,7 @@ A selection name means the server's scores alone, with no share for large values
 `value-norm:recent=0`, `settings:selection=per-layer-head,recent=0.25`. Fields that are not given are what a server
 derives when started with only the budget. A number between 0 and 1 for a field that counts tokens, such as `recent`, is
 a share of the budget. `early=96` has the first round come 96 tokens early, as it may where a server levels rounds.
+`weights=no` leaves out the look-up weights that statistics may hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.quality.policies import CONTROLS, Control, RowFacts
 from benchmarks.quality.redrawn import REDRAWN_CONTROLS
@@ -21,11 +22,15 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.rounds.level import earliest
 from sglang_triattn.rounds.plan import frozen_length
 from sglang_triattn.rounds.rules import complete
+from sglang_triattn.rounds.scoring import build_scorer
+from sglang_triattn.stats.query_stats import QueryStats
 from sglang_triattn.transformers_cache.policy import Policy, Pools, Setting
 
-DENSE, DEFAULT, SETTINGS, EARLY = "dense", "default", "settings", "early"
+DENSE, DEFAULT, SETTINGS, EARLY, WEIGHTS = "dense", "default", "settings", "early", "weights"
 _CONTROLS = {**CONTROLS, **REDRAWN_CONTROLS, **VALUE_CONTROLS}
 ALL = (DENSE, DEFAULT, *SELECTIONS, *_CONTROLS)
+USUAL = tuple(name for name in ALL if name not in VALUE_CONTROLS)
+"""The server's own choices, and all controls but combinations with the value criterion."""
 # More tokens than any stream has.
 _UNLIMITED = Config(budget=1 << 40, recent=0)
 # The benchmark sets the first and takes the second from --stats.
@@ -45,12 +50,14 @@ class Choice:
         control: None if the server's own scorer decides.
         fields: Config's fields by name, as text.
         early: tokens by which the first round comes early.
+        weighed: whether look-up weights decide where the statistics hold some.
     """
 
     name: str
     control: type[Control] | None
     fields: tuple[tuple[str, str], ...] = ()
     early: int = 0
+    weighed: bool = True
 
     @property
     def scores(self) -> bool:
@@ -98,6 +105,8 @@ class Choice:
         if self.name == DENSE:
             return Setting(config, _never)
         make = None if self.control is None else partial(_make, self.control, row)
+        if make is None and not self.weighed:
+            make = partial(_unweighed, config, row)
         return Setting(config, make, self.early)
 
 
@@ -120,17 +129,22 @@ def read_choice(text: str) -> Choice:
         )
     # Scores alone decide.
     fields: dict[str, str] = {"selection": head, "value_share": "0"} if head in SELECTIONS else {}
-    early = 0
+    early, weighed = 0, True
     known = [field.name for field in dataclasses.fields(Config) if field.name not in _TAKEN]
     for entry in rest.split(",") if colon else ():
         name, equals, value = entry.partition("=")
         if name == EARLY and value.isdecimal():
             early = int(value)
             continue
+        if entry == f"{WEIGHTS}=no":
+            weighed = False
+            continue
         if not equals or name not in known:
-            raise ChoiceError(f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join((*known, EARLY))}.")
+            raise ChoiceError(
+                f"{entry!r} in {text!r} is not FIELD=VALUE with a field of {', '.join((*known, EARLY, WEIGHTS))}."
+            )
         fields[name] = value
-    choice = Choice(text, _CONTROLS.get(head), tuple(fields.items()), early)
+    choice = Choice(text, _CONTROLS.get(head), tuple(fields.items()), early, weighed)
     choice.config(64, None)
     return choice
 
@@ -155,6 +169,11 @@ def _value(choice: str, name: str, text: str, budget: int) -> Any:
 
 def _make(control: type[Control], row: RowFacts, pools: Pools) -> Policy:
     return control(pools, row)
+
+
+def _unweighed(config: Config, row: RowFacts, pools: Pools) -> Policy:
+    stats, context = dataclasses.replace(cast(QueryStats, row.stats), lookups=None), len(pools.k_buffers[0])
+    return build_scorer(complete(config), stats, pools.k_buffers, pools.v_buffers, context=context)
 
 
 def _never(pools: Pools) -> Policy:

@@ -25,12 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import write
 from benchmarks.quality.cells import Cell, Found
-from benchmarks.quality.choices import ALL, DEFAULT, DENSE, Choice, ChoiceError, read_choice
-from benchmarks.quality.lookups import LookedUp, LookupsError, load_lookups, read_again
+from benchmarks.quality.choices import ALL, DEFAULT, DENSE, USUAL, Choice, ChoiceError, read_choice
+from benchmarks.quality.foresight import by_second_reading
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.run import Runner
 from benchmarks.quality.server import AskError, ServerRunner
@@ -38,7 +36,6 @@ from benchmarks.quality.streams.format import StreamError, read_streams
 from benchmarks.quality.streams.make import DEFAULT_STREAMS, FORMS, MIN_TOKENS, length_by_tokenizer, make_streams
 from benchmarks.quality.table import print_rows, rows_of
 from benchmarks.quality.tokens import Tokens, tokenized
-from benchmarks.quality.value_policies import VALUE_CONTROLS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.stats.cache import load_cached
 from sglang_triattn.stats.file import QueryStats, check_stats, load_stats
@@ -53,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _options(argv)
     try:
         _run(options)
-    except (AskError, ChoiceError, LookupsError, StreamError, TriAttentionError, OSError) as error:
+    except (AskError, ChoiceError, StreamError, TriAttentionError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
 def _run(options: argparse.Namespace) -> None:
-    names = options.policies or (() if options.server else usual(options))
-    cells = cells_of(names, options.shares or (QUICK_SHARES if options.quick else SHARES))
+    names = options.policies or (() if options.server else USUAL)
+    cells = cells_of((options.base, *names), options.shares or (QUICK_SHARES if options.quick else SHARES))
     (_run_by_server if options.server else _run_here)(options, cells)
 
 
@@ -79,13 +76,12 @@ def _run_by_server(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
 
 def _run_here(options: argparse.Namespace, cells: Sequence[Cell]) -> None:
     model = load_model(options.model, options.device, options.dtype)
-    lookups = lookups_for(options, model, [cell.choice for cell in cells])
     tokenizer = load_tokenizer(options.model)
     streams = _streams(options, tokenizer)
-    stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
+    stats = stats_for(options, model, [cell.choice for cell in cells])
     runner = Runner(
         model, stats, options.interval, options.rows, options.fed, options.seed, lambda line: say(f"  {line}"),
-        lookups=lookups, second_reading=lambda ids: LookedUp(read_again(model, tokenizer, ids)[1][None]),
+        second_reading=lambda ids: by_second_reading(model, tokenizer, ids),
     )  # fmt: skip
     setting = {
         "model": Path(options.model).name,
@@ -106,19 +102,19 @@ def _measure(
         start = time.monotonic()
         found.append(measure(stream))
         say(f"stream {number} of {len(streams)}, {stream.id}: {time.monotonic() - start:.0f} s")
-        rows = rows_of(found)
-        done = {**setting, "streams": setting["streams"][:number]}
+        rows = rows_of(found, options.base)
+        done = {**setting, "base": options.base, "streams": setting["streams"][:number]}
         write({"setting": done, "rows": rows}, options.json, options.quick)
-    print_rows(rows)
+    print_rows(rows, options.base)
 
 
 def cells_of(names: Sequence[str], shares: Sequence[float]) -> list[Cell]:
-    """Every choice at every share; dense and default are always included.
+    """Every choice at every share, and dense.
 
     Raises:
         ChoiceError: a name stands for no choice.
     """
-    choices: dict[str, Choice] = {name: read_choice(name) for name in dict.fromkeys((DENSE, DEFAULT, *names))}
+    choices: dict[str, Choice] = {name: read_choice(name) for name in dict.fromkeys((DENSE, *names))}
     return [Cell(share, choice) for share in shares for choice in choices.values()]
 
 
@@ -133,8 +129,16 @@ def _streams(options: argparse.Namespace, tokenizer: Any) -> list[Tokens]:
     return [tokenized(stream, tokenizer) for stream in made]
 
 
-def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
-    """The statistics that `--stats` names, or else those that a server keeps of the model."""
+def stats_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> QueryStats | None:
+    """The statistics that `--stats` names, or else those that a server keeps of the model; None if no choice needs any.
+
+    Raises:
+        ChoiceError: a choice needs look-up weights, and the statistics have none.
+        TriAttentionError: there are none, or they do not fit.
+    """
+    choices = list(choices)
+    if not any(choice.scores or choice.looks_up for choice in choices):
+        return None
     shape = shape_of(model)
     found = check_stats(load_stats(options.stats), shape) if options.stats else load_cached(shape)
     if found is None:
@@ -142,28 +146,12 @@ def stats_for(options: argparse.Namespace, model: Any) -> QueryStats:
             f"No statistics of {options.model} are kept here: make them by `sglang-triattn calibrate` and name the "
             "file by --stats."
         )
-    return found
-
-
-def usual(options: argparse.Namespace) -> list[str]:
-    """The server's own choices, and all controls but combinations; `look-ups` if its weights are given."""
-    names = [name for name in ALL if name not in VALUE_CONTROLS]
-    return [*names, "look-ups"] if options.lookups else names
-
-
-def lookups_for(options: argparse.Namespace, model: Any, choices: Iterable[Choice]) -> torch.Tensor | None:
-    """The weights that `--lookups` names.
-
-    Raises:
-        LookupsError: they cannot be used, or a choice needs some and none are given.
-    """
     wanting = [choice.name for choice in choices if choice.looks_up]
-    if wanting and not options.lookups:
-        raise LookupsError(
-            f"{wanting[0]} needs weights: make them by `benchmarks.quality.fit_lookups`, give --lookups."
+    if wanting and found.lookups is None:
+        raise ChoiceError(
+            f"{wanting[0]} needs look-up weights: name statistics made by `sglang-triattn calibrate --look-ups`."
         )
-    shape = shape_of(model)
-    return load_lookups(options.lookups, shape.num_layers, shape.num_kv_heads) if options.lookups else None
+    return found
 
 
 def say(line: str) -> None:
@@ -188,11 +176,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--stats", metavar="FILE", help="its statistics; by default those that a server keeps of it")
-    parser.add_argument("--lookups", metavar="FILE", help="weights for look-ups, of benchmarks.quality.fit_lookups")
     parser.add_argument("--streams", metavar="FILE", help="of benchmarks.quality.streams; by default made from --seed")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
     parser.add_argument("--shares", type=shares_of, help="budgets as parts of the private tokens (0.5,0.25,0.125)")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
+    parser.add_argument(
+        "--base", default=DEFAULT, metavar="NAME", help="the policy that intervals compare with (default)"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="three short streams, two shares")
     parser.add_argument("--fed", action="store_true", help="every row computes its own K/V, as in a server; slower")

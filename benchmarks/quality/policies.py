@@ -33,10 +33,11 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.quality.lookups import LookedUp
+from benchmarks.quality.foresight import LookedUp
 from benchmarks.quality.queries import QueryLog
 from sglang_triattn.kernels.select.reference import keep_torch
 from sglang_triattn.model.rope import Rope, rotate
+from sglang_triattn.stats.query_stats import QueryStats
 from sglang_triattn.transformers_cache.policy import Pools
 
 SPAN = 16
@@ -58,7 +59,7 @@ class RowFacts:
         frozen: first entry of the row that a round may touch.
         rope: the model's.
         queries: queries of the row's tokens; None unless the policy `needs_queries`.
-        lookups: weights [L, H_kv, F] of `look-ups`; None unless they were given.
+        stats: the model's; None unless a choice needs them.
         looked_up: how strongly each token is looked up at most: as the model reads the row's text again if the policy
             `needs_second_reading`, by later queries if it `needs_foresight`, else None.
     """
@@ -68,7 +69,7 @@ class RowFacts:
     frozen: int
     rope: Rope
     queries: QueryLog | None = None
-    lookups: torch.Tensor | None = None
+    stats: QueryStats | None = None
     looked_up: LookedUp | None = None
 
 

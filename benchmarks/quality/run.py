@@ -17,8 +17,7 @@ import torch
 from benchmarks.quality.ask import ask, logprobs_of, packs
 from benchmarks.quality.cells import Cell, Found, Unit
 from benchmarks.quality.choices import DENSE, frozen_of
-from benchmarks.quality.foresight import by_questions, by_text
-from benchmarks.quality.lookups import LookedUp
+from benchmarks.quality.foresight import LookedUp, by_questions, by_text
 from benchmarks.quality.policies import RowFacts
 from benchmarks.quality.queries import QueryLog, recording
 from benchmarks.quality.tokens import TEXT, Asked, Tokens
@@ -59,7 +58,6 @@ class Runner:
         fed: whether questions, too, are asked of rows that computed their own K/V.
         seed: for random choices.
         progress: called with a line of text.
-        lookups: weights of `look-ups`, see `RowFacts`.
         second_reading: token ids of a text -> what `read-again` decides by, see `RowFacts.looked_up`; called
             only if a choice `reads_again`.
     """
@@ -71,7 +69,6 @@ class Runner:
     fed: bool = False
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
-    lookups: torch.Tensor | None = None
     second_reading: Callable[[list[int]], LookedUp] | None = None
 
     def run(self, stream: Tokens, cells: Sequence[Cell]) -> Found:
@@ -123,7 +120,7 @@ class Runner:
                 log = plan.logs.get(None) or QueryLog(shape.num_layers, shape.rope)
             frozen = frozen_of(config, len(stream.prompt))
             looked_up = future if cell.choice.foresees else again
-            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.lookups, looked_up)
+            facts = RowFacts(f"{self.seed} {stream.id}", length, frozen, shape.rope, log, self.stats, looked_up)
             setting = cell.choice.setting(config, facts)
             plan.groups.setdefault(setting, []).append(cell)
             if log is not None:

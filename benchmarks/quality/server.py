@@ -45,7 +45,7 @@ def askable_fields(choice: Choice) -> dict[str, str]:
         AskError: they cannot.
     """
     given = dict(choice.fields)
-    if choice.control is not None or choice.early or not set(given) <= set(ASKABLE):
+    if choice.control is not None or choice.early or not choice.weighed or not set(given) <= set(ASKABLE):
         raise AskError(
             f"A server cannot be asked for {choice.name}, because it compacts as it was started: choose among "
             f"dense, default, and settings: with {' and '.join(ASKABLE)}."

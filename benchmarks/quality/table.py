@@ -16,30 +16,30 @@ import torch
 
 from benchmarks.common import print_table
 from benchmarks.quality.cells import Found, Unit
-from benchmarks.quality.choices import DEFAULT
+from benchmarks.quality.choices import DEFAULT, DENSE
 
 DRAWS = 2000
 _LEVELS = torch.tensor([0.025, 0.975], dtype=torch.float64)
 
 
-def rows_of(found: Sequence[Found]) -> list[dict]:
-    """One row per task, share and policy, from the streams' units.
+def rows_of(found: Sequence[Found], base: str = DEFAULT) -> list[dict]:
+    """One row per task, share and policy, from the streams' units; `base` is one of the policies.
 
     Keys: task, share, policy; questions: answers, or tokens of scored text; right: the share of them that is right, or
     that agrees with dense; logprob: mean log-probability of an answer's token; low, high: 95 % interval of
-    right(policy) - right(default).
+    right(policy) - right(base).
     """
     tasks = dict.fromkeys(task for stream in found for units in stream.values() for task in units)
     cells = list(dict.fromkeys(cell for stream in found for cell in stream))
-    defaults = {cell.share: cell for cell in cells if cell.choice.name == DEFAULT}
+    bases = {cell.share: cell for cell in cells if cell.choice.name == base}
     rows = []
     for task in tasks:
         streams = [stream for stream in found if any(task in units for units in stream.values())]
         for cell in cells:
             own = [stream[cell][task] for stream in streams]
-            base = [stream[defaults[cell.share]][task] for stream in streams]
+            others = [stream[bases[cell.share]][task] for stream in streams]
             answers = sum(unit.count for units in own for unit in units)
-            low, high = difference(own, base, task)
+            low, high = difference(own, others, task)
             rows.append(
                 {
                     "task": task,
@@ -76,15 +76,15 @@ def difference(own: Sequence[Sequence[Unit]], base: Sequence[Sequence[Unit]], se
     return low, high
 
 
-def print_rows(rows: Sequence[dict]) -> None:
-    """Prints a table per share: right answers by policy and task, and where they surely differ from the default's."""
+def print_rows(rows: Sequence[dict], base: str = DEFAULT) -> None:
+    """Prints a table per share: right answers by policy and task, and where they surely differ from the base's."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     for share in dict.fromkeys(row["share"] for row in rows):
         own = {(row["policy"], row["task"]): row for row in rows if row["share"] == share}
         lines = [[policy, *(_cell(own[policy, task]) for task in tasks)] for policy in policies]
-        print(f"keeping {share:.4g} of the private tokens; + and - mark what is surely above or below the default")
-        counted = [f"{task} ({own[DEFAULT, task]['questions']})" for task in tasks]
+        print(f"keeping {share:.4g} of the private tokens; + and - mark what is surely above or below {base}")
+        counted = [f"{task} ({own[DENSE, task]['questions']})" for task in tasks]
         print_table(["policy", *counted], lines)
 
 

@@ -2,8 +2,8 @@
 
 The center c is that of `kernels.score.value_size`. All sums are of logarithms, so they rank by the products:
 
-    look-ups            log |v - c| + sum_f w_f |k_f|       (`lookups.py`; needs --lookups)
-    read-again          log |v - c| + log(s + EPSILON)      (s is what those weights predict, see `lookups.py`)
+    look-ups            log |v - c| + w |k_f| + u v         (w, u of `calibration/lookups.py`)
+    read-again          log |v - c| + log(s + EPSILON)      (s is what those weights predict)
     oracle              the same with s of later queries    (`foresight.py`)
     value-attention     log |v - c| + log a                 (a is the attention of `snapkv`, from the newest queries)
     value-spans         most log |v - c| of SPAN neighbours (what was written together stays together)
@@ -17,9 +17,11 @@ from typing import cast
 
 import torch
 
-from benchmarks.quality.lookups import EPSILON, LookedUp, sizes
+from benchmarks.quality.foresight import LookedUp
 from benchmarks.quality.policies import SPAN, Control, SnapKV
+from sglang_triattn.calibration.lookups import EPSILON, features
 from sglang_triattn.kernels.score.value_size import value_size_torch
+from sglang_triattn.stats.query_stats import QueryStats
 
 COPY = 0.9
 
@@ -43,8 +45,9 @@ class LookUps(ValueDistance):
 
     def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
         """[L, H_kv, N], the logarithm of how strongly a key may be looked up, up to a constant."""
-        found = sizes(self.vectors(self.pools.k_buffers, slots), self.row.rope)
-        weights = cast(torch.Tensor, self.row.lookups).to(found.device)
+        keys, values = (self.vectors(pool, slots) for pool in (self.pools.k_buffers, self.pools.v_buffers))
+        found = features(keys, values, self.row.rope)
+        weights = cast(torch.Tensor, cast(QueryStats, self.row.stats).lookups).to(found.device)
         return (found @ weights[..., None])[..., 0]
 
 

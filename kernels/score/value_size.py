@@ -11,10 +11,19 @@ The newest tokens stay anyway, and their places are known in whichever order rou
 squared because only the order counts, which a square root would not change. For the same reason a pool that was
 divided by a v_scale (float8) needs no correction: one factor for all values of a layer changes no order.
 
-Shape symbols: R requests, L layers, H_kv KV heads, N tokens.
+The loss is also proportional to a_i. How much attention a token may get at most, when a later one looks it up, is
+predicted from its cached key and value by weights w and u that were fitted to the model (`LookUps`): RoPE turns a key's
+complex components K_f, but does not change their sizes. With weights,
+
+    size = log(sum_d (v_d - c_d)^2) + 2 (sum_f w_f |K_f| + sum_d u_d (v_d - c_d))
+
+which is, up to a constant of the row, the logarithm of a squared product.
+
+Shape symbols: R requests, L layers, H_kv KV heads, F frequencies (half the rotated dims), N tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +33,43 @@ from sglang_triattn.kernels.select import selection_named
 NEWEST = 64
 """Most tokens whose values are averaged into the center."""
 
+MOST_DIMS = 512
+"""Largest values that weights are for."""
+
+LEAST = 1e-30
+"""Smallest squared distance whose logarithm is taken: equal values stay comparable."""
+
+
+@dataclass(frozen=True, eq=False)
+class LookUps:
+    """Weights that predict from a cached key and value how strongly later tokens may look them up.
+
+    Attributes:
+        weights: [L, H_kv, F + v_head_dim] float32, on the pools' device, w and u, of keys and values as the pools hold
+            them.
+        k_buffers: per layer [num_slots, H_kv, head_dim], the pool of keys, whose first 2F dims RoPE turns.
+        style: how these pair up, see `ScoreTables`.
+    """
+
+    weights: torch.Tensor
+    k_buffers: Sequence[torch.Tensor]
+    style: str
+
+    def frequencies(self, value_dim: int) -> int:
+        """F, where values have `value_dim` dims."""
+        return self.weights.shape[-1] - value_dim
+
+    def __getitem__(self, layers: slice) -> "LookUps":
+        """The weights of some layers."""
+        return LookUps(self.weights[layers], self.k_buffers[layers], self.style)
+
 
 def check_values(
-    k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor] | None, selection: str, value_share: float
+    k_buffers: Sequence[torch.Tensor],
+    v_buffers: Sequence[torch.Tensor] | None,
+    selection: str,
+    value_share: float,
+    lookups: LookUps | None = None,
 ) -> None:
     """Checks that values can decide a share of what a `Scorer` keeps.
 
@@ -35,7 +78,7 @@ def check_values(
 
     Raises:
         ValueError: `value_share` is outside [0, 1]; or it is not 0 and the selection is not "per-layer-head", or the
-            value pools do not have as many layers and heads as the key pools.
+            value pools do not have as many layers and heads as the key pools, or `lookups` do not fit these.
     """
     if not 0 <= value_share <= 1:
         raise ValueError(f"value_share must lie between 0 and 1, got {value_share}")
@@ -48,6 +91,17 @@ def check_values(
     shapes = [(len(buffers), *buffers[0].shape[:2]) for buffers in (k_buffers, v_buffers)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"keys and values must have one number of layers, slots and KV heads, got {shapes}")
+    if lookups is not None:
+        frequencies, (heads, dims) = lookups.frequencies(v_buffers[0].shape[2]), k_buffers[0].shape[1:]
+        if lookups.weights.shape[:2] != (len(k_buffers), heads) or not 0 < 2 * frequencies <= dims:
+            raise ValueError(
+                f"look-up weights {list(lookups.weights.shape)} do not fit {len(k_buffers)} layers of "
+                f"{list(k_buffers[0].shape[1:])} keys and {list(v_buffers[0].shape[1:])} values"
+            )
+        if v_buffers[0].shape[2] > MOST_DIMS:
+            raise ValueError(f"look-ups need values of at most {MOST_DIMS} dims, got {v_buffers[0].shape[2]}")
+        if k_buffers[0].dtype != v_buffers[0].dtype:
+            raise ValueError(f"look-ups need one dtype, got {k_buffers[0].dtype} keys and {v_buffers[0].dtype} values")
 
 
 def value_count(num_kept: int, recent: int, value_share: float) -> int:
@@ -56,9 +110,13 @@ def value_count(num_kept: int, recent: int, value_share: float) -> int:
 
 
 def value_size_torch(
-    v_buffers: Sequence[torch.Tensor], slots: torch.Tensor, lengths: torch.Tensor, recent: int
+    v_buffers: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    recent: int,
+    lookups: LookUps | None = None,
 ) -> torch.Tensor:
-    """Squared sizes of the values of R requests in all layers and KV heads.
+    """Squared sizes of the values of R requests in all layers and KV heads; with `lookups` their logarithms, weighed.
 
     Args:
         v_buffers: per layer [num_slots, H_kv, head_dim], the pool of values in bf16, fp16, fp32 or float8.
@@ -88,5 +146,20 @@ def value_size_torch(
             values = gather_slots(pool, part.reshape(-1)).float().unflatten(0, part.shape)  # [R, n, H_kv, head_dim]
             if sample:
                 values -= centers[layer]
-            sizes[:, layer, :, start : start + step] = values.square_().sum(-1).transpose(1, 2)
+            strength = None if lookups is None else _strengths(lookups, layer, part, values)
+            found = sizes[:, layer, :, start : start + step]
+            found.copy_(values.square_().sum(-1).transpose(1, 2))
+            if strength is not None:
+                found.clamp_min_(LEAST).log_().add_(strength, alpha=2)
     return sizes
+
+
+def _strengths(lookups: LookUps, layer: int, slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What the weights of one layer make of the keys at `slots` [R, n] and of the centered `values`
+    [R, n, H_kv, head_dim]: [R, H_kv, n] float32."""
+    half = lookups.frequencies(values.shape[-1])
+    of_keys, of_values = lookups.weights[layer].split((half, values.shape[-1]), dim=-1)
+    keys = gather_slots(lookups.k_buffers[layer], slots.reshape(-1)).float()[..., : 2 * half]
+    pairs = keys.unflatten(-1, (2, half)) if lookups.style == "half" else keys.unflatten(-1, (half, 2)).mT
+    found = torch.einsum("nhf,hf->nh", pairs.norm(dim=-2), of_keys).unflatten(0, slots.shape)
+    return (found + torch.einsum("rnhd,hd->rnh", values, of_values)).transpose(1, 2)

@@ -1,10 +1,10 @@
 """Triton `value_size`: the sizes of all values of a round in one launch; reference: `value_size.value_size_torch`.
 
-One program handles TOKENS of a request's private tokens in one KV head of one layer. It reads each value once, straight
-from the paged pool, and writes one number for it. Of the newest tokens, which stay at any size, it reads only
-the NEWEST that make up the center; other programs of the row read the same ones from the cache. Sums run over the
-row's own values alone, in an order that depends only on their number and dtype, so the batch around a request cannot
-change a bit.
+One program handles TOKENS of a request's private tokens in one KV head of one layer. It reads each value, and with
+weights each key, once, straight from the paged pool, and writes one number for it. Of the newest tokens, which stay at
+any size, it reads only the NEWEST that make up the center; other programs of the row read the same ones from the cache.
+Sums run over the row's own values alone, in an order that depends only on their number and dtype, so the batch around a
+request cannot change a bit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import FLOAT8, KINDS, KeyPools
-from sglang_triattn.kernels.score.parts import decode, pool_pointer
-from sglang_triattn.kernels.score.value_size import NEWEST
+from sglang_triattn.kernels.score.parts import decode, load_keys, pool_pointer
+from sglang_triattn.kernels.score.value_size import LEAST, NEWEST, LookUps
 
 ALIGNMENT = 16
 """A head's values must be a multiple of this many bytes, as `move_kernel.check_movable` requires."""
@@ -28,19 +28,33 @@ NUMBERS_IN_FLIGHT = 4096
 """Numbers of one or two bytes in flight at once; half as many of four bytes."""
 
 
+TILE = 32
+"""Frequencies of a key that are held at once."""
+
+
 class ValueSizeKernel:
     """`value_size_kernel` for some layers of one model, with all arguments that no round changes.
 
     Args:
         pools: of values, from `key_pools`; `check_movable` must accept them.
+        keys: of keys, of the same dtype; needed by `lookups`.
+        lookups: weights of these layers, with which sizes are weighed.
     """
 
-    def __init__(self, pools: KeyPools) -> None:
+    def __init__(self, pools: KeyPools, keys: KeyPools | None = None, lookups: LookUps | None = None) -> None:
         pool = pools.buffers[0]
         heads, width = pool.shape[1:]
-        settings = value_settings(pool.dtype, width)
+        steps, style = (0, 0, 0), "half"
+        # Without weights, nothing reads what stands for keys and weights.
+        self._keys = (pools.addresses, pools.scales)
+        if keys is not None and lookups is not None:
+            key = keys.buffers[0]
+            steps, style = (lookups.frequencies(width), key.stride(0), key.stride(1)), lookups.style
+            self._keys = (keys.addresses, lookups.weights)
+        settings = value_settings(pool.dtype, width, steps, style)
         self._launch = Launcher(value_size_kernel, settings)
         self._pools, self._heads = pools, heads
+        self._key_widths = tuple(step // settings["KEY_ALIGN"] for step in steps)
         self._programs = len(pools.buffers) * heads
         self._widths = tuple(each // settings["ALIGN"] for each in (width, pool.stride(0), pool.stride(1)))
         self._float8 = FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0))
@@ -55,6 +69,7 @@ class ValueSizeKernel:
         self._launch(
             (self._programs, -(-num_tokens // TOKENS), requests),
             self._pools.addresses,
+            *self._keys,
             slots,
             lengths,
             sizes,
@@ -63,18 +78,26 @@ class ValueSizeKernel:
             recent,
             min(recent, NEWEST),
             *self._widths,
+            *self._key_widths,
             slots.stride(0),
             *self._float8,
         )
 
 
 def value_size_triton(
-    pools: KeyPools, slots: torch.Tensor, lengths: torch.Tensor, recent: int, *, sizes: torch.Tensor | None = None
+    pools: KeyPools,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    recent: int,
+    *,
+    sizes: torch.Tensor | None = None,
+    keys: KeyPools | None = None,
+    lookups: LookUps | None = None,
 ) -> torch.Tensor:
-    """Squared sizes of the values of R requests in all layers and KV heads.
+    """Squared sizes of the values of R requests in all layers and KV heads; with `lookups` their logarithms, weighed.
 
     Args:
-        pools: as for `ValueSizeKernel`.
+        pools, keys, lookups: as for `ValueSizeKernel`.
         slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
             An int64 tensor is copied to int32.
         lengths: [R] int64, private tokens of each request.
@@ -89,27 +112,39 @@ def value_size_triton(
         shape = (requests, len(pools.buffers), pools.buffers[0].shape[1], num_tokens)
         sizes = slots.new_empty(shape, dtype=torch.float32)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
-    ValueSizeKernel(pools).measure(slots.to(torch.int32), lengths, recent, sizes)
+    ValueSizeKernel(pools, keys, lookups).measure(slots.to(torch.int32), lengths, recent, sizes)
     return sizes
 
 
-def value_settings(dtype: torch.dtype, width: int) -> dict:
-    """Compile-time arguments of `value_size_kernel` for heads of `width` dims."""
-    padded = triton.next_power_of_2(width)
+def value_settings(dtype: torch.dtype, width: int, keys: tuple[int, int, int] = (0, 0, 0), style: str = "half") -> dict:
+    """Compile-time arguments of `value_size_kernel` for heads of `width` dims.
+
+    Args:
+        keys: frequencies of a key, and the strides of a slot and a head in its pool; zeros without weights.
+        style: how a key's dims pair up.
+    """
+    padded, align = triton.next_power_of_2(width), ALIGNMENT // dtype.itemsize
+    held = max(padded, 2 * TILE) if keys[0] else padded
     return {
         "KIND": KINDS[dtype],
-        "ALIGN": ALIGNMENT // dtype.itemsize,
+        "ALIGN": align,
         "WIDTH": padded,
-        "BLOCK": min(TOKENS, max(1, NUMBERS_IN_FLIGHT * 2 // max(dtype.itemsize, 2) // padded)),
+        "FT": TILE if keys[0] else 0,
+        "INTERLEAVED": style == "interleaved",
+        "KEY_ALIGN": 1 if any(step % align for step in keys) else align,
+        "BLOCK": min(TOKENS, max(1, NUMBERS_IN_FLIGHT * 2 // max(dtype.itemsize, 2) // held)),
+        "LEAST": LEAST,
         "TOKENS": TOKENS,
         "num_warps": 4,
     }
 
 
 # As in `score_triton`, nothing is specialised on a run-time value.
-@triton.jit(do_not_specialize=list(range(16)))
+@triton.jit(do_not_specialize=list(range(21)))
 def value_size_kernel(
     addresses,  # [L] int64
+    key_addresses,  # [L] int64
+    weights,  # [L, H_kv, F + head_dim]
     slots,  # [R, N]
     lengths,  # [R]
     sizes,  # [R, L, H_kv, N]
@@ -120,6 +155,9 @@ def value_size_kernel(
     width,
     stride_slot,
     stride_head,
+    frequencies,
+    key_slot,
+    key_head,
     stride_row,
     shift,
     limit,
@@ -128,13 +166,18 @@ def value_size_kernel(
     KIND: tl.constexpr,
     ALIGN: tl.constexpr,
     WIDTH: tl.constexpr,
+    FT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KEY_ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEAST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Grid (L * H_kv, ceil(N / TOKENS), R).
 
-    `sample` newest tokens make the center. `width`, `stride_slot` and `stride_head` count ALIGN elements. `shift` to
-    `beyond` decode float8.
+    `sample` newest tokens make the center. `width`, `stride_slot` and `stride_head` count ALIGN elements,
+    `frequencies`, `key_slot` and `key_head` KEY_ALIGN; FT of the frequencies are held at once, and none are read if it
+    is 0. `shift` to `beyond` decode float8.
     """
     i_lj, i_t, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, i_j = i_lj // heads, i_lj % heads
@@ -145,6 +188,11 @@ def value_size_kernel(
     m_d = o_d < width * ALIGN
     p_slot = slots + i_r * stride_row
     b_center = tl.zeros([WIDTH], tl.float32)
+    if FT:
+        p_keys = pool_pointer(key_addresses, i_l, KIND) + i_j.to(tl.int64) * (key_head * KEY_ALIGN)
+        F = frequencies * KEY_ALIGN
+        p_weight = weights + i_lj * (F + width * ALIGN)
+        b_value_weight = tl.load(p_weight + F + o_d, mask=m_d, other=0.0)
     # Programs behind the candidates have nothing to do.
     sample = tl.where(i_t * TOKENS < candidates, sample, 0)
     for start in range(0, sample, BLOCK):
@@ -166,4 +214,17 @@ def value_size_kernel(
             tl.load(p_value, mask=m_n[:, None] & m_d[None, :], other=0), shift, limit, factor, beyond, KIND
         )
         b_value -= b_center[None, :]
-        tl.store(p_size + o_n, tl.sum(b_value * b_value, axis=1), mask=m_n)
+        b_size = tl.sum(b_value * b_value, axis=1)
+        if FT:
+            p_key = p_keys + b_slot[:, None] * KEY_ALIGN * key_slot  # pyright: ignore[reportPossiblyUnboundVariable]
+            b_size = tl.log(tl.maximum(b_size, LEAST, propagate_nan=tl.PropagateNan.ALL))
+            b_size += 2 * tl.sum(b_value * b_value_weight[None, :], axis=1)  # pyright: ignore[reportPossiblyUnboundVariable]
+            for tile in range(tl.cdiv(F, FT)):  # pyright: ignore[reportPossiblyUnboundVariable]
+                o_f = tile * FT + tl.arange(0, FT)
+                m_f = o_f < F  # pyright: ignore[reportPossiblyUnboundVariable]
+                b_kre, b_kim = load_keys(
+                    p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED  # pyright: ignore[reportPossiblyUnboundVariable]
+                )  # fmt: skip
+                b_weight = tl.load(p_weight + o_f, mask=m_f, other=0.0)  # pyright: ignore[reportPossiblyUnboundVariable]
+                b_size += 2 * tl.sum(tl.sqrt(b_kre * b_kre + b_kim * b_kim) * b_weight[None, :], axis=1)
+        tl.store(p_size + o_n, b_size, mask=m_n)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_triattn.config import flag
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.rope import ropes_of_buffers
 from sglang_triattn.patches.model.latent import LatentAttention, Parts, latent_attentions
@@ -230,6 +231,20 @@ def watching_positions(model: torch.nn.Module, see: Callable[[torch.Tensor], Non
     finally:
         for handle in handles:
             handle.remove()
+
+
+def check_scales(layers: Sequence[AttentionLayer]) -> None:
+    """Raises TriAttentionError if keys or values may be stored divided by scales, which look-up weights do not know.
+
+    All scales that a layer has count, whether or not the dtype of the pool (float8) makes use of them.
+    """
+    for layer in layers:
+        if {layer.attention.k_scale_float, layer.attention.v_scale_float} - {None, 1.0}:
+            raise TriAttentionError(
+                f"The statistics hold look-up weights, but attention layer {layer.number} stores keys and values "
+                "divided by scales, which the weights do not know: calibrate without --look-ups, or set "
+                f"{flag('value_share')} to 0."
+            )
 
 
 def check_windows(layers: Sequence[AttentionLayer], window: int) -> None:

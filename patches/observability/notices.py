@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from sglang_triattn.config import flag
 from sglang_triattn.patches.request.window_pool import row_allocator
 from sglang_triattn.rounds.plan import ceil_align
 from sglang_triattn.rounds.rules import RoundRules
@@ -65,9 +66,17 @@ def at_launch(scheduler: Scheduler, config: RoundRules) -> Iterator[str]:
 
 
 def of_stats(config: RoundRules, stats: QueryStats) -> Iterator[str]:
-    """Yields the lines for statistics with which scores may predict little; none if nothing is scored."""
+    """Yields the lines for statistics that are not put to use, and for those with which scores may predict little.
+
+    The latter are none if nothing is scored.
+    """
     if config.value_share == 1:
         return
+    if stats.lookups is not None:
+        yield (
+            f"The look-up weights of {stats.source} decide {config.value_share:.0%} of the kept tokens that are not "
+            f"the newest, but were measured deciding all: start with {flag('value_share')} 1"
+        )
     if stats.scored_dims < stats.head_dim:
         yield (
             f"TriAttention scores only {stats.scored_dims} of the {stats.head_dim} dims of a head: this model does not "

@@ -21,12 +21,13 @@ from sglang_triattn.calibration.job import (
     CalibrationJob,
 )
 from sglang_triattn.calibration.latent_queries import absorbed, key_weights
+from sglang_triattn.calibration.lookups import WINDOWS, fit_lookups
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.families import family_of
 from sglang_triattn.model.fingerprint import model_fingerprint, shown_name
 from sglang_triattn.model.layers import head_width, kv_heads, never_rotates, readers, scored_layers
-from sglang_triattn.model.rope import RopeError, no_rotation, rope_of_transformers
+from sglang_triattn.model.rope import Rope, RopeError, no_rotation, rope_of_transformers
 from sglang_triattn.stats.file import QueryStats
 from sglang_triattn.transformers_cache.queries import attention_for, watching_queries
 
@@ -41,6 +42,7 @@ def calibrate(
     dtype: str | None = None,
     progress: bool = True,
     partial: Path | None = None,
+    lookups: bool = False,
 ) -> QueryStats:
     """Measures the query statistics of a model on texts (arXiv 2604.04921, section 4).
 
@@ -57,6 +59,7 @@ def calibrate(
         dtype: name of a torch dtype, or "auto" for the checkpoint's; by default float32 on the CPU, else "auto".
         progress: whether to show a progress bar.
         partial: progress file (.safetensors), from which the same call resumes after an interruption.
+        lookups: whether to fit look-up weights too, see `calibration.lookups`.
 
     Raises:
         CalibrationError: the model or the text cannot be used.
@@ -69,7 +72,7 @@ def calibrate(
     files = (data,) if isinstance(data, str) else tuple(data)
     texts = Texts(data=files, max_tokens=max_tokens, window=window)
     job = prepare_job(model_path, texts, identity=f"transformers {dtype}", partial=partial)
-    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress)
+    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress, lookups=lookups)
     remove_progress(job)
     return stats
 
@@ -80,7 +83,9 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     return device, dtype or ("float32" if device == "cpu" else "auto")
 
 
-def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
+def run_job(
+    model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool, lookups: bool = False
+) -> QueryStats:
     """Runs the windows of a job; traces need SGLang. The caller removes its partial file.
 
     Raises:
@@ -96,6 +101,10 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
     places = {reader: layers.index(layer) for reader, layer in readers(config).items()}
     latent = getattr(config, "kv_lora_rank", None) or 0
+    if latent and lookups:
+        raise CalibrationError(
+            f"Look-ups of {model_path}, whose KV is latent, cannot be predicted: leave --look-ups out."
+        )
     sums = QuerySums(rope, rotates, list(places.values()), _absorb(body, layers) if latent else None)
     start = load_progress(job)
     saved = 0
@@ -123,6 +132,7 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
             if saved >= SAVE_EVERY_TOKENS:
                 save_progress(job, Progress(index + 1, join_runs(sums.read(), start.sums)))
                 saved = 0
+    weights = _lookups(body, model_path, job, rope, places, progress) if lookups else None
     total = join_runs(sums.read(), start.sums)
     mean, abs_mean, unrotated = total.means()
     if latent and config.rope_interleave:
@@ -142,7 +152,16 @@ def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, pr
         rotates=rotates,
         unrotated_mean=unrotated,
         rotary_start=latent,
+        lookups=weights,
     )
+
+
+def _lookups(
+    body: torch.nn.Module, model_path: str, job: CalibrationJob, rope: Rope, places: dict[int, int], progress: bool
+) -> torch.Tensor:
+    tokenizer = loaded(transformers.AutoTokenizer, model_path)
+    with torch.inference_mode(), tqdm(total=WINDOWS, unit="text", desc="look-ups", disable=not progress) as bar:
+        return fit_lookups(body, tokenizer, job.windows, rope, places, bar.update)
 
 
 def _absorb(body: torch.nn.Module, layers: Sequence[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:

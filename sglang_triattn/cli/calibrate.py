@@ -62,6 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="what to compute in (the checkpoint's dtype on cuda, float32 on cpu)",
     )
+    parser.add_argument(
+        "--look-ups",
+        action="store_true",
+        help="also fit weights that predict which keys are looked up (needs --engine transformers; takes longer)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -79,6 +84,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError(
             f"Arguments after -- ({' '.join(arguments.server_args)}) are for --engine sglang: add it or leave them out."
         )
+    if arguments.engine == "sglang" and arguments.look_ups:
+        raise TriAttentionError("--look-ups needs --engine transformers: leave one of the two out.")
     check_lengths(arguments.max_tokens, arguments.window)
     check_texts(arguments.data, arguments.traces, arguments.self_tokens)
 
@@ -120,6 +127,7 @@ def _with_transformers(arguments: argparse.Namespace, out: Path) -> tuple[int, i
         device=arguments.device,
         dtype=arguments.dtype,
         partial=partial_path(out),
+        lookups=arguments.look_ups,
     )
     save_stats(stats, out)
     return stats.mean.shape[0], stats.mean.shape[1], stats.token_count

@@ -35,6 +35,17 @@ def score_tables(
     )
 
 
+def lookup_weights(
+    stats: QueryStats, num_kv_heads: int, device: torch.device | str, heads: slice = slice(None)
+) -> torch.Tensor | None:
+    """The look-up weights of the KV heads of some or all query heads; arguments as for `build_scorer`."""
+    if stats.lookups is None:
+        return None
+    group = stats.mean.shape[1] // stats.lookups.shape[1]
+    first = (heads.start or 0) // group
+    return stats.lookups[:, first : first + num_kv_heads].float().contiguous().to(device)
+
+
 def counted_from(stats: QueryStats, first_position: int) -> QueryStats:
     """Statistics for a pool in which a text's first key is turned by `first_position` instead of 0.
 
@@ -84,6 +95,9 @@ def build_scorer(
         aggregation=config.aggregation,
         v_buffers=v_buffers,
         value_share=config.value_share,
+        lookups=lookup_weights(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
+        if config.value_share
+        else None,
         reduce_ranks=reduce_ranks,
         memory=memory,
         kernels=kernels,

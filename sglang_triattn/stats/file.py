@@ -44,6 +44,8 @@ def save_stats(stats: QueryStats, path: str | os.PathLike) -> None:
     }
     if stats.unrotated_mean is not None:
         tensors["unrotated_mean"] = stats.unrotated_mean.float().contiguous().cpu()
+    if stats.lookups is not None:
+        tensors["lookups"] = stats.lookups.float().contiguous().cpu()
     fields = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -189,6 +191,7 @@ def _read_safetensors(path: Path) -> QueryStats:
             unrotated_mean=tensors.get("unrotated_mean"),
             rotary_start=int(fields.get("rotary_start", 0)),
             model=fields.get("model"),
+            lookups=tensors.get("lookups"),
         )
     except (KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise StatsError(f"Statistics file {path} is incomplete ({first_line(error)}): {RECALIBRATE}") from error
@@ -213,6 +216,11 @@ def _check_numbers(stats: QueryStats) -> None:
         others = (*mean.shape[:2], stats.head_dim - 2 * mean.shape[-1])
         require(unrotated.shape == others, "shapes of its unrotated dims disagree")
         parts.append(unrotated)
+    if stats.lookups is not None:
+        *heads, width = stats.lookups.shape
+        fits = heads == [len(mean), stats.num_kv_heads] and 0 < width - mean.shape[-1] <= LARGEST_HEAD
+        require(fits and not stats.rotary_start, "its look-up weights do not fit its means")
+        parts.append(stats.lookups)
     still = 0 if unrotated is None else unrotated.shape[-1]
     require(stats.rotary_start in (0, still), "the dims that RoPE turns are elsewhere")
     require(all(bool(torch.isfinite(part).all()) for part in parts), "it holds NaN or infinite values")

@@ -67,6 +67,9 @@ class QueryStats:
         unrotated_mean: [L, H_q, head_dim - 2F] float32: mean query in the dims that RoPE does not turn, which may be
             none; with latent KV, as the query meets the latent (W_uk^T q). None in files of version 1 and published
             ones.
+        lookups: [L, H_kv, F + v_head_dim] float32: weights that predict from the sizes of a key's complex components
+            and from the value how strongly later tokens may look them up (`kernels.score.value_size.LookUps`); None
+            where none were fitted.
     """
 
     mean: torch.Tensor
@@ -82,6 +85,7 @@ class QueryStats:
     unrotated_mean: torch.Tensor | None = None
     rotary_start: int = 0
     model: str | None = None
+    lookups: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         _fill(self, "layers", tuple(range(len(self.mean))))
@@ -102,6 +106,7 @@ class QueryStats:
             layers=tuple(layers),
             rotates=tuple(self.rotates[place] for place in places),
             unrotated_mean=None if self.unrotated_mean is None else self.unrotated_mean[places],
+            lookups=None if self.lookups is None else self.lookups[places],
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sglang_triattn.kernels.score.tables import OFFSETS, build_tables
-from sglang_triattn.kernels.score.value_size import NEWEST
+from sglang_triattn.kernels.score.value_size import LEAST, NEWEST, LookUps
 
 POISON_SLOT = (1 << 31) - 1
 # Aggregation, field and tolerance of the published scores. Their phases are float32: at T + delta near 10^5 they are
@@ -101,13 +101,27 @@ class KernelCase:
         self.slots, self.lengths = slots.to(device), torch.tensor(lengths, device=device)
         self.next_positions = torch.tensor([1000 * r + 2 * n + 3 for r, n in enumerate(lengths)], device=device)
 
-    def expected_sizes(self, request: int, recent: int) -> torch.Tensor:
-        """[L, H_kv, n] float64: squared distances of a request's values, as the pool holds them, from the center."""
+    def lookups(self, seed: int = 7) -> LookUps:
+        """Random weights for what the pools hold, large enough to decide against distances."""
+        layers, kv_heads, width = len(self.pools), self.pools[0].shape[1], self.value_pools[0].shape[2]
+        drawn = torch.randn(layers, kv_heads, self.frequencies + width, generator=torch.Generator().manual_seed(seed))
+        return LookUps(drawn.to(self.pools[0].device), self.pools, self.style)
+
+    def expected_sizes(self, request: int, recent: int, lookups: LookUps | None = None) -> torch.Tensor:
+        """[L, H_kv, n] float64: squared distances of a request's values, as the pool holds them, from the center; with
+        `lookups` their logarithms and twice what the weights say of keys and of these values."""
         slots = self.slots[request, : int(self.lengths[request])].cpu()
         values = torch.stack([pool.cpu().float()[slots] for pool in self.value_pools]).double()  # [L, n, H_kv, d]
         if recent:
             values = values - values[:, -min(recent, NEWEST) :].mean(1, keepdim=True)
-        return values.square().sum(-1).transpose(1, 2)
+        found = values.square().sum(-1).transpose(1, 2)
+        if lookups is None:
+            return found
+        keys = torch.stack([pool.cpu().float()[slots] for pool in self.pools]).double()[..., : 2 * self.frequencies]
+        pairs = keys.unflatten(-1, (2, -1)) if self.style == "half" else keys.unflatten(-1, (-1, 2)).mT
+        features = torch.cat([torch.hypot(*pairs.unbind(-2)), values], -1)
+        strengths = torch.einsum("lnhf,lhf->lhn", features, lookups.weights.cpu().double())
+        return found.clamp_min(LEAST).log() + 2 * strengths
 
     def expected(self, request: int, aggregation: str) -> torch.Tensor:
         """[L, H_q, n] float64: the score term by term, from the keys as the pool holds them."""

@@ -66,6 +66,24 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
     torch.testing.assert_close(ours.keep(*arguments(case)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("value_share", [0.5, 1.0])
+def test_look_ups_of_a_scorer(device, value_share):
+    """Prevents weights of other layers where a launch has some of them, and weights that one of both ways ignores."""
+    case = KernelCase(lengths=[90, 50], device=device, layers=3, head_dim=16)
+    options = {"num_tokens": 40, "longest": 90, "selection": "per-layer-head", "value_share": value_share}
+    options |= {"v_buffers": case.value_pools, "limit": 0}
+    kept = []
+    for weights in (case.lookups().weights, None):
+        made = Scorer(case.pools, case.tables, kernels=True, lookups=weights, **options)
+        # Without scores, all layers fit.
+        assert made.plan.launch(90)[1] == (3 if value_share == 1 else 2)
+        made._memory.fill_(float("nan"))
+        kept.append(made.keep(*arguments(case)))
+        expected = Scorer(case.pools, case.tables, kernels=False, lookups=weights, **options).keep(*arguments(case))
+        torch.testing.assert_close(kept[-1], expected, rtol=0, atol=0)
+    assert not torch.equal(*kept)
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "group", "selection", "aggregation"),
     [

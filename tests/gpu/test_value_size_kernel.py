@@ -25,26 +25,29 @@ SHAPES = {
 }
 
 
-def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None) -> torch.Tensor:
+def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None, lookups=None) -> torch.Tensor:
     """Sizes by the kernel, in memory that shows what was not written."""
     slots = case.slots if slots is None else slots
     buffers = buffers or case.value_pools
     shape = (len(slots), len(buffers), buffers[0].shape[1], slots.shape[1])
     sizes = torch.full(shape, SENTINEL, device=slots.device)
-    return value_size_triton(key_pools(buffers), slots, case.lengths, recent, sizes=sizes)
+    keys = None if lookups is None else key_pools(lookups.k_buffers)
+    pools = key_pools(buffers)
+    return value_size_triton(pools, slots, case.lengths, recent, sizes=sizes, keys=keys, lookups=lookups)
 
 
-def check(case: KernelCase, recent: int = 8) -> None:
-    sizes = sizes_of(case, recent)
-    assert torch.equal(sizes, sizes_of(case, recent))
+def check(case: KernelCase, recent: int = 8, lookups=None) -> None:
+    sizes = sizes_of(case, recent, lookups=lookups)
+    assert torch.equal(sizes, sizes_of(case, recent, lookups=lookups))
     slots = torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)
-    reference = value_size_torch(case.value_pools, slots, case.lengths, recent).cpu()
+    reference = value_size_torch(case.value_pools, slots, case.lengths, recent, lookups).cpu()
     sizes = sizes.cpu()
     assert reference.shape == sizes.shape
     for r, length in enumerate(case.lengths.tolist()):
-        expected = case.expected_sizes(r, recent)
+        expected = case.expected_sizes(r, recent, lookups)
         candidates = length - recent
-        close = functools.partial(torch.testing.assert_close, rtol=3e-6, atol=1e-6)
+        # Sums of weighed sizes are as exact as their largest terms.
+        close = functools.partial(torch.testing.assert_close, rtol=3e-6, atol=1e-6 if lookups is None else 1e-4)
         close(sizes[r, ..., :candidates].double(), expected[..., :candidates])
         close(reference[r, ..., :length].double(), expected)
         assert (sizes[r, ..., candidates:] == SENTINEL).all()
@@ -64,6 +67,32 @@ def test_every_dtype_and_width(device, dtype, value_dim):
 def test_shapes(device, shape, recent):
     """Prevents a wrong row in a ragged batch, seams between programs, and reading values that decide nothing."""
     check(KernelCase(device=device, **SHAPES[shape]), recent)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "style", "dtype"),
+    matrix([16, 48, 64, 80, 128, 256], [None, 10, 16], ["half", "interleaved"], DTYPES, strength=1),
+    ids=str,
+)
+def test_look_ups(device, head_dim, rotary_dim, style, dtype):
+    """Prevents keys of another head or layer, pairs of other dims, dims that do not turn, and tiles counted twice."""
+    case = KernelCase(
+        lengths=[37, 11, TOKENS + 20], device=device, head_dim=head_dim, rotary_dim=rotary_dim, value_dim=32,
+        style=style, dtype=dtype,
+    )  # fmt: skip
+    check(case, lookups=case.lookups())
+
+
+def test_look_ups_of_equal_values(device):
+    """Prevents the logarithm of nothing: of values that equal the center, keys alone decide."""
+    case = KernelCase(lengths=[70], device=device)
+    for pool in case.value_pools:
+        pool[case.slots[0]] = 1.0
+    lookups = case.lookups()
+    sizes = sizes_of(case, 4, lookups=lookups)[0, ..., :66]
+    assert torch.isfinite(sizes).all()
+    expected = case.expected_sizes(0, 4, lookups)[..., :66]
+    torch.testing.assert_close(sizes.cpu().double(), expected, rtol=1e-6, atol=1e-4)
 
 
 @pytest.mark.parametrize("recent", [NEWEST - 1, NEWEST, NEWEST + 1, 2 * NEWEST])

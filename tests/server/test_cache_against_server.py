@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from sglang_triattn.kernels.score.value_size import value_count, value_size_torc
 from sglang_triattn.kernels.select.reference import importance_torch
 from sglang_triattn.rounds.rules import RoundRules, complete
 from sglang_triattn.rounds.scoring import build_scorer
-from sglang_triattn.stats.file import load_stats
+from sglang_triattn.stats.file import load_stats, save_stats
 from sglang_triattn.transformers_cache.cache import CompactedCache
 from sglang_triattn.transformers_cache.feed import feed
 from sglang_triattn.transformers_cache.policy import Setting
@@ -84,7 +85,8 @@ class Watched:
         )
         margins = []
         if large := value_count(keep, recent, self.config.value_share):
-            sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent).sqrt()
+            sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent, self.scorer.lookups)
+            sizes = sizes.sqrt() if self.scorer.lookups is None else sizes
             sizes = sizes[..., : importance.shape[-1] - recent]
             margins.append(margin(sizes, large))
             importance.scatter_(-1, sizes.topk(large).indices, float("inf"))
@@ -109,13 +111,24 @@ CASES = {
         ("--chunked-prefill-size", "64"),
         {"selection": "shared-mean", "prompt": "compact", "budget_scope": "total"}, 1, prompt(11, 300),
     ),
+    # Statistics with weights.
+    "look-ups": ((), {"value_share": 0.5}, 1, prompt(14, 50)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["default", wide("union-remapped"), "shared-mean-pages", *map(wide, list(CASES)[3:])])
-def test_a_live_server_keeps_the_same_positions(watched, tiny, name):
+@pytest.mark.parametrize(
+    "name", ["default", wide("union-remapped"), "shared-mean-pages", *map(wide, list(CASES)[3:-1]), "look-ups"]
+)
+def test_a_live_server_keeps_the_same_positions(watched, tiny, tmp_path, name):
     """Prevents a benchmark of the cache from measuring decisions other than the server's."""
     more, changes, page_size, ids = CASES[name]
+    stats = load_stats(tiny.stats)
+    if name == "look-ups":
+        shape = (stats.mean.shape[0], stats.num_kv_heads, stats.mean.shape[-1] + stats.head_dim)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        stats = replace(stats, lookups=drawn)
+        save_stats(stats, tmp_path / "lookups.safetensors")
+        more = ("--triattention-stats", str(tmp_path / "lookups.safetensors"))
     flags = [word for name in changes for word in ("--triattention-" + name.replace("_", "-"), str(changes[name]))]
     client, batches = watched("--page-size", str(page_size), *flags, *more)
     response = client.generate(ids, 260)
@@ -127,17 +140,17 @@ def test_a_live_server_keeps_the_same_positions(watched, tiny, name):
     policies, kept = [], []
 
     def make_policy(pools):
-        policies.append(Watched(complete(config), load_stats(tiny.stats), pools))
+        policies.append(Watched(complete(config), stats, pools))
         return policies[-1]
 
     model, everything = tiny.load(), ids + response["output_ids"][:-1]
     settings = [Setting(config, make_policy), config]
     cache = CompactedCache.for_model(
-        model, settings, load_stats(tiny.stats),
+        model, settings, stats,
         capacity=len(everything), prompt_length=len(ids), page_size=page_size,
     )  # fmt: skip
     cache.rows.after_round = lambda row, _: kept.append(cache.rows.positions_of(row)) if row == 0 else None
-    feed(model, cache, everything, chunk=int(more[1]) if more else 512)
+    feed(model, cache, everything, chunk=64 if name == "compacted-prompt" else 512)
     assert cache.rows.report(0).to_dict() == report
     assert cache.rows.report(1) == cache.rows.report(0)
     assert torch.equal(cache.rows.positions_of(1), cache.rows.positions_of(0))

@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks.common import write
 from benchmarks.quality.choices import ALL, ChoiceError
-from benchmarks.quality.cli import lookups_for, say, shares_of, stats_for
-from benchmarks.quality.lookups import LookupsError
+from benchmarks.quality.cli import say, shares_of, stats_for
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.server import AskError
 from benchmarks.quality.solve.cells import Cell, cells_of
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _options(argv)
     try:
         _run(options)
-    except (AskError, ChoiceError, LookupsError, ProblemError, TriAttentionError, OSError) as error:
+    except (AskError, ChoiceError, ProblemError, TriAttentionError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
@@ -90,11 +89,10 @@ def _server(options: argparse.Namespace, chat: Chat, cells: Sequence[Cell]) -> t
 
 def _here(options: argparse.Namespace, chat: Chat, cells: Sequence[Cell]) -> tuple[Any, dict]:
     model = load_model(options.model, options.device, options.dtype)
-    lookups = lookups_for(options, model, [cell.choice for cell in cells])
-    stats = stats_for(options, model) if any(cell.choice.scores for cell in cells) else None
+    stats = stats_for(options, model, [cell.choice for cell in cells])
     solver = Solver(
         model, chat, stats, options.interval, _limit(options), options.rows, options.seed,
-        lambda line: say(f"  {line}"), lookups,
+        lambda line: say(f"  {line}"),
     )  # fmt: skip
     dtype = str(model.dtype).removeprefix("torch.")
     return solver, {"measured": "in the cache for transformers", "interval": options.interval, "dtype": dtype}
@@ -140,7 +138,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="folder or hub name")
     parser.add_argument("--stats", metavar="FILE", help="its statistics; by default those that a server keeps of it")
-    parser.add_argument("--lookups", metavar="FILE", help="weights for look-ups, of benchmarks.quality.fit_lookups")
     parser.add_argument("--problems", metavar="FILE", help="JSONL of problems; by default made from --seed")
     parser.add_argument("--tasks", nargs="+", type=_task, action=_Tasks, metavar="TASK=COUNT", help="of those it makes")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")

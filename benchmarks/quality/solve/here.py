@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from benchmarks.quality.choices import DENSE, frozen_of, read_choice
-from benchmarks.quality.foresight import by_text
-from benchmarks.quality.lookups import LookedUp
+from benchmarks.quality.foresight import LookedUp, by_text
 from benchmarks.quality.policies import RowFacts
 from benchmarks.quality.queries import QueryLog, recording
 from benchmarks.quality.solve.cells import Cell
@@ -57,7 +54,6 @@ class Solver:
         limit: most tokens of a text.
         rows: policies side by side.
         seed: for random choices.
-        lookups: weights of `look-ups`, see `RowFacts`.
     """
 
     model: Any
@@ -68,7 +64,6 @@ class Solver:
     rows: int = 8
     seed: int = 1
     progress: Callable[[str], None] = field(default=print)
-    lookups: torch.Tensor | None = None
 
     def solve(self, problem: Problem, cells: Sequence[Cell]) -> dict[Cell, Answer]:
         """The answer of every cell; equal settings are computed once.
@@ -176,7 +171,7 @@ class Solver:
     ) -> Setting:
         config, seed = cell.config(dense_tokens, self.interval), f"{self.seed} {problem.id}"
         tokens, rope = len(prompt) + limit, shape_of(self.model).rope
-        facts = RowFacts(seed, tokens, frozen_of(config, len(prompt)), rope, log, self.lookups, future)
+        facts = RowFacts(seed, tokens, frozen_of(config, len(prompt)), rope, log, self.stats, future)
         return cell.choice.setting(config, facts)
 
     def _answer(self, text: list[int], evicted: int) -> Answer:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.quality.cells import Unit
 from benchmarks.quality.choices import ALL
-from benchmarks.quality.table import difference
+from benchmarks.quality.table import difference, rows_of
 from benchmarks.quality.tokens import Asked, Tokens
 from quality_cases import cells_of, runner_of, stream_of
 from recalling_model import FILLER, QUESTION, recalling_model
@@ -31,6 +31,16 @@ def test_dense_answers_are_the_models_own(model, fed):
         right[one.task].append(expected)
     assert all(right["odd"])
     assert not all(right["even"])
+
+
+def test_intervals_compare_with_the_base():
+    """Prevents intervals that still compare with the default where another policy was named."""
+    dense, default, newest = cells_of(["dense", "default", "newest"], 0.5)
+    found = [
+        {dense: {"a": [Unit(1.0, 0.0)] * 8}, default: {"a": [Unit(1.0, 0.0)] * 8}, newest: {"a": [Unit(0.0, 0.0)] * 8}}
+    ]
+    assert [(row["low"], row["high"]) for row in rows_of(found)] == [(0.0, 0.0), (0.0, 0.0), (-1.0, -1.0)]
+    assert [(row["low"], row["high"]) for row in rows_of(found, "newest")] == [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("fed", [False, True])

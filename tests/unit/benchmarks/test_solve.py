@@ -169,7 +169,7 @@ def test_rows_count_and_compare(model):
 
 def test_the_command(folder, tmp_path, monkeypatch, capsys):
     """Prevents a command that cannot be run as the documents say, and texts that are lost."""
-    monkeypatch.setattr(cli, "stats_for", lambda options, model: random_stats(model))
+    monkeypatch.setattr(cli, "stats_for", lambda options, model, choices: random_stats(model))
     out, texts = tmp_path / "out.json", tmp_path / "texts.txt"
     problems = tmp_path / "problems.jsonl"
     problems.write_text(json.dumps({**GOOD, "trace": "w3 w4"}) + "\n")

@@ -57,6 +57,17 @@ def test_unscored_dims_are_logged():
     assert list(of_stats(complete(Config("s", value_share=1.0)), spread_stats(0.9, dims=16))) == []
 
 
+def test_weights_that_decide_in_part_are_logged():
+    """Prevents weights that were calibrated, and then are left out by a setting that nothing mentions."""
+    stats = dataclasses.replace(spread_stats(0.9), lookups=torch.ones(2, 4, 12))
+    (line,) = of_stats(CONFIG, stats)
+    assert line.startswith(
+        "The look-up weights of old.safetensors decide 80% of the kept tokens that are not the newest"
+    )
+    assert line.endswith("start with --triattention-value-share 1")
+    assert list(of_stats(complete(Config("s", value_share=1.0)), stats)) == []
+
+
 @pytest.mark.parametrize(
     ("server", "expected"),
     [

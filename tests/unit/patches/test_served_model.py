@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.model.inspect import check_pool, read_rope, read_ropes, read_shape
-from sglang_triattn.patches.model.layers import attention_layers, check_windows
+from sglang_triattn.patches.model.layers import attention_layers, check_scales, check_windows
 from sglang_triattn.patches.model.rotation import Rotation
 
 LLAMA3 = {
@@ -217,6 +217,17 @@ def test_window_layers_are_not_scored():
     check_windows(attention_layers(runner.model), 128)
     with pytest.raises(TriAttentionError, match="layer 1 attends to a sliding window of 128 tokens"):
         check_windows(attention_layers(runner.model), 127)
+
+
+def test_scales_that_weights_do_not_know_are_refused():
+    """Prevents look-up weights from multiplying keys that a float8 pool holds in another size."""
+    layers = attention_layers(served([rotary()] * 3).model)
+    check_scales(layers)
+    layers[2].attention.k_scale_float = layers[2].attention.v_scale_float = 1.0
+    check_scales(layers)
+    layers[2].attention.v_scale_float = 0.5
+    with pytest.raises(TriAttentionError, match="attention layer 2 stores keys and values divided by scales"):
+        check_scales(layers)
 
 
 def test_another_cache_of_the_rows_is_refused(monkeypatch):

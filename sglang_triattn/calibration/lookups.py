@@ -1,0 +1,177 @@
+"""Fits weights that predict from a cached key how strongly later tokens may look it up.
+
+How strongly a text's tokens are looked up at most is measured as KVzip does (arXiv 2505.23416): the model reads the
+text, is asked to repeat it, and reads it again. With a the attention of the second reading to the first,
+
+    s = max over the queries of the second reading, and over the query heads that share the key, of a
+
+KVzap (arXiv 2601.07891) predicts such values from hidden states. Here a ridge regression for each layer and KV head
+predicts them from the value v, and from what RoPE does not turn of the key, the sizes of its complex components K_f:
+
+    log(s + EPSILON) ~ sum_f w_f |K_f| + sum_d u_d v_d + constant
+
+So what a KV pool holds of a token is enough, wherever the token stands in a text. Half of the texts are the
+calibration's own, half are records that nothing predicts (`records.py`). `kernels.score.value_size` uses the weights.
+
+Shape symbols: L layers, H_q query heads, H_kv KV heads, F frequencies (half the rotated dims), n tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.calibration.records import records
+from sglang_triattn.model.rope import Rope, to_complex
+from sglang_triattn.transformers_cache.queries import watching_queries
+
+WINDOW, WINDOWS = 1024, 12
+"""Tokens of a text, and how many texts are read, half of them records."""
+REQUEST = "\n\nRepeat the previous text exactly:\n"
+EPSILON = 1e-3
+"""Attention that hardly differs from none."""
+RIDGE = 0.03
+"""Penalty on weights of standardised features, relative to their variance."""
+MIN_WORDS = 100
+# Most keys of a second reading that are compared at once.
+_CHUNK = 512
+# The first tokens of a text are attended to wherever there is nothing to look up.
+_SINKS = 8
+_CHARACTERS_PER_TOKEN = 6
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The KV of a text, and how strongly each token is looked up as the model reads the text again.
+
+    Attributes:
+        keys: [L, H_kv, n, head_dim] float32, after RoPE.
+        values: [L, H_kv, n, v_head_dim] float32.
+        most: [L, H_kv, n] float32, s.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    most: torch.Tensor
+
+
+def features(keys: torch.Tensor, values: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """What the weights multiply, [..., F + v_head_dim] float32: |K_f| of keys [..., head_dim], and values."""
+    return torch.cat([to_complex(keys.float(), rope).abs(), values.float()], -1)
+
+
+def lookup_texts(tokenizer: Any, windows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Token ids of the texts to read: the beginnings of a calibration's windows, then as many of records.
+
+    Raises:
+        CalibrationError: the windows have too few different words to make records of.
+    """
+    own = [list(ids[:WINDOW]) for ids in windows[: WINDOWS // 2]]
+    plain = tokenizer.decode([token for ids in windows for token in ids], skip_special_tokens=True)
+    words = sorted(set(re.findall(r"\b[^\W_]{3,9}\b", plain.lower())))
+    if len(words) < MIN_WORDS:
+        raise CalibrationError(
+            f"The calibration text has {len(words)} different words of 3 to 9 letters, but look-ups need {MIN_WORDS}: "
+            "give more --data, or leave --look-ups out."
+        )
+    made = (records(seed, words, WINDOW * _CHARACTERS_PER_TOKEN) for seed in range(WINDOWS - WINDOWS // 2))
+    return own + [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:WINDOW] for text in made]
+
+
+def read_again(body: Any, request: Sequence[int], ids: Sequence[int], places: Mapping[int, int]) -> Measured:
+    """Reads a text twice.
+
+    Args:
+        body: decoder layers of transformers, whose queries can be watched.
+        request: token ids that stand between the two readings.
+        ids: the text.
+        places: of each layer that reads the KV of a scored one, the place of that one among the scored.
+    """
+    cache, device = DynamicCache(), next(body.parameters()).device
+    scaling = {part.layer_idx: part.scaling for part in body.modules() if hasattr(part, "layer_idx")}
+    owner: dict[int, int] = {}
+    for layer, place in sorted(places.items()):
+        owner.setdefault(place, layer)
+
+    def read(part: Sequence[int]) -> None:
+        for start in range(0, len(part), _CHUNK):
+            some = torch.tensor([part[start : start + _CHUNK]], device=device)
+            body(input_ids=some, past_key_values=cache, use_cache=True)
+
+    def kv_of(place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = cast("list[DynamicLayer]", cache.layers)[owner[place]]
+        return cast(torch.Tensor, layer.keys)[0].float(), cast(torch.Tensor, layer.values)[0].float()
+
+    def see(layer: int, query: torch.Tensor) -> None:
+        if layer in places:
+            place = places[layer]
+            found = attention_to(query[0].float() * scaling[layer], kv_of(place)[0], len(ids))
+            most[place] = torch.maximum(most[place], found.amax(1))
+
+    read(ids)
+    keys, values = (torch.stack(each) for each in zip(*map(kv_of, sorted(owner)), strict=True))
+    most = list(keys.new_zeros(keys.shape[:3]))
+    with watching_queries(see):
+        read([*request, *ids])
+    return Measured(keys, values, torch.stack(most))
+
+
+def attention_to(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """[H_kv, S, count]: what the newest queries [H_q, S, d], scaled, give the first keys of [H_kv, T, d].
+
+    Of the query heads that share a key, the one that gives it most counts.
+    """
+    size, total = queries.shape[1], keys.shape[1]
+    logits = torch.einsum("hgsd,htd->hgst", queries.unflatten(0, (keys.shape[0], -1)), keys)
+    seen = torch.ones(size, total, dtype=torch.bool, device=keys.device).tril(total - size)
+    return logits.masked_fill_(~seen, float("-inf")).softmax(-1)[..., :count].amax(1)
+
+
+def fitted(measured: Sequence[Measured], rope: Rope) -> torch.Tensor:
+    """The weights w and u, [L, H_kv, F + v_head_dim] float32, on the CPU.
+
+    Raises:
+        CalibrationError: they are not finite.
+    """
+    x = torch.cat([features(one.keys, one.values, rope)[:, :, _SINKS:] for one in measured], dim=2)
+    y = torch.cat([torch.log(one.most[:, :, _SINKS:] + EPSILON) for one in measured], dim=2)
+    spread = x.std(2, keepdim=True).clamp_min(1e-4)
+    x = (x - x.mean(2, keepdim=True)) / spread
+    y = (y - y.mean(2, keepdim=True))[..., None]
+    products = x.mT @ x / x.shape[2] + RIDGE * torch.eye(x.shape[-1], device=x.device)
+    weights = torch.linalg.solve(products, x.mT @ y / x.shape[2])[..., 0] / spread[:, :, 0]
+    if not torch.isfinite(weights).all():
+        raise CalibrationError("The model computes NaN or infinite keys: choose another --dtype.")
+    return weights.cpu()
+
+
+def fit_lookups(
+    body: Any,
+    tokenizer: Any,
+    windows: Sequence[Sequence[int]],
+    rope: Rope,
+    places: Mapping[int, int],
+    progress: Callable[[], object],
+) -> torch.Tensor:
+    """The weights [L, H_kv, F + v_head_dim] of a model, fitted on a calibration's windows and on records.
+
+    Args:
+        body, places: as for `read_again`.
+        progress: called after each text.
+
+    Raises:
+        CalibrationError: `lookup_texts` or `fitted` refuses.
+    """
+    request = tokenizer(REQUEST, add_special_tokens=False)["input_ids"]
+    measured = []
+    for ids in lookup_texts(tokenizer, windows):
+        measured.append(read_again(body, request, ids, places))
+        progress()
+    return fitted(measured, rope)

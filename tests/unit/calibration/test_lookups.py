@@ -1,0 +1,172 @@
+"""Weights of look-ups are fitted to what a model attends to, kept in its statistics, and read by rounds."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from benchmarks.quality.choices import read_choice
+from benchmarks.quality.cli import main
+from benchmarks.quality.policies import RowFacts
+from benchmarks.quality.solve.cli import main as solve_main
+from quality_cases import random_stats, words
+from sglang_triattn.calibration import lookups
+from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.calibration.lookups import EPSILON, Measured, features, fitted, lookup_texts, read_again
+from sglang_triattn.calibration.records import records
+from sglang_triattn.calibration.transformers_engine import calibrate
+from sglang_triattn.cli.main import main as command
+from sglang_triattn.model.rope import rotate
+from sglang_triattn.rounds.scoring import lookup_weights
+from sglang_triattn.stats.file import StatsError, load_stats, save_stats
+from sglang_triattn.transformers_cache.cache import CompactedCache, shape_of
+from sglang_triattn.transformers_cache.feed import compute_dense, replay
+from sglang_triattn.transformers_cache.policy import Setting
+from tiny_models import COMMON, make_model, make_text
+
+LEAD = [7, 11, 13]
+
+
+def with_weights(model):
+    stats = random_stats(model)
+    drawn = torch.randn(2, 2, stats.mean.shape[-1] + stats.head_dim, generator=torch.Generator().manual_seed(1))
+    return dataclasses.replace(stats, lookups=drawn)
+
+
+def test_attention_of_the_second_reading(folder, model, monkeypatch):
+    """Prevents attention of the first reading, of later keys, of one chunk alone, or of one query head of a group."""
+    monkeypatch.setattr(lookups, "_CHUNK", 50)
+    ids = words(3, 60)
+    found = read_again(model.base_model, LEAD, ids, {0: 0, 1: 1})
+    eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        attention = torch.stack(eager(torch.tensor([ids + LEAD + ids]), output_attentions=True).attentions)[:, 0]
+    expected = attention[:, :, 60:, :60].amax(2).unflatten(1, (2, 3)).amax(2)
+    torch.testing.assert_close(found.most, expected, atol=1e-4, rtol=1e-3)
+    dense = compute_dense(model, ids).layers
+    torch.testing.assert_close(found.keys, torch.stack([layer.keys[0] for layer in dense]))
+    torch.testing.assert_close(found.values, torch.stack([layer.values[0] for layer in dense]))
+
+
+def test_planted_weights_are_found(model):
+    """Prevents weights of standardised features taken for those of features, and heads fitted to one another's."""
+    rope = shape_of(model).rope
+    drawn = torch.Generator().manual_seed(4)
+    planted = 0.3 * torch.randn(2, 2, rope.inv_freq.numel() + 6, generator=drawn)
+    measured = []
+    for _ in range(3):
+        keys = torch.randn(2, 2, 700, rope.rotary_dim, generator=drawn)
+        values = torch.randn(2, 2, 700, 6, generator=drawn)
+        strength = (features(keys, values, rope) @ planted[..., None])[..., 0] - 4
+        turned = rotate(keys, torch.arange(700), rope)
+        measured.append(Measured(turned, values, (strength.exp() - EPSILON).clamp_min(0)))
+    # The penalty takes 3 %.
+    torch.testing.assert_close(fitted(measured, rope), planted, atol=0.03, rtol=0.06)
+
+
+@pytest.mark.parametrize("recent", [0, 8])
+def test_the_servers_scorer_agrees_with_the_control(model, recent):
+    """Prevents a center of other values, strengths of another head, and a sum that one part rules."""
+    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+    dense = compute_dense(model, ids)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
+    choice = read_choice(f"look-ups:recent={recent}")
+    assert choice.looks_up
+    server = read_choice(f"settings:value_share=1,recent={recent}").config(48, 80)
+    kept = []
+    for setting in (choice.setting(choice.config(48, 80), facts), Setting(server)):
+        cache = CompactedCache.for_model(model, [setting], stats, capacity=len(ids), prompt_length=20)
+        cache.rows.after_round = lambda row, plan, cache=cache: kept.append(cache.rows.positions_of(0)[..., 20:])
+        replay(cache, dense)
+        cache.rows.run_due_rounds()
+    keys = torch.stack([layer.keys[0, :, 20:] for layer in dense.layers])
+    values = torch.stack([layer.values[0, :, 20:] for layer in dense.layers])
+    half = keys.shape[-1] // 2
+    found = torch.cat([torch.hypot(keys[..., :half], keys[..., half:]), values], -1)
+    strength = torch.einsum("lhnf,lhf->lhn", found, stats.lookups)
+    center = values[:, :, 128 - recent :].mean(2, keepdim=True) if recent else torch.zeros(())
+    importance = strength + (values - center).norm(dim=-1).log()
+    importance[..., 128 - recent :] = torch.inf
+    # Equal tokens have keys and values of one size in the first layer, so they are compared by what they are worth.
+    expected = importance.topk(48).values.sort(dim=-1).values
+    for found in kept:
+        worth = importance.gather(-1, found - 20).sort(dim=-1).values
+        torch.testing.assert_close(worth, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_are_left_out(model):
+    """Prevents a comparison of weights with themselves."""
+    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
+    choices = [read_choice(name) for name in ("settings:weights=no", "default")]
+    settings = [choice.setting(choice.config(48, 80), facts) for choice in choices]
+    kept = []
+    for setting, given in zip(
+        [*settings, settings[1]], [stats, dataclasses.replace(stats, lookups=None), stats], strict=True
+    ):
+        cache = CompactedCache.for_model(model, [setting], given, capacity=len(ids), prompt_length=20)
+        replay(cache, compute_dense(model, ids))
+        cache.rows.run_due_rounds()
+        kept.append(cache.rows.positions_of(0))
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[0], kept[2])
+
+
+def test_records_are_drawn_anew_and_again():
+    """Prevents records that repeat themselves, so that nothing is looked up, and fits that differ from run to run."""
+    made = records(1, ["alpha", "beta", "gamma", "delta"], 4000)
+    assert made == records(1, ["alpha", "beta", "gamma", "delta"], 4000)
+    assert len(made) >= 4000
+    lines = [line for line in made.splitlines() if line]
+    assert len(set(lines)) > 0.95 * len(lines)
+    assert "{" not in made.replace('{"id"', "")
+
+
+def test_statistics_keep_weights(tmp_path, model):
+    """Prevents weights that a file loses, those of other heads on a rank or of other layers in a stage, and a file
+    whose weights no model can have."""
+    stats, path = with_weights(model), tmp_path / "stats.safetensors"
+    save_stats(stats, path)
+    assert torch.equal(load_stats(path).lookups, stats.lookups)
+    assert torch.equal(stats.of_layers([1]).lookups, stats.lookups[1:])
+    assert torch.equal(lookup_weights(stats, 1, "cpu", slice(3, 6)), stats.lookups[:, 1:])
+    # Where there are more ranks than KV heads, each has a copy of one.
+    assert torch.equal(lookup_weights(stats, 1, "cpu", slice(4, 5)), stats.lookups[:, 1:])
+    assert lookup_weights(random_stats(model), 1, "cpu") is None
+    for wrong in (stats.lookups[:, :1], stats.lookups[..., : stats.mean.shape[-1]], stats.lookups * torch.nan):
+        save_stats(dataclasses.replace(stats, lookups=wrong), path)
+        with pytest.raises(StatsError, match="is damaged"):
+            load_stats(path)
+
+
+def test_calibration_fits_weights(tmp_path, monkeypatch):
+    """Prevents weights of layers that are not scored, a fit on other texts, and a text without words for records."""
+    monkeypatch.setattr(lookups, "WINDOW", 60)
+    monkeypatch.setattr(lookups, "MIN_WORDS", 5)
+    windows = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = make_model(tmp_path / "model", transformers.Olmo3Config(**COMMON, **windows))
+    text = tmp_path / "text.txt"
+    make_text(text, 400)
+    stats = calibrate(str(folder), str(text), max_tokens=360, window=120, progress=False, lookups=True)
+    assert stats.lookups.shape == (1, stats.num_kv_heads, stats.mean.shape[-1] + stats.head_dim)
+    assert bool(stats.lookups.any())
+    assert calibrate(str(folder), str(text), max_tokens=360, window=120, progress=False).lookups is None
+    monkeypatch.setattr(lookups, "MIN_WORDS", 10**6)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(CalibrationError, match="words of 3 to 9 letters, but look-ups need 1000000: give more"):
+        lookup_texts(tokenizer, [[5, 6, 7]])
+
+
+def test_weights_that_are_wanting(tmp_path, folder, model, capsys):
+    """Prevents a traceback, and an engine that leaves weights out without a word."""
+    path = str(tmp_path / "stats.safetensors")
+    save_stats(random_stats(model), path)
+    for run in (main, solve_main):
+        with pytest.raises(SystemExit, match="look-ups needs look-up weights: name statistics made by"):
+            run(["--model", str(folder), "--stats", path, "--policies", "look-ups"])
+    text = tmp_path / "text.txt"
+    make_text(text, 400)
+    words_of = ["calibrate", "--model", str(folder), "--data", str(text), "--out", path, "--engine", "sglang"]
+    assert command([*words_of, "--look-ups"]) == 2
+    assert "--look-ups needs --engine transformers" in capsys.readouterr().err
