@@ -24,7 +24,7 @@ CASES = [
     wide("cohere2", 16, "overlap"),
     wide("exaone4", 1, "overlap"),
     # ... and in one of their own.
-    ("gpt-oss", 16, "overlap"),
+    wide("gpt-oss", 16, "overlap"),
     wide("gpt-oss", 1, "overlap"),
     wide("gpt-oss", 1, "overlap off"),
     wide("mimo-v2", 16, "overlap"),
