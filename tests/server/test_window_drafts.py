@@ -17,7 +17,7 @@ FEW = (10, 11, 12)
 OF_ONE_TOKEN = ("gemma2", "gemma3", "cohere2")
 CASES = [
     # Windows in the pool of the other layers ...
-    ("olmo3", 1, "overlap"),
+    wide("olmo3", 1, "overlap"),
     wide("olmo3", 16, "overlap off"),
     wide("gemma2", 16, "overlap"),
     wide("gemma3", 1, "overlap off"),
