@@ -23,7 +23,7 @@ def test_chunked_prefill(serve):
     chunked = client.generate(prompt(1, 500), 200)
     assert chunked["output_ids"] == reference["output_ids"]
     assert compression(chunked) == compression(reference)
-    client.generate_all([prompt(60 + i, 300) for i in range(6)], 150)
+    client.generate_all([prompt(60 + i, 300) for i in range(6)], 110)
     assert_pool_is_whole(client)
 
 
@@ -157,9 +157,9 @@ def test_storm(serve, page_size):
         return {"asked": tokens, **response.json()}
 
     with ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(one, range(40)))
+        results = list(pool.map(one, range(24)))
     finished = [result for result in results if result["meta_info"]["finish_reason"]["type"] == "length"]
-    assert len(finished) > 20
+    assert len(finished) > 12
     assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
-    assert client.totals()["rounds"] > 13
+    assert client.totals()["rounds"] > 8
     assert_pool_is_whole(client)
