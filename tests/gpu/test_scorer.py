@@ -53,7 +53,7 @@ def test_launches_in_parts_equal_the_reference(device, selection):
     assert len(launches) == 3
 
 
-@pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
+@pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), wide("per-head", "max")])
 def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregation):
     """Prevents layers from being lost, counted twice or divided by their number more than once."""
     case = KernelCase(lengths=[90, 50], device=device, layers=3, group=3, head_dim=16)
@@ -87,7 +87,7 @@ def test_look_ups_of_a_scorer(device, value_share):
 @pytest.mark.parametrize(
     ("kv_heads", "group", "selection", "aggregation"),
     [
-        *((1, 71, s, "mean") for s in SELECTIONS),
+        *((1, 71, s, "mean") if s == "per-layer-head" else wide(1, 71, s, "mean") for s in SELECTIONS),
         *(wide(2, 24, s, "norm") for s in SELECTIONS),
         wide(1, 17, "per-head", "max"),
     ],
@@ -197,7 +197,7 @@ def test_no_key_is_read_where_values_decide_alone(device, kernels):
         scorer.scores(*arguments(case)[:3])
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "norm"])
+@pytest.mark.parametrize("aggregation", ["mean", wide("norm")])
 def test_scores_for_inspection_are_those_that_decide(device, aggregation):
     """Prevents displayed scores from differing from those that decide, also when they come in pieces."""
     case = KernelCase(lengths=[90, 64, 70], device=device, layers=3, head_dim=16)
@@ -233,7 +233,7 @@ def test_importance_has_the_same_bits_however_layers_are_cut(device, selection):
             assert torch.equal(parts[r, :, : length - 7], whole[r, :, : length - 7])
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", [s if s in ("union", "per-layer-head") else wide(s) for s in SELECTIONS])
 def test_a_request_keeps_the_same_alone_and_with_a_long_one(device, selection):
     """Prevents the batch around a request from changing what it keeps."""
     case = KernelCase(lengths=[130, 64, 50], device=device, layers=4, kv_heads=1, head_dim=16)

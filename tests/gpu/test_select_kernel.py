@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernel_cases import KernelCase, importance_reference, may_race, published_means
-from sets import matrix
+from sets import matrix, wide
 from sglang_triattn.kernels.compact.reference import unchanged_start
 from sglang_triattn.kernels.pools import key_pools
 from sglang_triattn.kernels.score.reference import CHUNK
@@ -119,10 +119,14 @@ def test_marked_are_those_that_would_stay(device, count, recent):
     assert torch.equal(found.cpu(), importance.scatter(2, best, float("inf")))
 
 
-@pytest.mark.parametrize(("keep", "recent"), [(16, 0), (16, 5), (5, 5), (1, 0), (17, 16), (17, 0)], ids=str)
-@pytest.mark.parametrize("values", ["random", "ties", "special"])
-def test_keep_equals_a_stable_sort(device, values, keep, recent):
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    matrix(["random", "ties", "special"], [(16, 0), (16, 5), (5, 5), (1, 0), (17, 16), (17, 0)], strength=1),
+    ids=str,
+)
+def test_keep_equals_a_stable_sort(device, values, counts):
     """Prevents a lost or doubled tie, padding in a kept set, and an order that depends on the sign of a zero."""
+    keep, recent = counts
     lengths = [40, 17, 300, 33]
     generator = torch.Generator().manual_seed(keep)
     importance = torch.randn(4, 3, 300, generator=generator)
@@ -137,7 +141,7 @@ def test_keep_equals_a_stable_sort(device, values, keep, recent):
     check_keep(device, importance, lengths, keep, recent)
 
 
-@pytest.mark.parametrize("num_tokens", [BLOCK - 1, BLOCK, BLOCK + 1, 16384, 20001])
+@pytest.mark.parametrize("num_tokens", [wide(BLOCK - 1), BLOCK, BLOCK + 1, wide(16384), 20001])
 def test_keep_of_long_rows(device, num_tokens):
     """Prevents seams between blocks, and a limit on the length of a row."""
     generator = torch.Generator().manual_seed(num_tokens)
@@ -169,7 +173,10 @@ def test_broken_scores_are_treated_as_the_reference_does(device, selection):
     )
 
 
-@pytest.mark.parametrize(("selection", "aggregation"), [*((s, "mean") for s in SELECTIONS), ("per-head", "max")])
+@pytest.mark.parametrize(
+    ("selection", "aggregation"),
+    [*((s, "mean") if s == "per-layer-head" else wide(s, "mean") for s in SELECTIONS), wide("per-head", "max")],
+)
 def test_keys_to_kept_sets(device, selection, aggregation):
     """Prevents score and selection from disagreeing about layouts; the references get the kernels' own scores."""
     # Seventeen offsets take the interpreter a long time.
@@ -199,8 +206,10 @@ def test_impossible_requests_are_refused(device):
             select(device, scores, [30], keep, recent, selection, 1)
 
 
-@pytest.mark.parametrize("selection", ["union", "per-head", "per-layer-head"])
-@pytest.mark.parametrize("name", ["qwen3_8b_a", "qwen3_8b_b"])
+@pytest.mark.parametrize(
+    ("name", "selection"),
+    matrix(["qwen3_8b_a", "qwen3_8b_b"], ["union", "per-head", "per-layer-head"], strength=1),
+)
 def test_golden_kept_sets(device, reference_files, name, selection):
     """Prevents keeping other tokens than the published method; at most one near-tie in 64 may swap."""
     golden = np.load(reference_files / f"{name}.npz")

@@ -125,7 +125,7 @@ def test_random_histories_of_drafting_requests(page_size, settings):
 
 @pytest.mark.parametrize(
     ("page_size", "selection", "prompt"),
-    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"]),
+    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"], strength=1),
 )
 def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selection, prompt):
     """Prevents a round from moving, or giving away, slots that a queued step writes its drafts to."""
@@ -137,8 +137,8 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
     ("page_size", "settings"),
     [
         (1, {"selection": "shared-mean"}),
-        (1, {"selection": "per-layer-head"}),
-        (4, {"selection": "per-layer-head", "budget_scope": "total"}),
+        wide(1, {"selection": "per-layer-head"}),
+        wide(4, {"selection": "per-layer-head", "budget_scope": "total"}),
         (16, {"selection": "per-layer-head"}),
         wide(16, {"selection": "shared-mean"}),
         (1, {"selection": "per-layer-head", "reserve": 10, "queued": 5}),

@@ -12,7 +12,7 @@ LENGTHS = {"budget": 24, "interval": 8, "recent": 14, "pressure_budget": 20, "wi
 
 @pytest.mark.parametrize(
     ("page_size", "selection", "prompt"),
-    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"]),
+    matrix([1, 4, 16], ["shared-mean", "per-layer-head"], ["frozen", "compact"], strength=1),
 )
 def test_random_histories_with_two_pools(page_size, selection, prompt):
     """Prevents a slot of either pool from being lost or owned twice, and a window from losing what it still reads."""
@@ -22,7 +22,8 @@ def test_random_histories_with_two_pools(page_size, selection, prompt):
     assert counts["rounds"] > 3
 
 
-@pytest.mark.parametrize("page_size", [1, wide(4)])
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [1, 4])
 def test_random_histories_of_conversations_with_two_pools(page_size):
     """Prevents inputs of resumed turns from moving out of a window, being lost, or taking their peers along."""
     shorter = {**LENGTHS, "budget": 16, "recent": 11, "pressure_budget": 12}

@@ -184,7 +184,7 @@ def interrupt(client, ids: list[int], params: dict) -> None:
     assert answer["triattention"]["rounds"] == 0, "the abort came too late"
 
 
-@pytest.mark.parametrize("name", [None, "interrupted"])
+@pytest.mark.parametrize("name", [wide(None), "interrupted"])
 def test_a_turn_that_is_interrupted(serve, name):
     """Prevents a client that goes away in the middle of an answer, or sends a turn again, from losing its conversation,
     and its retry from being prefilled from the start."""
@@ -232,7 +232,7 @@ def abort_after_a_round(client, ids: list[int], params: dict) -> None:
     ("family", "flags", "name"),
     [
         (None, ("--page-size", "1"), None),
-        (None, ("--page-size", "16"), "failing"),
+        wide(None, ("--page-size", "16"), "failing"),
         wide("gpt-oss", ("--page-size", "1"), "failing"),
         wide("lfm2", ("--page-size", "1"), None),
         wide("qwen3-next", ("--page-size", "1", *WITHOUT_BUFFER), None),
@@ -274,7 +274,7 @@ def test_a_turn_that_fails_after_a_round(serve, tiny, tmp_path, family, flags, n
         serve.stop(client)
 
 
-@pytest.mark.parametrize(("page_size", "pool", "conversations"), [(1, 2048, 12), wide(1, 4096, 24), wide(16, 4096, 24)])
+@pytest.mark.parametrize(("page_size", "pool", "conversations"), [(1, 1408, 8), wide(1, 4096, 24), wide(16, 4096, 24)])
 def test_a_storm_of_turns(serve, page_size, pool, conversations):
     """Prevents slots from being lost or owned twice where rows are found, cut, raced for, aborted and dropped in a pool
     that cannot hold them all."""

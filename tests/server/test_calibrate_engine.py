@@ -101,6 +101,7 @@ def assert_all_end(session: int) -> None:
     assert session_members(session) == []
 
 
+@pytest.mark.wide
 def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folder):
     """Prevents leftover processes or half-written files after Ctrl-C, lost or doubled texts, and wrongly un-rotated
     queries."""

@@ -9,7 +9,7 @@ import requests
 
 from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt
 from sets import wide
-from storm import FLAGS, RETRACTING, WITHOUT_END, retractions, storm
+from storm import FLAGS, RETRACTING, retractions, storm
 
 DENSE = {"triattention": {"enabled": False}}
 COMPACT = {"triattention": {"prompt": "compact"}}
@@ -34,25 +34,10 @@ def test_admitted_requests_fit_at_their_bound(probed, page_size):
     assert_pool_is_whole(client)
 
 
-def test_early_rounds_before_anyone_is_retracted(serve):
-    """Prevents a full pool from retracting requests while others hold tokens above the floor.
-
-    Requests that decline compression are admitted on SGLang's optimistic estimate and outgrow it.
-    """
-    client = serve("--max-total-tokens", "1024", "--triattention-pressure-budget", "32", *BOLD)
-    compressed = [(prompt(40 + i, 20), greedy(300)) for i in range(4)]
-    declined = [(prompt(50 + i, 20), greedy(250, custom_params=DENSE, **WITHOUT_END)) for i in range(4)]
-    responses = client.generate_each([*compressed, *declined])
-    assert [response["meta_info"]["completion_tokens"] for response in responses] == [300] * 4 + [250] * 4
-    assert all(compression(response)["rounds"] == 0 for response in responses[4:])
-    assert client.totals()["pressure_rounds"] > 0
-    assert_pool_is_whole(client)
-
-
 def test_an_answer_ends_where_its_share_fills_the_pool(serve):
     """Prevents a budget that grows past the pool, which retracts without end, and a share that a request declined."""
-    client = serve("--page-size", "16", "--max-total-tokens", "320", "--triattention-keep-share", "0.5")
-    ids, room = prompt(64, 32), 320 - 16 - 32
+    client = serve("--page-size", "16", "--max-total-tokens", "208", "--triattention-keep-share", "0.5")
+    ids, room = prompt(64, 32), 208 - 16 - 32
     response = client.generate(ids, 1500)
     tokens, report = response["meta_info"]["completion_tokens"], compression(response)
     assert response["meta_info"]["finish_reason"]["type"] == "length"
@@ -60,11 +45,11 @@ def test_an_answer_ends_where_its_share_fills_the_pool(serve):
     assert 2 * (room - INTERVAL) - 3 < tokens < 2 * (room - INTERVAL) + 3
     assert 32 + (tokens - 1) / 2 <= report["physical_length"] <= 32 + tokens / 2 + INTERVAL
     # One at a time: both would not fit at their bounds.
-    both = client.generate_all([prompt(65, 32), prompt(66, 32)], 400)
-    assert [each["meta_info"]["completion_tokens"] for each in both] == [400, 400]
+    both = client.generate_all([prompt(65, 32), prompt(66, 32)], 150)
+    assert [each["meta_info"]["completion_tokens"] for each in both] == [150, 150]
     assert retractions(both) == client.totals()["pressure_rounds"] == 0
-    declined = client.generate(ids, 700, custom_params={"triattention": {"keep_share": 0}})
-    assert declined["meta_info"]["completion_tokens"] == 700
+    declined = client.generate(ids, 400, custom_params={"triattention": {"keep_share": 0}})
+    assert declined["meta_info"]["completion_tokens"] == 400
     assert compression(declined)["physical_length"] <= 32 + BUDGET + INTERVAL
     assert_pool_is_whole(client)
 
@@ -89,6 +74,7 @@ def test_a_request_that_can_never_fit_is_refused(serve):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_wrong_fields_are_refused(serve):
     """Prevents a mistyped field from being ignored, and one client's mistake from reaching the others."""
     client = serve()
@@ -116,6 +102,7 @@ def series(client) -> set[str]:
 def test_what_a_client_sends_stays_small(serve):
     """Prevents a client's words from filling answers, logs or the time series of Prometheus, or ending the server."""
     client = serve()
+    logged = len(client.server.log_path.read_text())
 
     def take_turns(name: str) -> None:
         """Five conversations of one turn."""
@@ -145,7 +132,7 @@ def test_what_a_client_sends_stays_small(serve):
             assert message.isprintable()
     take_turns("secret")
     assert series(client) == before
-    log = client.server.log_path.read_text()
+    log = client.server.log_path.read_text()[logged:]
     assert not re.search("forged|secret|x{200}", log)
     client.assert_alive()
 
@@ -169,7 +156,7 @@ def test_conversations_of_other_tenants_are_not_resumed(serve):
     client.flush()
 
 
-@pytest.mark.parametrize(("page_size", "requests"), [wide(1, 200), wide(16, 200), (16, 60)])
+@pytest.mark.parametrize(("page_size", "requests"), [wide(1, 200), wide(16, 200), (16, 40)])
 def test_storm_under_pressure(serve, page_size, requests):
     """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool."""
     client = serve("--page-size", str(page_size), "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
@@ -180,6 +167,7 @@ def test_storm_under_pressure(serve, page_size, requests):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_enabled_false_is_plain_sglang(serve):
     """Prevents a request that declines compression from being compressed anyway."""
     response = serve().generate(prompt(70, 30), 200, custom_params=DENSE)

@@ -184,6 +184,7 @@ def test_only_a_granted_flush_takes_rows(serve):
         refused = client.post("/flush_cache")
         assert not running.done(), "the request ended before the flush, so that nothing was tested"
         assert refused.status_code == 400
+        client.post("/abort_request", abort_all=True)
         running.result()
     following = follow(ids, first, 83)
     second = turn(client, following, 150, "flushed")
@@ -205,7 +206,7 @@ def test_hundreds_of_abandoned_conversations(serve):
         return compression(response)["conversation"]
 
     with ThreadPoolExecutor(96) as pool:
-        assert set(pool.map(abandon, range(300))) == {"new"}
+        assert set(pool.map(abandon, range(200))) == {"new"}
     assert_pool_is_whole(client)
 
 

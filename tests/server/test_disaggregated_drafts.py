@@ -40,7 +40,7 @@ def drafting(tmp_path) -> Callable[[str], Pair]:
     ("name", "mode"),
     [
         wide("EAGLE", "moved"),
-        ("EAGLE", "pages"),
+        wide("EAGLE", "pages"),
         wide("EAGLE", "overlap off"),
         wide("EAGLE3", "pages"),
         wide("EAGLE3 windows", "pages"),

@@ -35,7 +35,7 @@ def servers_of(
         wide("qwen3-moe-all", 16, "per-layer-head", TWO_GROUPS),
         ("gpt-oss", 16, "per-layer-head", ()),
         wide("gpt-oss", 1, "per-layer-head", ()),
-        ("qwen3-next", 1, "shared-mean", IN_TURN),
+        wide("qwen3-next", 1, "shared-mean", IN_TURN),
     ],
 )
 def test_logits(serve_pairs, tmp_path, family, page_size, selection, flags):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
+import pytest
 import yaml
 
 import forked_servers
@@ -43,6 +44,7 @@ def test_config_file(forkserver, tiny, tmp_path):
     assert "TriAttention is active (profile aggressive)" in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.wide
 def test_data_parallel_replicas(serve):
     """Prevents a replica of the data-parallel controller from running dense."""
     client = serve("--page-size", "1", "--dp-size", "2", env=two_cores())

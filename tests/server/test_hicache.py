@@ -189,7 +189,7 @@ OTHER_POOLS = [
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
     wide("gpt-oss", WAYS["write_back"]),
     wide("gpt-oss", (*WRITE_BACK, *WAYS["write_through"])),
-    ("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
+    wide("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
     wide("falcon-h1", (*WRITE_BACK, *WITHOUT_BUFFER, *FEW_STATES, "--page-size", "1")),
     wide("gpt-oss", (*STAGES, *WAYS["write_back"])),
     wide("llama", (*STAGES, *KEYS_ALONE, *WAYS["write_back"])),
@@ -237,7 +237,8 @@ def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
     serve.stop(client)
 
 
-@pytest.mark.parametrize("flags", [WAYS["write_back"], wide((*WRITE_BACK, *WAYS["write_through"]))])
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", [WAYS["write_back"], (*WRITE_BACK, *WAYS["write_through"])])
 def test_drafts_return_from_the_host(serve, tiny, flags):
     """Prevents K/V of a draft model from staying on the host, or from coming back for other tokens: it would draft
     other tokens than for the same prompt when that was new."""

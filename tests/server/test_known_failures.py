@@ -129,6 +129,7 @@ def test_retracted_requests_compute_what_they_would_have(probed, tiny):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_two_runs_in_one_process(serve):
     """Prevents statistics, counts or kept sets of a run that change the next run."""
     client = serve("--page-size", "1")

@@ -30,6 +30,7 @@ def test_logits_equal_a_forward_pass_masked_by_layer(serve, tmp_path, family, pa
 FAMILY, SMALL_POOL = "deepseek-v3", ("--page-size", "32", "--max-total-tokens", "1536", *FLAGS)
 
 
+@pytest.mark.wide
 def test_answers_below_the_budget(serve, tmp_path):
     """Prevents answers below the budget, or prefix hits, from differing from plain SGLang's; and the share of values
     that other models have."""

@@ -63,7 +63,7 @@ def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_p
     install_plugin(tmp_path, "kernels", KERNELS)
     expected = answer_of(serve())
     # The interpreter is slow on the long rows that a longer context would be warmed up with.
-    args = compressed_args(tiny, "--context-length", "256")
+    args = compressed_args(tiny, "--context-length", "128")
     env = {**STRICT, **INTERPRETED, "PYTHONPATH": python_path(tmp_path)}
     with forked_servers.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:
         answer = answer_of(Client(server))

@@ -12,7 +12,6 @@ import pytest
 import requests
 
 from harness import assert_pool_is_whole, compression, prompt
-from sets import wide
 
 CHUNKED = ("--chunked-prefill-size", "64", "--max-total-tokens", "2048")
 
@@ -24,10 +23,11 @@ def test_chunked_prefill(serve):
     chunked = client.generate(prompt(1, 500), 200)
     assert chunked["output_ids"] == reference["output_ids"]
     assert compression(chunked) == compression(reference)
-    client.generate_all([prompt(60 + i, 300) for i in range(6)], 150)
+    client.generate_all([prompt(60 + i, 300) for i in range(6)], 110)
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_several_samples_of_one_prompt(serve):
     """Prevents samples of the same prompt (`n`) from evicting one another's tokens."""
     client = serve("--page-size", "1")
@@ -44,6 +44,7 @@ def test_several_samples_of_one_prompt(serve):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_streaming(serve):
     """Prevents a stream from losing tokens at a round, or reporting anywhere but at its end."""
     client = serve("--page-size", "1")
@@ -76,6 +77,7 @@ def test_without_the_radix_cache(serve):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_abort_in_the_middle(serve):
     """Prevents the slots of an aborted, compacted request from being lost or freed twice."""
     client = serve("--page-size", "16")
@@ -102,7 +104,8 @@ def test_abort_in_the_middle(serve):
     assert_pool_is_whole(client)
 
 
-@pytest.mark.parametrize("page_size", [wide(1), 16])
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_retraction(serve, page_size):
     """Prevents a retracted request from resuming with the lengths or counts of the row that it lost.
 
@@ -154,9 +157,9 @@ def test_storm(serve, page_size):
         return {"asked": tokens, **response.json()}
 
     with ThreadPoolExecutor(12) as pool:
-        results = list(pool.map(one, range(40)))
+        results = list(pool.map(one, range(24)))
     finished = [result for result in results if result["meta_info"]["finish_reason"]["type"] == "length"]
-    assert len(finished) > 20
+    assert len(finished) > 12
     assert all(result["meta_info"]["completion_tokens"] == result["asked"] for result in finished)
-    assert client.totals()["rounds"] > 13
+    assert client.totals()["rounds"] > 8
     assert_pool_is_whole(client)

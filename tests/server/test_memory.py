@@ -23,7 +23,7 @@ def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
     2,000 tokens at page size 1, fewer at the others; every decode step of the scheduler is checked.
     """
     client, steps = probed("--page-size", str(page_size))
-    ids, tokens = prompt(1, 150), 2000 if page_size == 1 else 800
+    ids, tokens = prompt(1, 150), 2000 if page_size == 1 else 500
     response = client.generate(ids, tokens)
     report, report_id = compression(response), response["meta_info"]["id"]
     frozen = len(ids) - len(ids) % page_size
@@ -56,6 +56,7 @@ def test_evicted_slots_are_free_at_once(probed):
         assert step["free"] == POOL - step["requests"][0]["physical"]
 
 
+@pytest.mark.wide
 def test_shared_prefix_stays_shared(serve):
     """Prevents requests with a common prefix from copying it, and compression of one from harming another."""
     client = serve("--page-size", "16")
@@ -91,6 +92,7 @@ def test_tree_never_serves_compacted_kv(serve, page_size):
         assert one[0] == pytest.approx(other[0], abs=1e-3)
 
 
+@pytest.mark.wide
 def test_totals_add_up(serve):
     """Prevents `/server_info` from disagreeing with the requests that it sums up."""
     client = serve("--page-size", "1")

@@ -145,6 +145,7 @@ def test_bit_identical_below_the_trigger(drafting, serve, repeating):
         assert ours["output_ids"] == theirs["output_ids"]
 
 
+@pytest.mark.wide
 def test_a_conversation_goes_on(drafting):
     """Prevents a row that is kept with drafted tokens in it, and a turn whose drafts stand at wrong places."""
     client, _ = drafting(16)

@@ -16,7 +16,7 @@ def oracle(tiny):
     return oracle_of(tiny)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, wide(16)])
 def test_logits_equal_a_masked_forward_pass(serve, oracle, page_size):
     """Prevents wrong positions after a round, a wrong kept set, and K/V lost or mixed up by compaction."""
     ids = prompt(5, 50)
@@ -58,7 +58,7 @@ def test_an_answer_that_ends_in_the_step_of_a_round(serve, oracle, overlap):
          {"aggregation": "max", "total": True}),
         wide(["--triattention-value-share", "0"], {"value_share": 0.0}),
         (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
-        (["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
+        wide(["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
         (["--triattention-keep-share", "0.5", "--triattention-budget", "32", "--triattention-interval", "8",
           "--triattention-recent", "8", "--page-size", "16"],
          {"keep_share": 0.5, "budget": 32, "interval": 8, "recent": 8}),
@@ -80,7 +80,7 @@ def test_logits_with_other_settings(serve, oracle, flags, settings):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "recent", "by_flag"), [wide(1, 40, False), wide(16, 48, False), (16, 40, True)], ids=str
+    ("page_size", "recent", "by_flag"), [wide(1, 40, False), wide(16, 48, False), wide(16, 40, True)], ids=str
 )
 def test_logits_with_more_recent_tokens_than_come_between_rounds(serve, oracle, page_size, recent, by_flag):
     """Prevents a round from taking older tokens for the newest, rows from being closed up in the wrong place, and a

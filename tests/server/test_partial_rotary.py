@@ -13,7 +13,6 @@ from families import FAMILIES, build_family
 from forked_servers import run_command
 from harness import KEYS_ALONE, compression, prompt, served_logprobs
 from oracle import TOLERANCE, Oracle, oracle_of
-from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from tiny_model import TinyModel
@@ -56,7 +55,8 @@ def test_calibration_in_sglang_agrees_with_transformers(model, data):
         assert (one - other.roll(1, dims=1)).norm() > (0.02 if name == "abs_mean" else 0.1) * other.norm(), name
 
 
-@pytest.mark.parametrize("page_size", [1, wide(16)])
+@pytest.mark.wide
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_logits_of_requests_compacted_together(serve, model, page_size):
     """Prevents half of each head from counting for nothing, or another half, in scores of a batch with one prefix."""
     stem = prompt(8, 40)

@@ -59,6 +59,18 @@ def assert_account(
     assert (dense.gather(1, tokens) - values).abs().max() > 50 * TOLERANCE
 
 
+def assert_summed_once(client: Client, rounds: int) -> None:
+    """Asserts that both stages compress, and that the first alone publishes the rounds so far."""
+    log = client.server.log_path.read_text()
+    assert all(any(f"PP{stage}" in line and "is active" in line for line in log.splitlines()) for stage in (0, 1))
+    assert client.totals()["rounds"] == rounds
+    metrics = requests.get(client.url + "/metrics/", timeout=60).text
+    published = [line for line in metrics.splitlines() if line.startswith("sglang:triattention_rounds_total{")]
+    assert [float(line.split()[-1]) for line in published] == [rounds]
+    assert 'pp_rank="0"' in published[0]
+
+
+@pytest.mark.wide
 def test_logits_and_sums(client, tiny):
     """Prevents a stage from scoring its keys by other layers' queries, rounds that the other stage does not have, and
     rounds that both stages publish."""
@@ -66,14 +78,7 @@ def test_logits_and_sums(client, tiny):
     before = client.totals()["rounds"]
     response = client.generate(ids, 240, logprobs=True)
     assert_account(oracle_of(tiny), ids, response, len(ids))
-    log = client.server.log_path.read_text()
-    assert all(any(f"PP{stage}" in line and "is active" in line for line in log.splitlines()) for stage in (0, 1))
-    totals = client.totals()
-    assert totals["rounds"] == before + compression(response)["rounds"]
-    metrics = requests.get(client.url + "/metrics/", timeout=60).text
-    published = [line for line in metrics.splitlines() if line.startswith("sglang:triattention_rounds_total{")]
-    assert [float(line.split()[-1]) for line in published] == [totals["rounds"]]
-    assert 'pp_rank="0"' in published[0]
+    assert_summed_once(client, before + compression(response)["rounds"])
 
 
 @pytest.mark.wide
@@ -89,22 +94,24 @@ def test_answers_below_the_trigger(serve, client):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
 
 
-def test_conversations_are_refused(client):
+def test_conversations_are_refused(storm_client):
     """Prevents rows that one stage drops by its clock and the other keeps."""
     sampling = greedy(4, custom_params={"triattention": {"conversation": "a"}})
-    refused = client.post("/generate", input_ids=prompt(4, 9), sampling_params=sampling)
+    refused = storm_client.post("/generate", input_ids=prompt(4, 9), sampling_params=sampling)
     assert refused.status_code == 400
     assert "does not work on a server with --pp-size 2, whose stages have no clock in common" in refused.text
 
 
 def test_one_kept_set_for_each_stage(storm_client, tiny):
-    """Prevents a kept set chosen by other layers than the stage's own, and a compacted answer in the tree."""
-    ids = prompt(13, 40)
+    """Prevents a kept set chosen by other layers than the stage's own, a compacted answer in the tree, and rounds that
+    both stages publish."""
+    ids, before = prompt(13, 40), storm_client.totals()["rounds"]
     account = oracle_of(tiny)
     account.selection, account.stages = "shared-mean", (1, 2)
     response = storm_client.generate(ids, 240, logprobs=True)
     assert response["meta_info"]["num_retractions"] == 0
     assert_account(account, ids, response, 32)
+    assert_summed_once(storm_client, before + compression(response)["rounds"])
     following = ids + response["output_ids"]
     assert storm_client.generate(following, 1)["meta_info"]["cached_tokens"] == 32
 

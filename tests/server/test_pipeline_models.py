@@ -17,7 +17,7 @@ STAGES = ("--pp-size", "2")
 @pytest.mark.parametrize(
     ("family", "page_size", "selection", "scored", "flags"),
     [
-        ("gpt-oss", 16, "per-layer-head", (1, 1), ()),
+        wide("gpt-oss", 16, "per-layer-head", (1, 1), ()),
         wide("gpt-oss", 1, "shared-mean", (1, 1), ()),
         wide("nemotron-h", 1, "shared-mean", (1, 1), WITHOUT_BUFFER),
         wide("nemotron-h", 16, "shared-mean", (1, 1), WITH_BUFFER),

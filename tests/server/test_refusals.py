@@ -182,7 +182,7 @@ def test_what_a_refused_draft_is_advised_is_accepted(outcomes, index):
 # These folders hold only config.json: looking for a weight would be an error of its own.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 FAMILIES = [
-    ("HunYuanMoEV1ForCausalLM", {"model_type": "hunyuan_v1_moe", "use_cla": True}, "share KV"),
+    wide("HunYuanMoEV1ForCausalLM", {"model_type": "hunyuan_v1_moe", "use_cla": True}, "share KV"),
     wide("GlmMoeDsaForCausalLM", {"model_type": "glm_moe_dsa", "index_topk": 2048}, "an indexer selects"),
 ]
 

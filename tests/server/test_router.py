@@ -103,6 +103,7 @@ def test_prefixes_are_found(fleet, routed):
         assert compression(answer)["rounds"] > 0
 
 
+@pytest.mark.wide
 def test_conversations_stay_with_their_replica(fleet, routed):
     """Prevents a turn from being sent to a replica that does not have its row, and one that is sent there from being
     answered as if it had."""

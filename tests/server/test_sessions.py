@@ -79,11 +79,11 @@ def test_pause_and_continue(serve, mode):
     client = serve("--page-size", "1")
     client.flush()
     prompts = [prompt(20 + seed, 30) for seed in range(4)]
-    undisturbed = client.generate_all(prompts, 800) if mode == "in_place" else []
+    undisturbed = client.generate_all(prompts, 400) if mode == "in_place" else []
     client.flush()
     before = client.totals()["rounds"]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(client.generate_all, prompts, 800)
+        running = pool.submit(client.generate_all, prompts, 400)
         while client.totals()["rounds"] < before + len(prompts) and not running.done():
             time.sleep(0.02)
         with paused(client, mode):
@@ -101,8 +101,8 @@ def test_pause_and_continue(serve, mode):
         assert report["rounds"] >= 1
         assert answer["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
         if mode != "abort":
-            assert answer["meta_info"]["completion_tokens"] == 800
-            assert report["logical_length"] == 30 + 799
+            assert answer["meta_info"]["completion_tokens"] == 400
+            assert report["logical_length"] == 30 + 399
             assert report["physical_length"] <= 30 + BUDGET + INTERVAL
     for answer, expected in zip(answers, undisturbed, strict=False):
         assert (answer["output_ids"], compression(answer)) == (expected["output_ids"], compression(expected))

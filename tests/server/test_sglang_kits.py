@@ -44,8 +44,9 @@ def launched(forkserver, tmp_path_factory):
 
 
 QUICK = [case for case in kits.CASES if case.quick]
-# Other files of tests/server pause, abort and share prefixes, too. The trained model takes minutes.
+# Other files of tests/server use every entrance, pause, abort and share prefixes, too. The trained model takes minutes.
 LATER = (
+    "basic_api_contract_kit.BasicAPIContractMixin",
     "abort_timeout_kit.AbortAllMixin",
     "pause_generation_kit.PauseResumeInPlaceMixin",
     "radix_cache_server_kit (100 nodes)",

@@ -28,6 +28,7 @@ def quiet(line: str) -> None:
     pass
 
 
+@pytest.mark.wide
 def test_texts_equal_those_of_the_cache_for_transformers(chat_client, chat_model, chat):
     """Prevents figures of a server that compacts at other tokens, or is asked for another prompt or budget."""
     model = load_model(str(chat_model.path), "cpu", "float32")

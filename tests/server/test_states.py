@@ -82,7 +82,7 @@ def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, flags):
     ("family", "flags", "requests"),
     [
         wide("qwen3-next", WITHOUT_BUFFER, 30),
-        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 30),
+        ("qwen3-next", (*WITH_BUFFER, "--page-size", "16"), 20),
         wide("qwen3-next", (*WITH_LAZY_BUFFER, "--page-size", "16"), 30),
         wide("qwen3-next", (*WITHOUT_BUFFER, *NGRAM), 60),
         wide("qwen3-next", (*WITH_BUFFER, *NGRAM, *PAGES[16]), 60),

@@ -43,7 +43,7 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
     [
         wide(("--page-size", "1")),
         wide(("--page-size", "1", "--triattention-selection", "shared-mean")),
-        ("--page-size", "16"),
+        wide(("--page-size", "16")),
         wide(("--page-size", "16", "--triattention-recent", "40")),
         wide(("--page-size", "1", "--tp-size", "2")),
         wide(("--page-size", "1", "--disable-radix-cache")),

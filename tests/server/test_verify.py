@@ -106,6 +106,7 @@ def names(answer: dict, status: str) -> set[str]:
     return {check["name"] for check in answer["checks"] if check["status"] == status}
 
 
+@pytest.mark.wide
 def test_all_is_well(verify, faulty_smollm):
     """Prevents false alarms on a trained model with a prefix tree, and checks that are quietly left out."""
     status, answer = verify(faulty_smollm[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt
 
 
@@ -12,16 +14,22 @@ def update(client: Client, folder) -> None:
 
 
 def test_updates_are_logged_in_one_line(serve, tiny):
-    """Prevents silently scoring with statistics of other weights, and a log full of one update's parts."""
+    """Prevents silently scoring with statistics of other weights, a log full of one update's parts, and a conversation
+    that resumes a row of other weights."""
     client = serve()
+    named = {"custom_params": {"triattention": {"conversation": "old weights"}}}
 
     def notices() -> int:
         return client.server.log_path.read_text().count("The weights were updated, but TriAttention goes on scoring")
 
     before = notices()
-    compression(client.generate(prompt(70, 20), 120))
+    ids = prompt(70, 20)
+    turn = client.generate(ids, 120, **named)
+    assert compression(turn)["conversation_kept"]
     update(client, tiny.path)
     assert notices() == before + 1
+    again = client.generate(ids + turn["output_ids"], 2, **named)
+    assert compression(again)["conversation"] == "lost"
     update(client, tiny.path)
     assert notices() == before + 1
     assert compression(client.generate(prompt(71, 20), 120))["rounds"] == 1
@@ -30,6 +38,7 @@ def test_updates_are_logged_in_one_line(serve, tiny):
     assert_pool_is_whole(client)
 
 
+@pytest.mark.wide
 def test_a_server_without_weights_measures_those_that_come(serve, chat_model, tmp_path):
     """Prevents statistics of random weights from being kept for later launches or from being used for good, and a
     conversation that resumes a row of other weights."""

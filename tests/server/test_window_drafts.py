@@ -17,14 +17,14 @@ FEW = (10, 11, 12)
 OF_ONE_TOKEN = ("gemma2", "gemma3", "cohere2")
 CASES = [
     # Windows in the pool of the other layers ...
-    ("olmo3", 1, "overlap"),
+    wide("olmo3", 1, "overlap"),
     wide("olmo3", 16, "overlap off"),
     wide("gemma2", 16, "overlap"),
     wide("gemma3", 1, "overlap off"),
     wide("cohere2", 16, "overlap"),
     wide("exaone4", 1, "overlap"),
     # ... and in one of their own.
-    ("gpt-oss", 16, "overlap"),
+    wide("gpt-oss", 16, "overlap"),
     wide("gpt-oss", 1, "overlap"),
     wide("gpt-oss", 1, "overlap off"),
     wide("mimo-v2", 16, "overlap"),

@@ -12,6 +12,7 @@ from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 
+@pytest.mark.wide
 def test_answer_longer_than_either_pool(serve, tmp_path):
     """Prevents slots of one pool from waiting for the other to be freed."""
     tiny, _ = prepared(tmp_path, "gpt-oss")
@@ -30,7 +31,7 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
 @pytest.mark.parametrize(
     ("family", "page_size", "ratio", "interval", "requests"),
     [
-        ("gpt-oss", 16, 0.8, 16, 30),
+        ("gpt-oss", 16, 0.8, 16, 20),
         wide("gpt-oss", 1, 0.2, 128, 80),
         wide("mimo-v2", 1, 0.8, 16, 40),
         wide("gemma-4-shared", 16, 0.8, 16, 40),

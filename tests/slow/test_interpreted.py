@@ -25,9 +25,12 @@ def test_what_rounds_leave():
     assert_pass_interpreted("tests/support/property/backend_metadata.py")
 
 
-def test_plans_of_attention():
+@pytest.mark.parametrize("chosen", ["not wide", wide("wide")])
+def test_plans_of_attention(chosen):
     """Prevents attention on a GPU, a draft model's too, that reads other slots than its requests'."""
     assert_pass_interpreted(
+        "-m",
+        chosen,
         "tests/support/property/draft_metadata.py",
         "tests/support/property/target_metadata.py",
         "tests/support/property/window_metadata.py",

@@ -21,6 +21,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from checks import decode_together
 from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, runner_of, without_gpu
+from sets import matrix
 from sglang_triattn.patches.hooks.hook import resolve
 from sglang_triattn.patches.request import draft_steps
 from simulation import Simulation
@@ -221,9 +222,7 @@ def draft_runner(backend: Any) -> EAGLEDraftCudaGraphRunner:
     return runner
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", LISTING)
+@pytest.mark.parametrize(("name", "graph", "page_size"), matrix([*LISTING], [False, True], [1, 4]))
 def test_steps_read_the_shortened_rows(name, graph, page_size):
     """Prevents a draft model from reading slots of other requests, or past the end of the list: SGLang's kernel
     takes positions for the lengths of rows."""
@@ -248,9 +247,7 @@ def assert_listed(scene: Scene, name: str, *, graph: bool) -> None:
                 assert found[0][len(indptr)] == indptr[-1] + step + 1
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", ["flashinfer", "triton"])
+@pytest.mark.parametrize(("name", "graph", "page_size"), matrix(["flashinfer", "triton"], [False, True], [1, 4]))
 def test_steps_of_branches_read_the_shortened_rows(name, graph, page_size):
     """Prevents a branch of a draft that reads another's tokens, or another request's."""
     with drafting(2, page_size):
@@ -266,9 +263,7 @@ def test_they_would_not_without_the_hooks(name):
     assert backend.attn_backends[0].listed[0].tolist() != scene.expected(0)[0]
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize(("name", "graph", "page_size"), matrix([*PAGED], [False, True], [1, 4]))
 def test_tables_do_not_follow_positions(name, graph, page_size):
     """Prevents the other backends from planning with logical lengths, which they too find in the batch."""
     assert_tables_equal(Scene(page_size), name, graph=graph)

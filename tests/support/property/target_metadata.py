@@ -19,6 +19,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, without_gpu
 from draft_metadata import Scene
+from sets import matrix
 
 BACKENDS = {
     "triton": "triton_backend.TritonAttnBackend",
@@ -121,17 +122,16 @@ def plan(scene: Scene, name: str, mode: str, shift: torch.Tensor) -> Any:
     return backend
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "mode"), matrix([*BACKENDS], MODES, strength=1))
 def test_plans_do_not_follow_positions(name, mode):
     """Prevents a backend from reading as many slots as a request has tokens: what it plans with follows from physical
     lengths, at any positions in the batch."""
     assert_physical(Scene(1), name, mode)
 
 
-@pytest.mark.parametrize("mode", ["verify", "draft extend"])
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("name", ["triton", "flashinfer", "fa3"])
+@pytest.mark.parametrize(
+    ("name", "page_size", "mode"), matrix(["triton", "flashinfer", "fa3"], [1, 4], ["verify", "draft extend"])
+)
 def test_plans_of_branches_do_not_follow_positions(name, page_size, mode):
     """Prevents the same where drafts branch, whose masks begin where a row's length says."""
     with drafting(2, page_size):

@@ -13,6 +13,7 @@ from sglang.srt.runtime_context import get_spec
 
 from cuda_backends import publish_settings, without_gpu
 from draft_metadata import Scene, assert_listed, assert_tables_equal
+from sets import matrix
 from target_metadata import DRAFTED, MODES, assert_physical, plan
 
 WINDOW = 10
@@ -48,9 +49,7 @@ def verified(scene: Scene, name: str, mode: str) -> Any:
     return plan(scene, name, mode, scene.evicted)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("name", [*BACKENDS, "flashinfer"])
+@pytest.mark.parametrize(("name", "pool", "mode"), matrix([*BACKENDS, "flashinfer"], [*POOLS], MODES, strength=1))
 def test_plans_do_not_follow_positions(name, pool, mode):
     """Prevents a window layer from reading as many slots as a request has tokens."""
     assert_physical(scene_of(pool), name, mode)
