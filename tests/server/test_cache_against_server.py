@@ -112,7 +112,7 @@ CASES = {
         {"selection": "shared-mean", "prompt": "compact", "budget_scope": "total"}, 1, prompt(11, 300),
     ),
     # Statistics with weights.
-    "look-ups": ((), {"value_share": 0.5}, 1, prompt(14, 50)),
+    "look-ups": ((), {"value_share": 0.5}, 1, prompt(16, 50)),
 }  # fmt: skip
 
 
