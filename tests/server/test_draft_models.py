@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account
+from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account, hold_adapter
 from families import WINDOW
 from family_servers import STATE_FLAGS, prepared
 from harness import (
@@ -199,21 +199,23 @@ def test_drafts_hold_after_rounds(serve, pairs, name):
 
 
 @pytest.mark.wide
-def test_adapters(probed, pairs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("EAGLE", "moved"),
+        ("EAGLE3", "pages"),
+        ("NEXTN", "moved"),
+        ("NEXTN latent", "moved"),
+        ("NEXTN states", "moved"),
+        ("NEXTN axes", "moved"),
+        ("EAGLE3 windows", "pages"),
+        ("EAGLE layers windows", "pages"),
+    ],
+)
+def test_adapters(probed, pairs, tmp_path, monkeypatch, name, mode):
     """Prevents drafts for an adapter's requests, which the base model's draft model makes, from being verified without
     the adapter, or at wrong places after a round."""
-    pair = pairs["EAGLE"]
-    pair = replace(pair, account=merge(oracle_of(pair.target), pair.target))
-    monkeypatch.setenv("PYTHONPATH", python_path(install_unpinned(tmp_path / "unpinned")))
-    adapter = build_adapter(tmp_path, pair.target)
-    flags = (*pair.args, *serving(adapter), *MODES["moved"], *KEYS_ALONE)
-    client, steps = probed(*flags, model=pair.target, env=pair.env)
-    client.flush()
-    steps()
-    (ids,) = pair.texts()
-    response = client.generate(ids, 430, logprobs=True, lora="other")
-    assert drafts_with_account(pair, "moved", ids, response, steps(), len(ids))
-    assert compression(response)["rounds"] >= 10
+    hold_adapter(probed, pairs[name], mode, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN states")])
