@@ -53,9 +53,10 @@ WITH_LAYER = {
     "NEXTN axes": "qwen3.5-mtp",
     "NEXTN published": "qwen3.5-whole-mtp",
     "EAGLE layers windows": LAYERED,
+    "NEXTN layers windows": LAYERED,
 }
 # SGLang has no room for what their adapters give queries, keys and values, which differ in size.
-UNEVEN = ("NEXTN states", "EAGLE layers windows")
+UNEVEN = ("NEXTN states", "NEXTN axes", "EAGLE layers windows")
 KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published")
 
 
@@ -83,7 +84,9 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         states = STATE_FLAGS if self.name in KEEP_STATES else ()
-        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states, *self.code)
+        # SGLang sets it for EAGLE alone.
+        layers = ("--enable-multi-layer-eagle",) if self.name.startswith("NEXTN layers") else ()
+        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states, *layers, *self.code)
 
     @property
     def code(self) -> list[str]:
@@ -129,7 +132,7 @@ class Pair:
         if self.name == "STANDALONE":
             # Without an adapter that the account may have.
             return holding(self.target.load(), ids, account.seen, starts, STEPS, sure)
-        if self.name == "EAGLE layers windows":
+        if self.name.endswith("layers windows"):
             return holding_of_layers(Layers(self.target.path), model, ids, account.hidden, starts, sure)
         # It has one layer. Where the model scores one, each head follows its own, else all the last one's first.
         seen = account.seen[0] if len(account.seen) == 1 else account.seen[-1, 0]
