@@ -22,8 +22,8 @@ from sglang_triattn.patches.calibration.stats_source import (
 from sglang_triattn.patches.calibration.weight_updates import AFTER_UPDATE, WeightUpdates
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.hooks.registry import check_in_place
-from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch.census_switch import is_wanted
+from sglang_triattn.patches.launch.handshake import answer_hook
 from sglang_triattn.patches.launch.same_launch import check_same_launch, serving_hook
 from sglang_triattn.patches.model import late_norm, pinned
 from sglang_triattn.patches.model.buffers import kv_buffers, make_mover
@@ -112,13 +112,7 @@ class Compression:
                 "self running_batch last_batch",
                 why="runs the rounds that are due: the safe point",
             ),
-            Hook(
-                f"{target}.get_init_info",
-                "after",
-                self._on_init_info,
-                "self",
-                why="answers the launch: compresses, or why not",
-            ),
+            answer_hook(lambda: self.refusal, "answers the launch: compresses, or why not"),
             serving_hook(lambda: self.refusal),
             *late_norm.hooks(),
             *self._workspace.hooks(),
@@ -223,9 +217,6 @@ class Compression:
         self._admission.give_up_waiting()
         if self._gauge is not None:
             self._gauge.stop()
-
-    def _on_init_info(self, info: dict, _: object) -> dict:
-        return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
     def _read(self) -> tuple[RoundRules, Totals] | None:
         return None if self.compressor is None else (self.compressor.config, self.compressor.totals)

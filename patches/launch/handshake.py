@@ -40,6 +40,15 @@ def answer(refusal: str | None) -> dict[str, str | None]:
     return {"version": __version__, "refusal": refusal}
 
 
+def answer_hook(refusal: Callable[[], str | None], why: str) -> Hook:
+    """Makes a scheduler answer the launch; `refusal` returns why it refuses, or None."""
+
+    def answered(info: dict, _: object) -> dict:
+        return {**info, KEY: answer(refusal())}
+
+    return Hook("sglang.srt.managers.scheduler.Scheduler.get_init_info", "after", answered, "self", why=why)
+
+
 def check_answers(infos: list[dict[str, Any]]) -> None:
     """Raises TriAttentionError unless every scheduler's answer says that it compresses.
 

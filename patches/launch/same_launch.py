@@ -27,7 +27,7 @@ from sglang_triattn import __version__
 from sglang_triattn.config import AUTO, OPTIONS, Config, flag
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.launch import handshake
+from sglang_triattn.patches.launch.handshake import answer_hook
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -154,22 +154,15 @@ class PlainRank:
         self.refusal: str | None = None
 
     def hooks(self) -> list[Hook]:
-        target = "sglang.srt.managers.scheduler.Scheduler"
         return [
             Hook(
-                f"{target}.__init__",
+                "sglang.srt.managers.scheduler.Scheduler.__init__",
                 "after",
                 self._on_built,
                 "self server_args port_args",
                 why="compares what this node was asked for with the other nodes",
             ),
-            Hook(
-                f"{target}.get_init_info",
-                "after",
-                self._on_init_info,
-                "self",
-                why="answers another node that compresses: the launches agree, or not",
-            ),
+            answer_hook(lambda: self.refusal, "answers another node that compresses: the launches agree, or not"),
             serving_hook(lambda: self.refusal),
         ]
 
@@ -178,9 +171,6 @@ class PlainRank:
             check_same_launch(None)
         except TriAttentionError as error:
             self.refusal = str(error)
-
-    def _on_init_info(self, info: dict, _: object) -> dict:
-        return {**info, handshake.KEY: handshake.answer(self.refusal)}
 
 
 def serving_hook(refusal: Callable[[], str | None]) -> Hook:

@@ -68,8 +68,13 @@ def read_shape(model_runner: ModelRunner, ranks: int, rotation: Rotation) -> Mod
     q_heads = config.get_total_num_attention_heads()
     # On CPUs SGLang adds empty heads until they split evenly.
     padded = getattr(config.hf_config, "original_num_attention_heads", q_heads) != q_heads
-    if padded or first.heads[0] * ranks != q_heads:
+    if padded or first.heads[0] * ranks > q_heads:
         raise UnsupportedModel(f"its {q_heads} query heads do not split evenly over {ranks} ranks")
+    if first.heads[0] * ranks < q_heads:
+        raise UnsupportedModel(
+            "with attention data parallelism, SGLang's code of this model splits its heads over all ranks, also those "
+            "that compute other requests, and cannot serve it"
+        )
     if latent and (len(set(rotation.rotates)) > 1 or rotation.rope.rotary_dim != first.rotary_width):
         raise UnsupportedModel("not all of its layers with latent KV turn all dims of their rotated keys, or none")
     return ModelShape(

@@ -427,10 +427,15 @@ _DRAFTS = (
                 lambda server: server.drafts_with_states and server.drafts not in server.traits.state_drafts,
             ),
             (
-                "positions that follow images are not tested with drafted tokens",
+                "a draft model is not tested with images",
+                "use --speculative-algorithm NGRAM, or ",
+                # Of those whose states take drafts, the draft model is a layer of their own.
+                lambda server: server.traits.images and _has_draft_model(server) and not server.traits.state_drafts,
+            ),
+            (
+                "drafted tokens are not tested with a model of which compression covers text alone",
                 "",
-                # Those whose states take drafts are served compressed with text alone.
-                lambda server: server.traits.images and not server.traits.state_drafts,
+                lambda server: server.traits.images and server.drafts == "NGRAM" and not server.traits.image_prompts,
             ),
             (
                 "drafted tokens may lie beyond the context in which LongRoPE keeps its frequencies",

@@ -15,6 +15,7 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from server import ServerError
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
@@ -80,3 +81,10 @@ def test_storm(serve, tmp_path, family, flags):
     assert min(client.rounds_by_rank()) > 10
     assert_pool_is_whole(client)
     serve.stop(client)
+
+
+@pytest.mark.wide
+def test_a_model_that_knows_no_groups(serve):
+    """Prevents a sentence that blames how heads split over one group, where SGLang splits them over all ranks."""
+    with pytest.raises(ServerError, match="with attention data parallelism, SGLang's code of this model splits"):
+        serve(*TWO_GROUPS, env=two_cores())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account
+from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account, hold_adapter
 from families import WINDOW
 from family_servers import STATE_FLAGS, prepared
 from harness import (
@@ -25,16 +25,14 @@ from harness import (
     compression,
     greedy,
     prompt,
-    python_path,
     two_cores,
 )
 from launches import launch
-from lora_adapter import build_adapter, install_unpinned, merge, serving
 from ngram_account import computed_before
 from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 CASES = [
     wide("STANDALONE", "moved"),
@@ -54,6 +52,7 @@ CASES = [
     wide("EAGLE layers windows", "remapped"),
     wide("EAGLE layers windows", "overlap off"),
     wide("EAGLE layers windows", "ranks"),
+    wide("NEXTN layers windows", "pages"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
@@ -90,6 +89,9 @@ def pairs(tiny, repeating, tmp_path_factory):
         Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
     ]
     for name, family in WITH_LAYER.items():
+        if name == "NEXTN layers windows":
+            found.append(replace(found[-1], name=name))
+            continue
         # Two variants of one family have one name.
         (folder / family).mkdir()
         found.append(Pair(name, *prepared(folder / family, family), None))
@@ -199,21 +201,23 @@ def test_drafts_hold_after_rounds(serve, pairs, name):
 
 
 @pytest.mark.wide
-def test_adapters(probed, pairs, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("EAGLE", "moved"),
+        ("EAGLE3", "pages"),
+        ("NEXTN", "moved"),
+        ("NEXTN latent", "moved"),
+        ("NEXTN states", "moved"),
+        ("NEXTN axes", "moved"),
+        ("EAGLE3 windows", "pages"),
+        ("EAGLE layers windows", "pages"),
+    ],
+)
+def test_adapters(probed, pairs, tmp_path, monkeypatch, name, mode):
     """Prevents drafts for an adapter's requests, which the base model's draft model makes, from being verified without
     the adapter, or at wrong places after a round."""
-    pair = pairs["EAGLE"]
-    pair = replace(pair, account=merge(oracle_of(pair.target), pair.target))
-    monkeypatch.setenv("PYTHONPATH", python_path(install_unpinned(tmp_path / "unpinned")))
-    adapter = build_adapter(tmp_path, pair.target)
-    flags = (*pair.args, *serving(adapter), *MODES["moved"], *KEYS_ALONE)
-    client, steps = probed(*flags, model=pair.target, env=pair.env)
-    client.flush()
-    steps()
-    (ids,) = pair.texts()
-    response = client.generate(ids, 430, logprobs=True, lora="other")
-    assert drafts_with_account(pair, "moved", ids, response, steps(), len(ids))
-    assert compression(response)["rounds"] >= 10
+    hold_adapter(probed, pairs[name], mode, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN states")])
@@ -305,8 +309,5 @@ def test_storm(serve, pairs, tmp_path, name, mode):
     # States keep no conversation's row while tokens are drafted.
     names = 0 if name in KEEP_STATES else 6
     _, finished = storm(client, 7, 40, budgets, 1500, conversations=names)
-    assert len(finished) > 20
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 13
-    assert_pool_is_whole(client)
+    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
     serve.stop(client)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from draft_heads import build_eagle
-from draft_pairs import MODES, drafts_with_account
+from draft_pairs import MODES, drafts_with_account, hold_adapter
 from draft_trees import BRANCHES, TREE_STEPS, TreePair
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt, two_cores
 from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 CASES = [
     ("EAGLE", "pages"),
@@ -88,11 +88,15 @@ def test_storm(serve, pairs, name, mode):
     pool = ("--max-total-tokens", "3072" if mode == "pages" else "1024", *FLAGS)
     client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
     _, finished = storm(client, 7, 40, (24, BUDGET), 1500, conversations=6)
-    assert len(finished) > 20
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 13
-    assert_pool_is_whole(client)
+    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
     serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("EAGLE", "pages"), ("EAGLE3", "moved")])
+def test_adapters(probed, pairs, tmp_path, monkeypatch, name, mode):
+    """Prevents trees for an adapter's requests from being verified without the adapter, or at wrong places."""
+    hold_adapter(probed, pairs[name], mode, tmp_path, monkeypatch)
 
 
 @pytest.mark.wide

@@ -11,6 +11,9 @@ from itertools import cycle
 
 import pytest
 
+from draft_heads import build_eagle
+from draft_pairs import MODES, drafts_with_account
+from draft_trees import TreePair
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
 from harness import (
     BUDGET,
@@ -25,7 +28,8 @@ from harness import (
     two_cores,
 )
 from ngram_account import NGRAM, PAGES, answer_by_account
-from oracle import TOLERANCE
+from oracle import TOLERANCE, oracle_of
+from repeating_model import build_repeating_model, in_circle
 from sets import wide
 
 # Tokens of which an answer consists, so that drafts of it hold.
@@ -255,6 +259,29 @@ def test_drafts_return_from_the_host(serve, tiny, flags):
         drafted, before = (each["meta_info"]["spec_num_correct_drafts"] for each in (again, new))
         # Before its first round a model that drafts for itself is always right.
         assert drafted == before > 3 * BUDGET // 4
+    assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("mode", "policy"), [("pages", "write_through"), ("moved", "write_back")])
+def test_trees_of_drafts_after_a_prompt_from_the_host(serve, probed, tmp_path, mode, policy):
+    """Prevents K/V of a prompt, or of its draft model, from coming back over the slots of branches, and trees that are
+    drafted from K/V of other tokens: each is that of an account."""
+    target = build_repeating_model(tmp_path)
+    pair = TreePair("EAGLE", target, oracle_of(target), build_eagle(tmp_path, target, third=False, noise=0.9))
+    tier = (*HOST_TIER, "--hicache-ratio", "4", "--hicache-write-policy", policy)
+    client, steps = probed(*pair.args, *MODES[mode], *tier, *KEYS_ALONE, model=target, env={**pair.env, **RESERVE})
+    ids = prompt(5, 218) + in_circle(38)
+    client.generate([*ids, 5], 1)
+    fill_the_pool(client, 340)
+    steps()
+    answer = client.generate(ids, 300, logprobs=True)
+    assert hits(answer)["host"] >= 192
+    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % client.setting("page_size"))
+    assert compression(answer)["rounds"] >= 6
+    assert len(found) > 40
+    assert sum(found) > 0
     assert_pool_is_whole(client)
     serve.stop(client)
 

@@ -6,10 +6,10 @@ import pytest
 
 from families import WINDOW
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, hold_to_account, prepared, selecting, started, under_flags
-from harness import assert_pool_is_whole, two_cores
+from harness import two_cores
 from server import ServerError
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 STAGES = ("--pp-size", "2")
 
@@ -55,10 +55,7 @@ def test_storm(serve, tmp_path, family, flags):
     env = {**two_cores(), **RETRACTING, "SGLANG_SWA_EVICTION_INTERVAL": "16"}
     client = started(serve, tiny, family, *flags, env=env)
     _, finished = storm(client, 1, 40, (WINDOW + 1, account.budget), 1500)
-    assert len(finished) > 20
-    assert retractions(finished) > 1
-    assert client.totals()["rounds"] > 13
-    assert_pool_is_whole(client)
+    assert_withstood(client, finished, answers=20, retracted=1, rounds=13)
     serve.stop(client)
 
 

@@ -12,7 +12,6 @@ import pytest
 import requests
 
 from disaggregated_servers import RETRACT, Pairs
-from family_servers import STATE_ENV, STATE_FLAGS, WITH_BUFFER, WITHOUT_BUFFER
 from forked_servers import run_command
 from harness import (
     KEYS_ALONE,
@@ -32,19 +31,9 @@ from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
 from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
-from vision_families import VISION_FAMILIES, VisionModel, build_vision_model
+from vision_families import VisionModel, build_vision_model
+from vision_servers import ANSWER, ask, keeps_states, start_vision, words
 from word_tokenizer import text
-
-ANSWER = 280
-
-
-def keeps_states(family: str) -> bool:
-    return family.startswith("qwen3.5")
-
-
-def words(ids: list[int]) -> str:
-    return " ".join(f"w{token}" for token in ids)
-
 
 STEM, TAIL, OTHER = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30), (33, 37)))
 
@@ -70,31 +59,9 @@ def serve_vision(serve, vision_model):
         family: str, *flags: str, env: dict[str, str] | None = None, compressed: bool = True
     ) -> tuple[VisionModel, Client]:
         model = vision_model(family)
-        env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules), **(env or {})}
-        flags = (*flags, *VISION_FAMILIES[family].flags)
-        if compressed and VISION_FAMILIES[family].window:
-            flags += ("--triattention-budget", str(model.budget), "--triattention-recent", str(model.recent))
-        if keeps_states(family):
-            kept = WITH_BUFFER if "16" in flags else WITHOUT_BUFFER
-            flags, env = (*flags, "--attention-backend", "torch_reference", *STATE_FLAGS, *kept), {**STATE_ENV, **env}
-        more = {"env": env, "model": model, "tokenizer": True, "compressed": compressed}
-        return model, serve(*flags, *(KEYS_ALONE if compressed else ()), **more)
+        return model, start_vision(serve, model, *flags, env=env, compressed=compressed)
 
     return start
-
-
-def ask(client: Client, texts: list[str], images: list, tokens: int = ANSWER, **sampling) -> list[dict]:
-    """Sends texts in one HTTP request, each with its image or None."""
-    response = client.post(
-        "/generate",
-        text=texts,
-        image_data=[None if image is None else [encoded(image)] for image in images],
-        sampling_params=greedy(tokens, **sampling),
-        return_logprob=True,
-        top_logprobs_num=5,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 def empty(client: Client) -> None:

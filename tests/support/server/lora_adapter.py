@@ -6,6 +6,7 @@ SGLang's LoRA pins memory, which needs an accelerator; without one, the plugin `
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,12 +21,13 @@ RANK, SCALE = 4, 2.0
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def adapter_weights(tiny: TinyModel) -> dict[str, torch.Tensor]:
+def adapter_weights(tiny: TinyModel, modules: Sequence[str] = MODULES) -> dict[str, torch.Tensor]:
     """lora_A and lora_B of each projection in each layer, large enough that the adapter gives other answers."""
     generator = torch.Generator().manual_seed(5)
     found = {}
     for name, weight in tiny.load().state_dict().items():
-        if name.split(".")[-2] in MODULES:
+        *_, module, kind = name.split(".")
+        if module in modules and kind == "weight":
             stem = "base_model.model." + name.removesuffix(".weight")
             rows, columns = weight.shape
             found[f"{stem}.lora_A.weight"] = 0.1 * torch.randn(RANK, columns, generator=generator)
@@ -33,14 +35,14 @@ def adapter_weights(tiny: TinyModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def build_adapter(folder: Path, tiny: TinyModel) -> Path:
-    """Writes an adapter of `tiny` to `folder`, which exists."""
+def build_adapter(folder: Path, tiny: TinyModel, modules: Sequence[str] = MODULES) -> Path:
+    """Writes an adapter of these projections of `tiny` to `folder`, which exists."""
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK * SCALE, "lora_dropout": 0.0,
-        "target_modules": list(MODULES), "bias": "none", "base_model_name_or_path": str(tiny.path),
+        "target_modules": list(modules), "bias": "none", "base_model_name_or_path": str(tiny.path),
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(adapter_weights(tiny), folder / "adapter_model.safetensors")
+    save_file(adapter_weights(tiny, modules), folder / "adapter_model.safetensors")
     return folder
 
 
@@ -55,9 +57,9 @@ def install_unpinned(folder: Path) -> Path:
     return folder
 
 
-def merge(oracle: Oracle, tiny: TinyModel) -> Oracle:
+def merge(oracle: Oracle, tiny: TinyModel, modules: Sequence[str] = MODULES) -> Oracle:
     """Merges the adapter of `tiny` into the oracle's model; its statistics stay."""
-    weights, state = adapter_weights(tiny), oracle.model.state_dict()
+    weights, state = adapter_weights(tiny, modules), oracle.model.state_dict()
     for name in weights:
         if "lora_A" in name:
             delta = SCALE * weights[name.replace("lora_A", "lora_B")] @ weights[name]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness import Client, prompt
+from harness import Client, assert_pool_is_whole, prompt
 from ngram_account import favouring
 from tiny_model import END
 
@@ -99,3 +99,11 @@ def storm(
 
 def retractions(responses: list[dict]) -> int:
     return sum(response["meta_info"]["num_retractions"] for response in responses)
+
+
+def assert_withstood(client: Client, finished: list[dict], *, answers: int, retracted: int, rounds: int) -> None:
+    """Holds a server to a storm: more than so many whole answers, retractions and rounds, and no slot in use."""
+    assert len(finished) > answers
+    assert retractions(finished) > retracted
+    assert client.totals()["rounds"] > rounds
+    assert_pool_is_whole(client)

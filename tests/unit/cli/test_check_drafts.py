@@ -11,6 +11,7 @@ from plan_cases import CONFIGS
 from sglang_triattn.compatibility.resolve import resolve
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import Config
+from sglang_triattn.errors import TriAttentionError
 
 DRAFTS = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
 
@@ -106,12 +107,36 @@ def test_branches_in_groups_of_ranks(run_check):
     assert run_check("llama-3.3-70b", *DRAFTS, *groups)[0] == 0
 
 
-def test_images_where_tokens_are_drafted():
-    """Prevents rounds on rows with images whose drafted tokens would follow at untested positions."""
-    traits = Traits("m", images=True, linear_states=True, state_drafts=("NGRAM",))
-    config = Config(stats="auto")
-    assert resolve(config, {}, traits).images
-    assert not resolve(config, {"speculative_algorithm": "NGRAM"}, traits).images
+@pytest.mark.parametrize(
+    ("model", "algorithm", "reason"),
+    [
+        ("qwen2.5-vl-7b", "NGRAM", ""),
+        ("qwen3-vl-8b", "EAGLE3", "a draft model is not tested with images: use --speculative-algorithm NGRAM, or "),
+        ("glm-4.5v", "STANDALONE", "a draft model is not tested with images"),
+        ("qwen3.5-27b", "NEXTN", ""),
+        ("qwen3.5-27b", "EAGLE3", "layers that keep a state instead of KV are not tested with such drafts"),
+    ],
+)
+def test_images_where_tokens_are_drafted(run_check, model, algorithm, reason):
+    """Prevents rounds on rows with images whose drafted tokens follow at untested positions."""
+    status, output, _ = run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)
+    assert status == bool(reason)
+    assert reason in output
+
+
+def test_drafts_of_its_own_layer_with_text_alone():
+    """Prevents rounds on rows with images for which a model's own layer drafts, which no account holds."""
+    traits = Traits("m", images=True, linear_states=True, state_drafts=("NGRAM", "NEXTN"))
+    assert resolve(Config(stats="auto"), {"speculative_algorithm": "NGRAM"}, traits).images
+    assert not resolve(Config(stats="auto"), {"speculative_algorithm": "NEXTN"}, traits).images
+
+
+def test_drafts_of_a_model_served_text_alone():
+    """Prevents drafts with a model that takes images, but of which compression covers text alone."""
+    traits = Traits("m", images=True, image_prompts=False)
+    with pytest.raises(TriAttentionError, match=r"drafted tokens are not tested with a model of which .* text alone"):
+        resolve(Config(stats="auto"), {"speculative_algorithm": "NGRAM"}, traits)
+    assert not resolve(Config(stats="auto"), {}, traits).images
 
 
 def test_draft_layers_for_one_token_each(run_check):

@@ -35,6 +35,8 @@ SETTINGS = {
     "decode server, two replicas": {"disaggregation_mode": "decode", "dp_size": 2},
     "decode server and LoRA": {"disaggregation_mode": "decode", "enable_lora": True},
     "drafts and LoRA": {"speculative_algorithm": "EAGLE", **DRAFTS, "enable_lora": True},
+    "draft layers by another name": {"speculative_algorithm": "NEXTN", **DRAFTS, "enable_multi_layer_eagle": True},
+    "attention data parallelism": {"tp_size": 2, "dp_size": 2, "attn_dp_size": 2},
     "measuring in stages": {"pp_size": 2},
 }
 CONFIG = {"measuring in stages": Config(stats_after_update="measure")}

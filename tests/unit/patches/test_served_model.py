@@ -169,6 +169,16 @@ def test_heads_that_do_not_split_are_refused():
         shape_of(runner, 3)
 
 
+def test_heads_that_are_split_over_other_groups():
+    """Prevents a launch of a model whose heads SGLang splits over ranks with other requests, and a sentence that blames
+    how the heads split over those of one group."""
+    runner = served([rotary()])
+    runner.model_config.get_total_num_attention_heads = lambda: 8
+    with pytest.raises(TriAttentionError, match=r"with attention data parallelism, SGLang's code .* over all ranks"):
+        shape_of(runner, 1)
+    assert shape_of(runner, 2).num_q_heads == 8
+
+
 def test_missing_kv_layers_are_refused():
     """Prevents a model with other attention next to the scored one from being only half scored."""
     runner = served([rotary()] * 2)
