@@ -139,6 +139,32 @@ def test_other_choices():
         assert line[1:] == [f"{row['right']:.2f}{mark(row['low'], row['high'])}" for row in found]
 
 
+LOOK_UPS = (
+    ("quality-look-ups-qwen-1.5b", "quality-look-ups-mixed-qwen-1.5b", "quality-look-ups-state-qwen-1.5b"),
+    ("quality-look-ups",),
+)
+"""Files of look-ups, of the larger model and of the smaller one."""
+
+
+def test_look_ups():
+    """Prevents figures of another policy or model, and intervals that compare with something else."""
+    lines = table(DOCS / "quality.md", "Look-ups", "asked for")
+    plain, weighed = "settings:weights=no", "settings:value_share=1"
+    models = []
+    for names in LOOK_UPS:
+        found = [results(name) for name in names]
+        assert {one["setting"]["base"] for one in found} == {plain}
+        models.append({(row["task"], row["policy"]): row for one in found for row in one["rows"]})
+    asked = {task: ASKED[task] for task in ("facts", "early", "words", "state", "variables", "agent")}
+    for (task, name), line in zip([*asked.items(), ("text", "next token of prose and code")], lines, strict=True):
+        expected = [name]
+        for rows in models:
+            row = rows[task, weighed]
+            expected += [f"{rows[task, policy]['right']:.2f}" for policy in ("dense", plain)]
+            expected.append(f"{row['right']:.2f}{mark(row['low'], row['high'])}")
+        assert line == expected
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
