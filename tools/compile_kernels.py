@@ -53,7 +53,7 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
     from sglang_triattn.kernels.score.reference import CHUNK
     from sglang_triattn.kernels.score.tables import STYLES
     from sglang_triattn.kernels.score.tuning import ALIGN, HEADS, MAX_TILE, WARPGROUPS, launch_settings
-    from sglang_triattn.kernels.score.value_size import MOST_DIMS
+    from sglang_triattn.kernels.score.value_size import LEAST_DIMS, MOST_DIMS
     from sglang_triattn.kernels.score.value_size_kernel import value_settings
     from sglang_triattn.kernels.select import SELECTIONS
     from sglang_triattn.kernels.select.importance_kernel import SCALE_ROWS, importance_settings
@@ -84,7 +84,7 @@ def _launches(capability: int) -> Iterator[tuple[str, dict]]:
             dims = width // dtype.itemsize
             yield "value_size_kernel", value_settings(dtype, dims)
             # With weights, and keys whose strides are multiples of 16 bytes or not.
-            for step, style in itertools.product((1, ALIGNMENT), STYLES if dims <= MOST_DIMS else ()):
+            for step, style in itertools.product((1, ALIGNMENT), STYLES if LEAST_DIMS <= dims <= MOST_DIMS else ()):
                 yield "value_size_kernel", value_settings(dtype, dims, (step, step, step), style)
 
 

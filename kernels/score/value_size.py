@@ -33,8 +33,8 @@ from sglang_triattn.kernels.select import selection_named
 NEWEST = 64
 """Most tokens whose values are averaged into the center."""
 
-MOST_DIMS = 512
-"""Largest values that weights are for."""
+LEAST_DIMS, MOST_DIMS = 32, 512
+"""Smallest and largest values that kernels weigh."""
 
 LEAST = 1e-30
 """Smallest squared distance whose logarithm is taken: equal values stay comparable."""
@@ -98,8 +98,6 @@ def check_values(
                 f"look-up weights {list(lookups.weights.shape)} do not fit {len(k_buffers)} layers of "
                 f"{list(k_buffers[0].shape[1:])} keys and {list(v_buffers[0].shape[1:])} values"
             )
-        if v_buffers[0].shape[2] > MOST_DIMS:
-            raise ValueError(f"look-ups need values of at most {MOST_DIMS} dims, got {v_buffers[0].shape[2]}")
         if k_buffers[0].dtype != v_buffers[0].dtype:
             raise ValueError(f"look-ups need one dtype, got {k_buffers[0].dtype} keys and {v_buffers[0].dtype} values")
 

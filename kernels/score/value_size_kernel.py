@@ -16,7 +16,7 @@ import triton.language as tl
 from sglang_triattn.kernels.launcher import Launcher
 from sglang_triattn.kernels.pools import FLOAT8, KINDS, KeyPools
 from sglang_triattn.kernels.score.parts import decode, load_keys, pool_pointer
-from sglang_triattn.kernels.score.value_size import LEAST, NEWEST, LookUps
+from sglang_triattn.kernels.score.value_size import LEAST, LEAST_DIMS, MOST_DIMS, NEWEST, LookUps
 
 ALIGNMENT = 16
 """A head's values must be a multiple of this many bytes, as `move_kernel.check_movable` requires."""
@@ -39,6 +39,9 @@ class ValueSizeKernel:
         pools: of values, from `key_pools`; `check_movable` must accept them.
         keys: of keys, of the same dtype; needed by `lookups`.
         lookups: weights of these layers, with which sizes are weighed.
+
+    Raises:
+        ValueError: values have too few or too many dims to be weighed.
     """
 
     def __init__(self, pools: KeyPools, keys: KeyPools | None = None, lookups: LookUps | None = None) -> None:
@@ -48,6 +51,8 @@ class ValueSizeKernel:
         # Without weights, nothing reads what stands for keys and weights.
         self._keys = (pools.addresses, pools.scales)
         if keys is not None and lookups is not None:
+            if not LEAST_DIMS <= width <= MOST_DIMS:
+                raise ValueError(f"kernels weigh values of {LEAST_DIMS} to {MOST_DIMS} dims, got {width}")
             key = keys.buffers[0]
             steps, style = (lookups.frequencies(width), key.stride(0), key.stride(1)), lookups.style
             self._keys = (keys.addresses, lookups.weights)
@@ -192,7 +197,8 @@ def value_size_kernel(
         p_keys = pool_pointer(key_addresses, i_l, KIND) + i_j.to(tl.int64) * (key_head * KEY_ALIGN)
         F = frequencies * KEY_ALIGN
         p_weight = weights + i_lj * (F + width * ALIGN)
-        b_value_weight = tl.load(p_weight + F + o_d, mask=m_d, other=0.0)
+        # Twice the weights, as the logarithm is of a squared distance.
+        b_value_weight = 2 * tl.load(p_weight + F + o_d, mask=m_d, other=0.0)
     # Programs behind the candidates have nothing to do.
     sample = tl.where(i_t * TOKENS < candidates, sample, 0)
     for start in range(0, sample, BLOCK):
@@ -218,13 +224,13 @@ def value_size_kernel(
         if FT:
             p_key = p_keys + b_slot[:, None] * KEY_ALIGN * key_slot  # pyright: ignore[reportPossiblyUnboundVariable]
             b_size = tl.log(tl.maximum(b_size, LEAST, propagate_nan=tl.PropagateNan.ALL))
-            b_size += 2 * tl.sum(b_value * b_value_weight[None, :], axis=1)  # pyright: ignore[reportPossiblyUnboundVariable]
+            b_size += tl.sum(b_value * b_value_weight[None, :], axis=1)  # pyright: ignore[reportPossiblyUnboundVariable]
             for tile in range(tl.cdiv(F, FT)):  # pyright: ignore[reportPossiblyUnboundVariable]
                 o_f = tile * FT + tl.arange(0, FT)
                 m_f = o_f < F  # pyright: ignore[reportPossiblyUnboundVariable]
                 b_kre, b_kim = load_keys(
                     p_key, m_n, o_f, m_f, tile, F, shift, limit, factor, beyond, FT, KIND, INTERLEAVED  # pyright: ignore[reportPossiblyUnboundVariable]
                 )  # fmt: skip
-                b_weight = tl.load(p_weight + o_f, mask=m_f, other=0.0)  # pyright: ignore[reportPossiblyUnboundVariable]
-                b_size += 2 * tl.sum(tl.sqrt(b_kre * b_kre + b_kim * b_kim) * b_weight[None, :], axis=1)
+                b_weight = 2 * tl.load(p_weight + o_f, mask=m_f, other=0.0)  # pyright: ignore[reportPossiblyUnboundVariable]
+                b_size += tl.sum(tl.sqrt(b_kre * b_kre + b_kim * b_kim) * b_weight[None, :], axis=1)
         tl.store(p_size + o_n, b_size, mask=m_n)

@@ -69,7 +69,7 @@ def test_long_rows_are_scored_some_layers_at_a_time(device, selection, aggregati
 @pytest.mark.parametrize("value_share", [0.5, 1.0])
 def test_look_ups_of_a_scorer(device, value_share):
     """Prevents weights of other layers where a launch has some of them, and weights that one of both ways ignores."""
-    case = KernelCase(lengths=[90, 50], device=device, layers=3, head_dim=16)
+    case = KernelCase(lengths=[90, 50], device=device, layers=3, head_dim=32)
     options = {"num_tokens": 40, "longest": 90, "selection": "per-layer-head", "value_share": value_share}
     options |= {"v_buffers": case.value_pools, "limit": 0}
     kept = []

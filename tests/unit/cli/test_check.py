@@ -175,7 +175,6 @@ def test_speculative_decoding(run_check):
     assert run_check("qwen3-32b", *alone, "--disable-overlap-schedule")[0] == 0
     refused = {
         ("qwen3-32b", "--enable-deterministic-inference"): "--enable-deterministic-inference does not work",
-        ("qwen2.5-vl-7b",): "positions that follow images are not tested with drafted tokens",
         ("lfm2-1.2b",): "a state instead of KV are not tested with such drafts",
         ("qwen3-next-80b-a3b", "--triattention-conversations", "auto"): "use --triattention-conversations off.",
         ("qwen3-next-80b-a3b", "--enable-hierarchical-cache"): "copies of states are not tested with drafted tokens",
@@ -457,11 +456,12 @@ def test_ranks_that_cannot_measure_together(run_check):
 
 def test_images_that_sglang_takes_on_request(run_check):
     """Prevents `check` from refusing for its images a model that SGLang serves with text alone by default."""
-    drafts = ("--speculative-algorithm", "NGRAM", "--attention-backend", "triton")
+    drafts = (*DRAFTS, "--speculative-algorithm", "EAGLE3", "--attention-backend", "triton")
     status, output, _ = run_check("gemma-3-27b", *drafts)
     assert (status, "refused" in output) == (0, False)
     status, output, _ = run_check("gemma-3-27b", *drafts, "--enable-multimodal")
     assert status == 1
-    assert "positions that follow images are not tested with drafted tokens" in output
+    assert "a draft model is not tested with images" in output
+    assert run_check("gemma-3-27b", *drafts[2:], "--speculative-algorithm", "NGRAM", "--enable-multimodal")[0] == 0
     status, output, _ = run_check("gemma-3-27b", "--enable-multimodal")
     assert (status, "not judged" in output) == (0, False)
