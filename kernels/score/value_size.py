@@ -33,7 +33,7 @@ from sglang_triattn.kernels.select import selection_named
 NEWEST = 64
 """Most tokens whose values are averaged into the center."""
 
-LEAST_DIMS, MOST_DIMS = 32, 512
+LEAST_DIMS, MOST_DIMS = 32, 256
 """Smallest and largest values that kernels weigh."""
 
 LEAST = 1e-30
