@@ -6,6 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -41,14 +42,7 @@ STEM, TAIL, OTHER = (words(prompt(seed, length)) for seed, length in ((31, 24), 
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory):
     """`vision_model(family)` builds the model of a family once."""
-    folder, built = tmp_path_factory.mktemp("vision"), {}
-
-    def build(family: str) -> VisionModel:
-        if family not in built:
-            built[family] = build_vision_model(folder, family)
-        return built[family]
-
-    return build
+    return cache(partial(build_vision_model, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -23,14 +24,7 @@ STEM, TAIL = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory):
     """`vision_model(family)` builds the model of a family once."""
-    folder, built = tmp_path_factory.mktemp("vision"), {}
-
-    def build(family: str) -> VisionModel:
-        if family not in built:
-            built[family] = build_vision_model(folder, family)
-        return built[family]
-
-    return build
+    return cache(partial(build_vision_model, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +51,7 @@ def test_logits(serve, probed, vision_model, family, page_size):
         others=[by_token_counts(account)] if len(account.positions) > 1 else [],
     )
     assert answer.rounds >= 5
-    # Where drafts hold in full, and not at all.
+    # Drafts of which none holds, and of which all do, or all but one.
     assert min(answer.accepted) == 1
     assert max(answer.accepted) >= DRAFTED - 1
     serve.stop(client)
