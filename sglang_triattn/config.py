@@ -57,10 +57,10 @@ class Config:
     `value_share` is the share of the kept tokens, without the newest, that are chosen by how far their values lie
     from the mean value of the newest tokens.
 
-    Two defaults depend on the other fields and on the model, and are left open here (`rounds.rules.complete`): `recent`
-    is RECENT_SHARE of the budget, at most half of `pressure_budget`; `value_share` is VALUE_SHARE with the selection
-    "per-layer-head", else 0. `turn_inputs` stays open, because a request may ask for another `prompt`: see
-    `keeps_inputs`.
+    Two defaults depend on the other fields, on the model and on its statistics, and are left open here
+    (`rounds.rules.complete`): `recent` is RECENT_SHARE of the budget, at most half of `pressure_budget`; with the
+    selection "per-layer-head", `value_share` is VALUE_SHARE, or 1 if the statistics hold look-up weights, else 0.
+    `turn_inputs` stays open, because a request may ask for another `prompt`: see `keeps_inputs`.
 
     `profile` only says where values come from: `read_settings` has put them in.
 
@@ -155,9 +155,11 @@ class Config:
         most = self.budget if self.pressure_budget is None else self.pressure_budget // 2
         return max(min(int(RECENT_SHARE * self.budget), most), 1)
 
-    @property
-    def default_value_share(self) -> float:
-        return VALUE_SHARE if selection_named(self.selection).per_layer else 0.0
+    def default_value_share(self, weighed: bool) -> float:
+        """Of statistics that hold look-up weights (`weighed`), which were measured choosing alone, or do not."""
+        if not selection_named(self.selection).per_layer:
+            return 0.0
+        return 1.0 if weighed else VALUE_SHARE
 
 
 def is_keep_share(value: object, most: float) -> bool:

@@ -95,7 +95,8 @@ def check_resolved(server_args: ServerArgs) -> None:
     values = values_of(settings)
     hook_workers(settings.tokenizer_worker_num)
     check_model_file(settings)
-    rules = resolve(config, values, traits_of(model_config_of(server_args)))
+    weighed = config.stats != AUTO and load_stats(config.stats).lookups is not None
+    rules = resolve(config, values, traits_of(model_config_of(server_args)), weighed=weighed)
     check_preferred(settings, rules)
     args_patch.attach_rules(server_args, rules)
 

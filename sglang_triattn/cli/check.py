@@ -80,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
     _check_groups(arguments.tp_size, given.get("attn_dp_size", 1))
     settings = {**given, "page_size": arguments.page_size, "tp_size": arguments.tp_size}
-    verdict = judge(content, arguments.model, config, settings)
-    if config.stats != AUTO and verdict.refusal is None:
-        verdict = _with_stats(verdict, config.stats, content, Path(arguments.model))
+    weighed, refusal = _read_stats(config.stats, content, Path(arguments.model))
+    verdict = judge(content, arguments.model, config, settings, weighed=weighed)
+    if verdict.refusal is None:
+        verdict = dataclasses.replace(verdict, refusal=refusal)
     if arguments.json:
         print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))
     else:
@@ -90,18 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
     return REFUSED if verdict.refusal is not None else 0
 
 
-def _with_stats(verdict: Verdict, stats: str, content: Fields, model: Path) -> Verdict:
-    """The verdict, which is a refusal if a launch refuses the statistics file."""
+def _read_stats(setting: str, content: Fields, model: Path) -> tuple[bool, str | None]:
+    """Whether the statistics hold look-up weights, and why a launch would refuse the file."""
+    if setting == AUTO:
+        return False, None
     # Importing torch takes longer than everything else here.
     from sglang_triattn.stats.early import check_against_config
     from sglang_triattn.stats.file import load_stats
 
     folder = model if model.is_dir() else model.parent
     try:
-        check_against_config(load_stats(stats), content, folder)
+        stats = load_stats(setting)
+        check_against_config(stats, content, folder)
     except TriAttentionError as error:
-        return dataclasses.replace(verdict, refusal=str(error))
-    return verdict
+        return False, str(error)
+    return stats.lookups is not None, None
 
 
 def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:

@@ -19,13 +19,14 @@ from sglang_triattn.rounds.rules import RoundRules, complete
 _BRANCHES = 4
 
 
-def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> RoundRules:
+def resolve(config: Config, settings: Mapping[str, Any], traits: Traits, *, weighed: bool = False) -> RoundRules:
     """The rules of rounds for a model on a server.
 
     Args:
         config: what the user set.
         settings: SGLang's settings by field: of a command line, those that were given; of a launch, those of
             `rules.SETTING_FIELDS`.
+        weighed: whether the statistics hold look-up weights.
 
     Raises:
         TriAttentionError: the model, or a setting with such a model, does not work with compression.
@@ -50,6 +51,7 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits) -> Roun
         level=not settings.get("enable_deterministic_inference"),
         # A state that a queued step has moved on cannot be cut to its row.
         keeps_rows=not server.drafts_with_states,
+        weighed=weighed,
     )
     context = settings.get("context_length") or traits.context
     _check_rope(traits, context)

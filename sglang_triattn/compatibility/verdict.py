@@ -77,7 +77,7 @@ class Verdict:
         }
 
 
-def judge(content: Fields, name: str, config: Config, settings: Mapping[str, Any]) -> Verdict:
+def judge(content: Fields, name: str, config: Config, settings: Mapping[str, Any], *, weighed: bool = False) -> Verdict:
     """The verdict on a model.
 
     Args:
@@ -85,6 +85,7 @@ def judge(content: Fields, name: str, config: Config, settings: Mapping[str, Any
         name: of the model, for messages.
         config: what the user set.
         settings: SGLang's settings that were given, by field; a switch is True.
+        weighed: whether the statistics hold look-up weights.
 
     Raises:
         TriAttentionError: the file is not that of a language model.
@@ -106,7 +107,7 @@ def judge(content: Fields, name: str, config: Config, settings: Mapping[str, Any
         layout, traits = None, Traits(label, uncovered)
     rules, refusal = complete(config), None
     try:
-        rules = resolve(config, with_draft_defaults(settings, traits), traits)
+        rules = resolve(config, with_draft_defaults(settings, traits), traits, weighed=weighed)
         check_draft_numbers(settings.get("speculative_algorithm"), settings)
     except TriAttentionError as error:
         refusal = str(error)

@@ -97,6 +97,7 @@ def complete(
     whole_pages: bool = False,
     level: bool = True,
     keeps_rows: bool = True,
+    weighed: bool = False,
 ) -> RoundRules:
     """The rules of rounds for a model and its server.
 
@@ -115,10 +116,11 @@ def complete(
             write to pages of which a round does not know how many tokens will hold.
         level: whether `auto` levels rounds, so that what a request keeps depends on those that run with it.
         keeps_rows: whether a row may wait for its conversation's next turn.
+        weighed: whether the statistics hold look-up weights.
 
     Raises:
-        TriAttentionError: the budget or the newest tokens are fewer than the window, or there are no values to choose
-            by.
+        TriAttentionError: the budget or the newest tokens are fewer than the window, there are no values to choose by,
+            or look-up weights would be lost at an update of the model's.
     """
     recent = max(config.default_recent, window) if config.recent is None else config.recent
     for name, value in (("budget", config.budget), ("recent", recent)):
@@ -132,7 +134,12 @@ def complete(
             f"{flag('value_share')} is {config.value_share}, but this model has latent KV, in which key and value are "
             f"one: leave {flag('value_share')} out, or set it to 0."
         )
-    share = config.default_value_share if config.value_share is None else config.value_share
+    if weighed and config.stats_after_update == "measure":
+        raise TriAttentionError(
+            f"{flag('stats_after_update')} is measure, but {config.stats} holds look-up weights, which a server does "
+            "not measure: set it to keep, or calibrate without --look-ups."
+        )
+    share = config.default_value_share(weighed) if config.value_share is None else config.value_share
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}
     facts = {"window": window, "round_to": page_size if window or whole_pages else 1, "images": images}
     facts["keeps_rows"] = keeps_rows

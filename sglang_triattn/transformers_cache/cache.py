@@ -29,7 +29,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.model.fingerprint import model_fingerprint
 from sglang_triattn.model.layers import scored_layers
 from sglang_triattn.model.rope import rope_of_transformers
-from sglang_triattn.rounds.rules import RoundRules
+from sglang_triattn.rounds.rules import complete
 from sglang_triattn.rounds.scoring import build_scorer
 from sglang_triattn.stats.file import ModelShape, QueryStats, check_stats
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
@@ -83,10 +83,11 @@ class CompactedCache(Cache):
         if stats is not None:
             stats = check_stats(stats, shape)
 
-        def make_scorer(rules: RoundRules, pools: Pools) -> Policy:
+        def make_scorer(config: Config, pools: Pools) -> Policy:
             if stats is None:
                 raise CacheError("A setting names no policy, and its scorer needs stats: give the model's statistics.")
             context = len(pools.k_buffers[0]) // len(settings)
+            rules = complete(config, weighed=stats.lookups is not None)
             return build_scorer(rules, stats, pools.k_buffers, pools.v_buffers, context=context)
 
         pools = Pools.empty(

@@ -17,11 +17,11 @@ from dataclasses import replace
 
 import torch
 
+from sglang_triattn.config import Config
 from sglang_triattn.kernels.compact.reference import list_moves, move_torch
 from sglang_triattn.kernels.mover import Mover
 from sglang_triattn.rounds.level import earliest
 from sglang_triattn.rounds.plan import Plan, Report, Totals, frozen_length, plan_eviction
-from sglang_triattn.rounds.rules import RoundRules
 from sglang_triattn.transformers_cache.policy import CacheError, Policy, Pools, Setting
 
 # Keeps tokens in order, so that the newest are always last.
@@ -54,7 +54,7 @@ class KVRows:
         settings: Sequence[Setting],
         pools: Pools,
         capacity: int,
-        make_scorer: Callable[[RoundRules, Pools], Policy],
+        make_scorer: Callable[[Config, Pools], Policy],
         *,
         prompt_length: int,
         protected: int = 0,
@@ -84,7 +84,7 @@ class KVRows:
         setting = self.settings[row]
         if setting not in self._policies:
             make = setting.make_policy
-            made = self._make_scorer(setting.rules, self.pools) if make is None else make(self.pools)
+            made = self._make_scorer(setting.config, self.pools) if make is None else make(self.pools)
             self._policies[setting] = made
         return self._policies[setting]
 

@@ -79,14 +79,16 @@ class Watched:
         self.scorer = build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=len(pools.k_buffers[0]))
 
     def keep(self, slots, lengths, next_positions, keep, recent):
-        scores = self.scorer.scores(slots, lengths, next_positions, recent)
-        importance = importance_torch(
-            scores, lengths, recent, selection=self.config.selection, num_kv_heads=self.kv_heads
-        )
+        sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent, self.scorer.lookups)
+        sizes = sizes.sqrt() if self.scorer.lookups is None else sizes
+        importance = torch.zeros_like(sizes)
+        if self.config.value_share != 1:
+            scores = self.scorer.scores(slots, lengths, next_positions, recent)
+            importance = importance_torch(
+                scores, lengths, recent, selection=self.config.selection, num_kv_heads=self.kv_heads
+            )
         margins = []
         if large := value_count(keep, recent, self.config.value_share):
-            sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent, self.scorer.lookups)
-            sizes = sizes.sqrt() if self.scorer.lookups is None else sizes
             sizes = sizes[..., : importance.shape[-1] - recent]
             margins.append(margin(sizes, large))
             importance.scatter_(-1, sizes.topk(large).indices, float("inf"))
@@ -111,17 +113,18 @@ CASES = {
         ("--chunked-prefill-size", "64"),
         {"selection": "shared-mean", "prompt": "compact", "budget_scope": "total"}, 1, prompt(11, 300),
     ),
-    # Statistics with weights.
-    "look-ups": ((), {"value_share": 0.5}, 1, prompt(16, 50)),
+    # Statistics with weights, which choose alone by default, or with scores.
+    "look-ups": ((), {}, 1, prompt(18, 50)),
+    "look-ups-half": ((), {"value_share": 0.5}, 1, prompt(16, 50)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["default", *map(wide, list(CASES)[1:-1]), "look-ups"])
+@pytest.mark.parametrize("name", ["default", *map(wide, [*list(CASES)[1:-2], "look-ups-half"]), "look-ups"])
 def test_a_live_server_keeps_the_same_positions(watched, tiny, tmp_path, name):
     """Prevents a benchmark of the cache from measuring decisions other than the server's."""
     more, changes, page_size, ids = CASES[name]
     stats = load_stats(tiny.stats)
-    if name == "look-ups":
+    if name.startswith("look-ups"):
         shape = (stats.mean.shape[0], stats.num_kv_heads, stats.mean.shape[-1] + stats.head_dim)
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         stats = replace(stats, lookups=drawn)
@@ -138,7 +141,7 @@ def test_a_live_server_keeps_the_same_positions(watched, tiny, tmp_path, name):
     policies, kept = [], []
 
     def make_policy(pools):
-        policies.append(Watched(complete(config), stats, pools))
+        policies.append(Watched(complete(config, weighed=stats.lookups is not None), stats, pools))
         return policies[-1]
 
     model, everything = tiny.load(), ids + response["output_ids"][:-1]

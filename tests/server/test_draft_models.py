@@ -126,7 +126,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
 @pytest.mark.wide
 @pytest.mark.parametrize("stream", [False, True])
 def test_images_are_refused(probed, pairs, stream):
-    """Prevents rounds after an image where a draft model is served, and a refusal that comes once a stream has begun."""
+    """Prevents rounds after an image that a draft model read, and a refusal that comes once a stream has begun."""
     pair = pairs["NEXTN published"]
     client, _ = probed(*pair.args, *MODES["moved"], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
     image = {"image_data": ["data:image/png;base64,"], "sampling_params": greedy(4)}

@@ -400,6 +400,17 @@ def test_a_statistics_file_is_judged(run_check, tmp_path):
         status, output, _ = run_check("qwen3-32b", "--triattention-stats", str(path))
         assert (status == 0) == (differs is None), output
         assert differs is None or differs in output
+    save_stats(stats_of(64, lookups=torch.zeros(64, 8, 64 + 128)), path)
+    weighed = ("qwen3-32b", "--triattention-stats", str(path))
+    for flags, share in (
+        ((), 1),
+        (("--triattention-value-share", "0.5"), 0.5),
+        (("--triattention-selection", "union"), 0),
+    ):
+        assert json.loads(run_check(*weighed, "--json", *flags)[1])["settings"]["value_share"] == share
+    status, output, _ = run_check(*weighed, "--triattention-stats-after-update", "measure")
+    assert (status, output.count("\n")) == (1, 1)
+    assert "holds look-up weights, which a server does not measure" in output
     status, output, _ = run_check("qwen3-32b", "--triattention-stats", "missing.safetensors")
     assert (status, "does not exist" in output) == (1, True)
 
