@@ -245,8 +245,8 @@ OPTIONS = (
         "SHARE",
         "share of the kept tokens, without the newest, that are chosen by how far their values lie from the newest "
         "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
-        default_note=f"{VALUE_SHARE} with the selection per-layer-head, or 1 if the statistics have look-up weights; else 0; "
-        "0 for latent KV",
+        default_note=f"{VALUE_SHARE} with the selection per-layer-head, or 1 if the statistics have look-up weights; "
+        "else 0; 0 for latent KV",
     ),
     Option(
         "rounds_per_step",
