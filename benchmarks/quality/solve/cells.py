@@ -28,13 +28,13 @@ class Cell:
         return self.choice.config(max(1, tokens or 1), interval)
 
 
-def cells_of(names: Sequence[str], shares: Sequence[float], budgets: Sequence[int]) -> list[Cell]:
-    """Every choice at every size, shares first; dense and default are always included.
+def cells_of(names: Sequence[str], shares: Sequence[float], budgets: Sequence[int], base: str = DEFAULT) -> list[Cell]:
+    """Every choice at every size, shares first; dense and `base` are always included.
 
     Raises:
         ChoiceError: a name stands for no choice, or for one that needs the text before it is written.
     """
-    choices = [read_choice(name) for name in dict.fromkeys((DENSE, DEFAULT, *names))]
+    choices = [read_choice(name) for name in dict.fromkeys((DENSE, base, *names))]
     for choice in choices:
         if choice.reads_again:
             raise ChoiceError(f"{choice.name} needs the whole text before it is written: leave it out here.")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write
-from benchmarks.quality.choices import ALL, ChoiceError
+from benchmarks.quality.choices import ALL, DEFAULT, ChoiceError
 from benchmarks.quality.cli import say, shares_of, stats_for
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.server import AskError
@@ -62,21 +62,22 @@ def _run(options: argparse.Namespace) -> None:
     made = read_problems(options.problems) if options.problems else make_problems(options.form, options.seed, tasks)
     shares = options.shares or (() if options.budgets else QUICK_SHARES if options.quick else SHARES)
     few = () if options.server else QUICK_POLICIES if options.quick else POLICIES
-    cells = cells_of(options.policies or few, shares, options.budgets or ())
+    cells = cells_of(options.policies or few, shares, options.budgets or (), options.base)
     solver, setting = (_server if options.server else _here)(options, chat, cells)
-    setting = {"model": Path(options.model).name, **setting, "form": None if options.problems else options.form}
+    setting = {"model": Path(options.model).name, **setting, "base": options.base}
+    setting["form"] = None if options.problems else options.form
     found: list[tuple[Problem, dict[Cell, Answer]]] = []
     for number, problem in enumerate(made, 1):
         start = time.monotonic()
         found.append((problem, solver.solve(problem, cells)))
         say(f"problem {number} of {len(made)}, {problem.id}: {time.monotonic() - start:.0f} s")
         graded = [{cell: (grade(one, own.text), own.evicted) for cell, own in rows.items()} for one, rows in found]
-        rows = rows_of([one.task for one, _ in found], graded)
+        rows = rows_of([one.task for one, _ in found], graded, options.base)
         # After each, so that nothing measured is lost.
         done = {**setting, "problems": [one.id for one, _ in found]}
         write({"setting": done, "rows": rows}, options.json, options.quick)
         _keep_text(options.texts, problem, found[-1][1], fresh=number == 1)
-    print_rows(rows)
+    print_rows(rows, options.base)
 
 
 def _server(options: argparse.Namespace, chat: Chat, cells: Sequence[Cell]) -> tuple[Any, dict]:
@@ -144,6 +145,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", type=shares_of, help="budgets as parts of the dense text (0.5,0.375,0.25,0.125)")
     parser.add_argument("--budgets", type=_budgets, help="budgets in tokens; without --shares, instead of shares")
     parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
+    parser.add_argument(
+        "--base", default=DEFAULT, metavar="NAME", help="the policy that intervals compare with (default)"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--texts", metavar="FILE", help="also writes what every policy wrote")
     parser.add_argument("--quick", action="store_true", help="two problems cut short, one share, three policies")

@@ -19,30 +19,30 @@ Graded = Mapping[Cell, tuple[Grade, int]]
 """Of one problem: each cell's grade, and the tokens that its rounds evicted."""
 
 
-def rows_of(tasks: Sequence[str], graded: Sequence[Graded]) -> list[dict]:
+def rows_of(tasks: Sequence[str], graded: Sequence[Graded], base: str = DEFAULT) -> list[dict]:
     """One row per task, size and policy, from the task and the grades of each problem.
 
     Keys: task, share, budget, policy; problems; right: problems whose last line is right; lines, of: lines right at
     their place, of how many; lookups: distance in lines -> [right, attempted]; evicted: mean tokens per problem; low,
-    high: 95 % interval of the share of right problems, policy minus default; lines_low, lines_high: of right lines.
+    high: 95 % interval of the share of right problems, policy minus `base`; lines_low, lines_high: of right lines.
     """
     rows = []
     for task in dict.fromkeys(tasks):
         own = [one for name, one in zip(tasks, graded, strict=True) if name == task]
         for cell in own[0]:
-            default = next(
+            other = next(
                 other
                 for other in own[0]
-                if other.choice.name == DEFAULT and (other.share, other.budget) == (cell.share, cell.budget)
+                if other.choice.name == base and (other.share, other.budget) == (cell.share, cell.budget)
             )
-            rows.append({"task": task, **_row(cell, [one[cell] for one in own], [one[default][0] for one in own])})
+            rows.append({"task": task, **_row(cell, [one[cell] for one in own], [one[other][0] for one in own])})
     return rows
 
 
-def _row(cell: Cell, found: Sequence[tuple[Grade, int]], default: Sequence[Grade]) -> dict:
+def _row(cell: Cell, found: Sequence[tuple[Grade, int]], base: Sequence[Grade]) -> dict:
     grades = [grade for grade, _ in found]
-    low, high = _interval([(float(one.right), 1) for one in grades], [(float(one.right), 1) for one in default])
-    with_lines = [(a, b) for a, b in zip(grades, default, strict=True) if a.of]
+    low, high = _interval([(float(one.right), 1) for one in grades], [(float(one.right), 1) for one in base])
+    with_lines = [(a, b) for a, b in zip(grades, base, strict=True) if a.of]
     lines_low, lines_high = (
         _interval([(float(a.lines), a.of) for a, _ in with_lines], [(float(b.lines), b.of) for _, b in with_lines])
         if with_lines
@@ -75,13 +75,13 @@ def _interval(own: Sequence[tuple[float, int]], base: Sequence[tuple[float, int]
     return difference([units[0]], [units[1]])
 
 
-def print_rows(rows: Sequence[dict]) -> None:
-    """Prints a table per size: right answers and lines by policy and task, and what surely differs from the default."""
+def print_rows(rows: Sequence[dict], base: str = DEFAULT) -> None:
+    """Prints a table per size: right answers and lines by policy and task, and what surely differs from `base`."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     for size in dict.fromkeys((row["share"], row["budget"]) for row in rows):
         own = [row for row in rows if (row["share"], row["budget"]) == size]
         kept = f"{size[0]:.4g} of the dense text's tokens" if size[1] is None else f"{size[1]} tokens"
-        print(f"keeping {kept}; + and - mark what is surely above or below the default: problems, then lines")
+        print(f"keeping {kept}; + and - mark what is surely above or below {base}: problems, then lines")
         lines = []
         for policy in dict.fromkeys(row["policy"] for row in own):
             cells = {row["task"]: row for row in own if row["policy"] == policy}

@@ -164,6 +164,8 @@ def test_rows_count_and_compare(model):
     row = rows["newest", None, 64]
     assert (row["problems"], row["right"], row["lines"], row["of"], row["evicted"]) == (3, 0, 0, 27, 7)
     assert (row["low"], row["high"]) == (-1, -1) == (row["lines_low"], row["lines_high"])
+    against = {(row["policy"], row["budget"]): row["low"] for row in rows_of(["shop"] * 3, graded, "newest")}
+    assert (against["newest", 64], against["default", 64], against["default", None]) == (0, 1, 0)
     assert rows["default", None, 64]["lookups"] == {"1-2": [6, 6], "3-5": [9, 9], "6-10": [9, 9]}
 
 

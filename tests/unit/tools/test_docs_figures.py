@@ -165,6 +165,20 @@ def test_look_ups():
         assert line == expected
 
 
+def test_look_ups_that_solve():
+    """Prevents figures of another policy: in that run, `default` is a server that leaves a fifth to scores."""
+    rows = {(row["task"], row["policy"]): row for row in results("solve-look-ups-qwen-1.5b")["rows"]}
+    lines = table(DOCS / "quality.md", "Look-ups", "kept")
+    policies = ("dense", "settings:weights=no", "default", "settings:value_share=1")
+    for policy, line in zip(policies, lines, strict=True):
+        traced, worked = rows["programs", policy], rows["shop", policy]
+        assert line[2:] == [
+            f"{traced['right']}/{traced['problems']}",
+            f"{traced['lines']}/{traced['of']}",
+            f"{worked['right']}/{worked['problems']}",
+        ]
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
