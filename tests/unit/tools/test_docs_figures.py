@@ -165,6 +165,17 @@ def test_look_ups():
         assert line == expected
 
 
+def test_look_ups_of_a_small_model():
+    """Prevents a loss that the results show and the text does not."""
+    rows = {(row["task"], row["policy"]): row for row in results("quality-look-ups-smollm2")["rows"]}
+    text = " ".join(section(DOCS / "quality.md", "Look-ups").split())
+    names = ("numbers", "early ones", "words", "counters", "code", "identifiers", "prose and code")
+    tasks = ("facts", "early", "words", "state", "variables", "agent", "text")
+    for task, name in zip(tasks, names, strict=True):
+        plain, row = rows[task, "settings:weights=no"], rows[task, "settings:value_share=1"]
+        assert f"{name} {plain['right']:.2f} to {row['right']:.2f}{mark(row['low'], row['high'])}" in text
+
+
 def test_look_ups_that_solve():
     """Prevents figures of another policy: in that run, `default` is a server that leaves a fifth to scores."""
     rows = {(row["task"], row["policy"]): row for row in results("solve-look-ups-qwen-1.5b")["rows"]}
