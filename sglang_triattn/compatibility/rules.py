@@ -427,10 +427,13 @@ _DRAFTS = (
                 lambda server: server.drafts_with_states and server.drafts not in server.traits.state_drafts,
             ),
             (
-                "a draft model is not tested with images",
+                "such a draft model is not tested with images",
                 "use --speculative-algorithm NGRAM, or ",
-                # Of those whose states take drafts, the draft model is a layer of their own.
-                lambda server: server.traits.images and _has_draft_model(server) and not server.traits.state_drafts,
+                lambda server: (
+                    server.traits.images
+                    and _has_draft_model(server)
+                    and server.drafts not in server.traits.image_drafts
+                ),
             ),
             (
                 "drafted tokens are not tested with a model of which compression covers text alone",
