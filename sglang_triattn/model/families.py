@@ -177,6 +177,7 @@ _NGRAM_OR_LAYER = ("NGRAM", *_LAYER)
 # sglang/srt/models/qwen3_5_mtp.py): after an image, fewer drafts may hold, and answers stay what they are.
 _QWEN_3_5 = Family(linear_states=True, images="prompt", image_drafts=_LAYER, state_drafts=_NGRAM_OR_LAYER)
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
+_QWEN_VL = replace(_PLAIN_WITH_IMAGES, image_drafts=("EAGLE3",))
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
 # Latents in some layers, a state in the others.
@@ -358,13 +359,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": _PLAIN,
     "Qwen2MoeForCausalLM": _PLAIN,
     "Qwen2VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    "Qwen2_5_VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
     "Qwen3ASRForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
     "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=_NGRAM_OR_LAYER),
     "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
-    "Qwen3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen3VLForConditionalGeneration": _QWEN_VL,
     "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN_3_5,

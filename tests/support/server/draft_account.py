@@ -113,6 +113,10 @@ class WatchedLatent(Watched, LatentOracle):
 class WatchedVision(Watched, VisionOracle):
     """The same of a request with an image."""
 
+    def places(self, total: int) -> torch.Tensor:
+        """[axes, 1, total] or, with one axis, [1, total]: rotary positions."""
+        return self._places(0, total)["position_ids"]
+
 
 @torch.no_grad()
 def holding(
@@ -161,13 +165,10 @@ def holding(
 @torch.no_grad()
 def holding_of_head(
     head: torch.nn.Module, target: torch.nn.Module, ids: list[int], seen: torch.Tensor, embeds: torch.Tensor,
-    hidden: torch.Tensor, starts: list[int], steps: int, margin: float,
+    hidden: torch.Tensor, places: torch.Tensor, starts: list[int], steps: int, margin: float,
 ) -> list[int | None]:  # fmt: skip
     """As `holding`, for a draft model that reads hidden states: the target's of tokens that are known to hold, and its
     own of those that it has drafted.
-
-    Its positions are token counts on all axes, also after an image: SGLang gives no others to the layer of Qwen3.5
-    (sglang/srt/models/qwen3_5_mtp.py), whose target has those of M-RoPE.
 
     Args:
         seen: [n, n] or [H_kv, n, n] bool for n tokens, see `Watched`, for all of its heads or for each.
@@ -176,6 +177,7 @@ def holding_of_head(
         target: gives embeddings of drafted tokens, and the last layer.
         embeds: [n, size], what the target reads of each token: of an image's, what its encoder makes of the image.
         hidden: [n, size] or several of these side by side, of each token but the last.
+        places: [1, n] or [axes, 1, n], rotary positions.
     """
     embed, last = target.get_input_embeddings(), target.lm_head
     blocked = torch.finfo(torch.float32).min
@@ -185,9 +187,8 @@ def holding_of_head(
     )
 
     def run(tokens, states, first, mask, cache):
-        places = torch.arange(first, first + len(tokens))[None]
         mask = torch.where(mask, 0.0, blocked)[None]
-        passed, made = head(tokens[None], states, places, mask, cache)
+        passed, made = head(tokens[None], states, places[..., first : first + len(tokens)], mask, cache)
         best = last(made[0]).float().log_softmax(-1).topk(2)
         return passed, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 

@@ -35,6 +35,7 @@ from oracle import TOLERANCE, Oracle
 from repeating_model import in_circle
 from tiny_model import TinyModel
 from vision_account import VisionOracle
+from vision_families import VisionModel
 
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
 MODES = {
@@ -108,7 +109,9 @@ class Pair:
     @property
     def env(self) -> dict[str, str]:
         family = WITH_LAYER.get(self.name)
-        modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3", "gpt_oss")
+        heads = ("llama_eagle", "llama_eagle3")
+        others = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
+        modules = modules_of(family) if family else (*others, *heads)
         return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
 
     def texts(self) -> list[list[int]]:
@@ -143,7 +146,10 @@ class Pair:
         if third:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
         head = load_eagle(self.path, third=third) if self.path else self._layer()
-        return holding_of_head(head, model, ids, seen, account.inputs[0], hidden, starts, STEPS, sure)
+        # SGLang gives token counts to a draft model without several axes, as to the layer of Qwen3.5, of which it drops
+        # them (sglang/srt/models/qwen3_5_mtp.py).
+        places = account.places(len(ids)) if getattr(head, "sections", ()) else torch.arange(len(ids))[None]
+        return holding_of_head(head, model, ids, seen, account.inputs[0], hidden, places, starts, STEPS, sure)
 
     def _layer(self) -> MtpHead:
         return MtpHead(self.target.path, WITH_LAYER[self.name])
