@@ -42,16 +42,17 @@ def test_logits(serve, probed, vision_model, family, page_size):
     text, image = model.with_image(STEM, TAIL), model.picture(1)
     ids, account = Accounts.of(model).of_prompt(text, image)
     schedule = "overlap off" if keeps_states(family) and page_size == 1 else "overlap"
+    # As many as five rounds of windows take, and as a draft of Qwen2-VL's that holds as a whole.
+    tokens = 460 if account.window or family == "qwen2-vl" else 300
     answer = answer_by_account(
-        *(client, steps, account, page_size, schedule, ids, 460 if account.window else 300, FEW),
+        *(client, steps, account, page_size, schedule, ids, tokens, FEW),
         flush=False,
         ask=lambda tokens, **sampling: ask(client, [text], [image], tokens, **sampling)[0],
         others=[by_token_counts(account)] if len(account.positions) > 1 else [],
     )
     assert answer.rounds >= 5
-    # Drafts of which none holds, and of which all do, or all but one.
-    assert min(answer.accepted) == 1
-    assert max(answer.accepted) >= DRAFTED - 1
+    # Drafts of which none holds, and of which all do.
+    assert {1, DRAFTED} <= set(answer.accepted)
     serve.stop(client)
 
 
