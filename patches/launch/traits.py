@@ -34,6 +34,7 @@ def traits_of(model: ModelConfig) -> Traits:
         layered_drafts=family.layered_drafts,
         images=bool(model.is_multimodal or model.model_is_mrope),
         image_prompts=family.images != "text",
+        image_drafts=family.image_drafts,
         context=model.context_len,
         rope_limit=rope_limit(model.hf_text_config.to_dict()),
     )

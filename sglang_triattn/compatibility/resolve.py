@@ -44,8 +44,7 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits, *, weig
         config,
         window=traits.window,
         latent=traits.latent,
-        # What a draft layer makes of an image is held to no account.
-        images=traits.image_prompts and server.drafts in (None, "NGRAM"),
+        images=traits.image_prompts,
         page_size=settings.get("page_size", 1),
         whole_pages=server.drafts is not None and not settings.get("disable_overlap_schedule"),
         level=not settings.get("enable_deterministic_inference"),

@@ -327,9 +327,14 @@ _DRAFTS = (
         for where, other, when in (
             ("on a decode server", "disaggregation_mode", _is_decode_server),
             (
-                "with windows, latents or states",
+                "with windows, latents, states or images",
                 "",
-                lambda server: server.traits.has_windows or server.traits.latent or server.traits.linear_states,
+                lambda server: (
+                    server.traits.has_windows
+                    or server.traits.latent
+                    or server.traits.linear_states
+                    or server.traits.images
+                ),
             ),
         )
     ),
@@ -383,13 +388,16 @@ _DRAFTS = (
     ),
     *_only(
         (
-            Rule("attn_dp_size", many, "its draft layers are not tested in groups of ranks"),
+            Rule("attn_dp_size", many, "its draft model is not tested in groups of ranks"),
             Rule(
-                "disaggregation_mode", lambda mode: mode == "decode", "its draft layers are not tested on such a server"
+                "disaggregation_mode", lambda mode: mode == "decode", "its draft model is not tested on such a server"
             ),
-            Rule("enable_hierarchical_cache", _set, "copies of K/V of its draft layers are not tested"),
+            Rule("enable_hierarchical_cache", _set, "copies of K/V of its draft model are not tested"),
         ),
-        lambda server: server.drafts_in_layers,
+        lambda server: (
+            server.drafts_in_layers
+            or (server.traits.images and _has_draft_model(server) and not server.drafts_with_states)
+        ),
         "speculative_algorithm",
         names_model=True,
     ),
@@ -427,10 +435,13 @@ _DRAFTS = (
                 lambda server: server.drafts_with_states and server.drafts not in server.traits.state_drafts,
             ),
             (
-                "a draft model is not tested with images",
+                "such a draft model is not tested with images",
                 "use --speculative-algorithm NGRAM, or ",
-                # Of those whose states take drafts, the draft model is a layer of their own.
-                lambda server: server.traits.images and _has_draft_model(server) and not server.traits.state_drafts,
+                lambda server: (
+                    server.traits.images
+                    and _has_draft_model(server)
+                    and server.drafts not in server.traits.image_drafts
+                ),
             ),
             (
                 "drafted tokens are not tested with a model of which compression covers text alone",

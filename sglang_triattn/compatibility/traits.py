@@ -49,6 +49,7 @@ class Traits:
         layered_drafts: see `Family.layered_drafts`.
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
+        image_drafts: see `Family.image_drafts`.
         context: most tokens of a request; None if the file does not say.
         rope_limit: longest context in which RoPE turns tokens by the same frequencies all the time; None for any.
         branching_drafts: SGLang's default drafts for it branch.
@@ -66,6 +67,7 @@ class Traits:
     layered_drafts: bool = False
     images: bool = False
     image_prompts: bool = True
+    image_drafts: tuple[str, ...] = ()
     context: int | None = None
     rope_limit: int | None = None
     branching_drafts: bool = False
@@ -110,6 +112,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout, *, multim
         layered_drafts=family.layered_drafts,
         images=media or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
+        image_drafts=family.image_drafts,
         context=context_limit(fields) if known else None,
         rope_limit=rope_limit(fields),
         branching_drafts=family.branching_drafts,

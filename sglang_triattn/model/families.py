@@ -66,6 +66,7 @@ class Family:
         images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
             only requests without images are covered; None: not covered.
         images_on_request: SGLang takes images only with `--enable-multimodal`.
+        image_drafts: draft models, by ways of drafting in capitals, whose drafts after an image are held to an account.
         branching_drafts: SGLang's default `speculative_eagle_topk` is above 1.
         refused: a reason that no general field shows.
     """
@@ -100,6 +101,7 @@ class Family:
     loops: str = ""
     images: Literal["prompt", "text"] | None = None
     images_on_request: bool = False
+    image_drafts: tuple[str, ...] = ()
     branching_drafts: bool = False
     refused: Refused | None = None
 
@@ -169,9 +171,13 @@ _LATENT = Family(latent=True)
 _LINEAR_STATES = Family(linear_states=True)
 _NGRAM = ("NGRAM",)
 # NEXTN is its own draft layer, which SGLang takes for EAGLE.
-_NGRAM_OR_LAYER = ("NGRAM", "EAGLE", "NEXTN")
-_QWEN_3_5 = Family(linear_states=True, images="prompt", state_drafts=_NGRAM_OR_LAYER)
+_LAYER = ("EAGLE", "NEXTN")
+_NGRAM_OR_LAYER = ("NGRAM", *_LAYER)
+# SGLang gives its draft layer token counts for positions, where the model has several axes (`Qwen3_5ForCausalLMMTP`,
+# sglang/srt/models/qwen3_5_mtp.py): after an image, fewer drafts may hold, and answers stay what they are.
+_QWEN_3_5 = Family(linear_states=True, images="prompt", image_drafts=_LAYER, state_drafts=_NGRAM_OR_LAYER)
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
+_QWEN_VL = replace(_PLAIN_WITH_IMAGES, image_drafts=("EAGLE3",))
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
 _STATES_WITH_TEXT = Family(linear_states=True, images="text")
 # Latents in some layers, a state in the others.
@@ -353,13 +359,13 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": _PLAIN,
     "Qwen2MoeForCausalLM": _PLAIN,
     "Qwen2VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
-    "Qwen2_5_VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
     "Qwen3ASRForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
     "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=_NGRAM_OR_LAYER),
     "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
-    "Qwen3VLForConditionalGeneration": _PLAIN_WITH_IMAGES,
+    "Qwen3VLForConditionalGeneration": _QWEN_VL,
     "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "Qwen3_5ForCausalLM": _QWEN_3_5,
     "Qwen3_5ForConditionalGeneration": _QWEN_3_5,

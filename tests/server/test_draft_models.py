@@ -123,18 +123,6 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("stream", [False, True])
-def test_images_are_refused(probed, pairs, stream):
-    """Prevents rounds after an image that a draft model read, and a refusal that comes once a stream has begun."""
-    pair = pairs["NEXTN published"]
-    client, _ = probed(*pair.args, *MODES["moved"], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
-    image = {"image_data": ["data:image/png;base64,"], "sampling_params": greedy(4)}
-    response = client.post("/generate", input_ids=prompt(5, 9), stream=stream, **image)
-    assert response.status_code == 400
-    assert "compression covers only text on this server" in response.text
-
-
 def adapting(folder: Path) -> tuple[str, ...]:
     """Flags by which SGLang drafts STEPS tokens for one request, one for each of two, and none for more."""
     file, lengths = folder / "adaptive.json", {"1": [STEPS], "2": [1], "3": [0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import requests
 
 from disaggregated_servers import RETRACT, Pairs
+from family_servers import STATE_ENV, STATE_FLAGS, WITHOUT_BUFFER
 from forked_servers import run_command
 from harness import (
     KEYS_ALONE,
@@ -31,6 +33,7 @@ from sets import wide
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
+from tiny_model import save_random_stats
 from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
 from vision_families import VisionModel, build_vision_model
 from vision_servers import ANSWER, ask, keeps_states, start_vision, words
@@ -373,3 +376,25 @@ def test_both_engines_measure_the_language_model(forkserver, vision_model, tmp_p
         assert (one - other).norm() / other.norm() < 1e-2
     rolled = expected.mean.roll(1, dims=1)
     assert (measured.mean - rolled).norm() / rolled.norm() > 0.1, "the heads are all equal, so nothing was compared"
+
+
+@pytest.mark.wide
+def test_images_are_refused(serve, tmp_path):
+    """Prevents rounds after an image at a model of which text alone is covered, and a refusal that comes once a stream
+    has begun."""
+    model = build_vision_model(tmp_path, "qwen3.5-moe")
+    file = model.path / "config.json"
+    # A class of SGLang's that adds nothing to this model's.
+    other = {"architectures": ["InternS2PreviewForConditionalGeneration"]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
+    stats = load_stats(model.stats)
+    save_random_stats(model, stats.rope, stats.layers, (True,) * len(stats.layers))
+    env = {**STATE_ENV, "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules, "interns2preview")}
+    flags = ("--attention-backend", "torch_reference", *STATE_FLAGS, *WITHOUT_BUFFER)
+    client = serve(*flags, model=model, env=env, tokenizer=True)
+    asked = {"image_data": [encoded(model.picture(1))], "sampling_params": greedy(4)}
+    for stream in (False, True):
+        response = client.post("/generate", text=model.with_image("w5", "w6"), stream=stream, **asked)
+        assert response.status_code == 400
+        assert "compression covers only text on this server" in response.text
+    assert client.post("/generate", text="w5", sampling_params=greedy(4)).status_code == 200

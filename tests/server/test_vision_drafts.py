@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache, partial
-from typing import Any
 
 import pytest
 
@@ -12,9 +10,9 @@ from harness import BUDGET, INTERVAL, compression, prompt
 from ngram_account import DRAFTED, NGRAM, PAGES, answer_by_account, favouring
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
-from vision_account import Accounts, by_token_counts, encoded
-from vision_families import VisionModel, build_vision_model
-from vision_servers import ask, keeps_states, start_vision, words
+from vision_account import Accounts, by_token_counts
+from vision_families import build_vision_model
+from vision_servers import ask, keeps_states, start_vision, with_images, words
 
 # Tokens of which answers consist, so that some drafts hold and some do not.
 FEW = (10, 11, 12)
@@ -44,16 +42,17 @@ def test_logits(serve, probed, vision_model, family, page_size):
     text, image = model.with_image(STEM, TAIL), model.picture(1)
     ids, account = Accounts.of(model).of_prompt(text, image)
     schedule = "overlap off" if keeps_states(family) and page_size == 1 else "overlap"
+    # As many as five rounds of windows take, and as a draft of Qwen2-VL's that holds as a whole.
+    tokens = 460 if account.window or family == "qwen2-vl" else 300
     answer = answer_by_account(
-        *(client, steps, account, page_size, schedule, ids, 460 if account.window else 300, FEW),
+        *(client, steps, account, page_size, schedule, ids, tokens, FEW),
         flush=False,
         ask=lambda tokens, **sampling: ask(client, [text], [image], tokens, **sampling)[0],
         others=[by_token_counts(account)] if len(account.positions) > 1 else [],
     )
     assert answer.rounds >= 5
-    # Drafts of which none holds, and of which all do, or all but one.
-    assert min(answer.accepted) == 1
-    assert max(answer.accepted) >= DRAFTED - 1
+    # Drafts of which none holds, and of which all do.
+    assert {1, DRAFTED} <= set(answer.accepted)
     serve.stop(client)
 
 
@@ -70,19 +69,6 @@ def test_bit_identical_below_the_trigger(serve, vision_model):
     for name in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", "spec_num_correct_drafts"):
         assert ours["meta_info"][name] == theirs["meta_info"][name], name
     assert ours["meta_info"]["spec_num_correct_drafts"] > 0
-
-
-def with_images(model: VisionModel):
-    """The `fields` of a storm in which most prompts have an image."""
-
-    def fields(ids: list[int], rng: random.Random) -> dict[str, Any]:
-        if len(ids) > 400 or rng.random() < 0.3:
-            return {"text": words(ids)}
-        place = rng.randrange(len(ids))
-        picture = encoded(model.picture(rng.randrange(3)))
-        return {"text": model.with_image(words(ids[:place]), words(ids[place:])), "image_data": picture}
-
-    return fields
 
 
 @pytest.mark.wide

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from latent_family import LatentOracle
 from oracle import Oracle
+from vision_account import VisionOracle
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Watched(Oracle):
             layer.register_forward_pre_hook(lambda _, args, number=number: note(number, args[0][0]))
             for number, layer in enumerate(self._layers())
         ]
-        hooks.append(self.model.model.norm.register_forward_hook(lambda _, __, output: note(-1, output[0])))
+        # Where it takes images, its language model.
+        text = getattr(self.model.model, "language_model", self.model.model)
+        hooks.append(text.norm.register_forward_hook(lambda _, __, output: note(-1, output[0])))
         try:
             logits = super()._forward(ids, start, visible, cache)
         finally:
@@ -106,6 +109,15 @@ class WatchedLatent(Watched, LatentOracle):
     """The same of a model with latent KV."""
 
 
+@dataclass
+class WatchedVision(Watched, VisionOracle):
+    """The same of a request with an image."""
+
+    def places(self, total: int) -> torch.Tensor:
+        """[axes, 1, total] or, with one axis, [1, total]: rotary positions."""
+        return self._places(0, total)["position_ids"]
+
+
 @torch.no_grad()
 def holding(
     draft: torch.nn.Module, ids: list[int], seen: torch.Tensor, starts: list[int], steps: int, margin: float
@@ -152,8 +164,8 @@ def holding(
 
 @torch.no_grad()
 def holding_of_head(
-    head: torch.nn.Module, target: torch.nn.Module, ids: list[int], seen: torch.Tensor, hidden: torch.Tensor,
-    starts: list[int], steps: int, margin: float,
+    head: torch.nn.Module, target: torch.nn.Module, ids: list[int], seen: torch.Tensor, embeds: torch.Tensor,
+    hidden: torch.Tensor, places: torch.Tensor, starts: list[int], steps: int, margin: float,
 ) -> list[int | None]:  # fmt: skip
     """As `holding`, for a draft model that reads hidden states: the target's of tokens that are known to hold, and its
     own of those that it has drafted.
@@ -162,23 +174,26 @@ def holding_of_head(
         seen: [n, n] or [H_kv, n, n] bool for n tokens, see `Watched`, for all of its heads or for each.
         head: `head(embeddings, hidden, places, mask, cache)` returns what the next draft reads, and what its logits are
             made of.
-        target: gives embeddings and the last layer.
+        target: gives embeddings of drafted tokens, and the last layer.
+        embeds: [n, size], what the target reads of each token: of an image's, what its encoder makes of the image.
         hidden: [n, size] or several of these side by side, of each token but the last.
+        places: [1, n] or [axes, 1, n], rotary positions.
     """
-    embed, last = target.model.embed_tokens, target.lm_head
+    embed, last = target.get_input_embeddings(), target.lm_head
     blocked = torch.finfo(torch.float32).min
     seen = seen.view(-1, *seen.shape[-2:])
-    seen = seen.repeat_interleave(target.config.num_attention_heads // len(seen) if len(seen) > 1 else 1, 0)
+    seen = seen.repeat_interleave(
+        target.config.get_text_config().num_attention_heads // len(seen) if len(seen) > 1 else 1, 0
+    )
 
     def run(tokens, states, first, mask, cache):
-        places = torch.arange(first, first + len(tokens))[None]
         mask = torch.where(mask, 0.0, blocked)[None]
-        passed, made = head(embed(torch.tensor([tokens])), states, places, mask, cache)
+        passed, made = head(tokens[None], states, places[..., first : first + len(tokens)], mask, cache)
         best = last(made[0]).float().log_softmax(-1).topk(2)
         return passed, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
 
     cache = DynamicCache()
-    passed, likely, lead = run(ids[1:], hidden[None, :-1], 0, seen[:, :-1, :-1], cache)
+    passed, likely, lead = run(embeds[1:], hidden[None, :-1], 0, seen[:, :-1, :-1], cache)
     found: list[int | None] = []
     for start in starts:
         held, place = 0, start - 1
@@ -194,7 +209,7 @@ def holding_of_head(
                 held, place = held + 1, place + 1
                 mask = seen[:, start, : place + 1].clone()
                 mask[:, start:] = True
-                state, tokens, leads = run([int(token)], state, place, mask[:, None], own)
+                state, tokens, leads = run(embed(token[None]), state, place, mask[:, None], own)
                 token, sure = tokens[0], leads[0]
         found.append(held)
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -49,6 +50,8 @@ class EagleHead(nn.Module):
                 LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(3)
             )
         self.rotary = LlamaRotaryEmbedding(config)
+        # Pairs of dims that each axis turns, if there are several axes (M-RoPE).
+        self.sections = config.rope_parameters.get("mrope_section", ())
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.12)
@@ -62,15 +65,28 @@ class EagleHead(nn.Module):
             attended = torch.cat((self.input_layernorm(embeds), self.hidden_norm(stream)), -1)
         else:
             attended = stream = self.fc(torch.cat((embeds, hidden), -1))
-        turned = self.rotary(stream, places)
+        turned = self._turned(stream, places)
         stream = stream + self.self_attn(attended, turned, mask, past_key_values=cache)[0]
         stream = stream + self.mlp(self.post_attention_layernorm(stream))
         return stream, self.norm(stream) if self.third else stream
 
+    def _turned(self, stream: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cosines and sines, [1, n, head_dim], of positions [1, n], or [axes, 1, n] with several axes."""
+        if not self.sections:
+            return self.rotary(stream, places)
+        axes = zip(*(self.rotary(stream, axis) for axis in places), strict=True)
+        sizes = [*self.sections, *self.sections]
+        return tuple(
+            torch.cat(
+                [part[number % len(places)] for number, part in enumerate(torch.stack(each).split(sizes, -1))], -1
+            )
+            for each in axes
+        )
 
-def llama_config() -> transformers.LlamaConfig:
+
+def llama_config(**fields: Any) -> transformers.LlamaConfig:
     """Of a draft model for a target of `families` that is no Llama."""
-    return transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "rope_parameters": PLAIN_ROPE})
+    return transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1, "rope_parameters": PLAIN_ROPE, **fields})
 
 
 def build_eagle(

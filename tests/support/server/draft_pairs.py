@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_account import Watched, WatchedLatent, holding, holding_of_head
+from draft_account import Watched, WatchedLatent, WatchedVision, holding, holding_of_head
 from draft_heads import AUXILIARY, load_eagle
 from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, remote_code
 from harness import (
@@ -34,6 +34,8 @@ from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle
 from repeating_model import in_circle
 from tiny_model import TinyModel
+from vision_account import VisionOracle
+from vision_families import VisionModel
 
 # Rounds that move K/V, in slots and in pages, by sets of each head and by one set; and rounds that move none.
 MODES = {
@@ -52,12 +54,13 @@ WITH_LAYER = {
     "NEXTN more states": "qwen3-next-twice-mtp",
     "NEXTN axes": "qwen3.5-mtp",
     "NEXTN published": "qwen3.5-whole-mtp",
+    "NEXTN experts": "qwen3.5-moe-whole-mtp",
     "EAGLE layers windows": LAYERED,
     "NEXTN layers windows": LAYERED,
 }
 # Tested with adapters of the output projection alone: SGLang takes the queries of some for narrower than they are.
 UNEVEN = ("NEXTN states", "NEXTN axes", "EAGLE layers windows")
-KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published")
+KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published", "NEXTN experts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +109,9 @@ class Pair:
     @property
     def env(self) -> dict[str, str]:
         family = WITH_LAYER.get(self.name)
-        modules = modules_of(family) if family else ("llama", "llama_eagle", "llama_eagle3", "gpt_oss")
+        heads = ("llama_eagle", "llama_eagle3")
+        others = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
+        modules = modules_of(family) if family else (*others, *heads)
         return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
 
     def texts(self) -> list[list[int]]:
@@ -123,7 +128,8 @@ class Pair:
         sizes = {"round_to": page_size, "page_size": page_size, "remaps": mode in ("remapped", "ranks", "groups")}
         if not self.has_windows:
             sizes |= {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT}
-        account = WatchedLatent if isinstance(self.account, LatentOracle) else Watched
+        kinds = {LatentOracle: WatchedLatent, VisionOracle: WatchedVision}
+        account = kinds.get(type(self.account), Watched)
         return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
 
     def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
@@ -140,7 +146,10 @@ class Pair:
         if third:
             hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)
         head = load_eagle(self.path, third=third) if self.path else self._layer()
-        return holding_of_head(head, model, ids, seen, hidden, starts, STEPS, sure)
+        # SGLang gives token counts to a draft model without several axes, as to the layer of Qwen3.5, of which it drops
+        # them (sglang/srt/models/qwen3_5_mtp.py).
+        places = account.places(len(ids)) if getattr(head, "sections", ()) else torch.arange(len(ids))[None]
+        return holding_of_head(head, model, ids, seen, account.inputs[0], hidden, places, starts, STEPS, sure)
 
     def _layer(self) -> MtpHead:
         return MtpHead(self.target.path, WITH_LAYER[self.name])

@@ -77,7 +77,8 @@ MODULES = {
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     **dict.fromkeys(("qwen3-next-mtp", "qwen3-next-twice-mtp"), ("qwen3_next", "qwen3_next_mtp")),
     **dict.fromkeys(
-        ("qwen3.5-mtp", "qwen3.5-whole-mtp"), ("qwen3_5_text", "qwen3_5", "qwen3_5_mtp", "qwen3_vl", "qwen3")
+        ("qwen3.5-mtp", "qwen3.5-whole-mtp", "qwen3.5-moe-whole-mtp"),
+        ("qwen3_5_text", "qwen3_5", "qwen3_5_mtp", "qwen3_vl", "qwen3"),
     ),
     "qwen3.5-whole": ("qwen3_5", "qwen3_5_text", "qwen3_vl", "qwen3"),
     "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
 
-from families import LAYERS, build_family, config_of
+from families import LAYERS, build_family
 from latent_family import build_latent
 from repeating_model import make_repeating
 from state_family import build_whole_qwen
@@ -62,7 +62,8 @@ DRAFTING = {
     "qwen3-next-mtp": Drafting("qwen3-next", **_QWEN, noise=3.0),
     "qwen3-next-twice-mtp": Drafting("qwen3-next-twice", **_QWEN, noise=3.0),
     "qwen3.5-mtp": Drafting("qwen3.5", **_QWEN),
-    "qwen3.5-whole-mtp": Drafting("qwen3.5", lambda folder, _: build_whole_qwen(folder), **_QWEN),
+    "qwen3.5-whole-mtp": Drafting("qwen3.5", build_whole_qwen, **_QWEN),
+    "qwen3.5-moe-whole-mtp": Drafting("qwen3.5-moe", build_whole_qwen, **_QWEN),
 }
 
 
@@ -73,7 +74,7 @@ def build_mtp(folder: Path, family: str) -> TinyModel:
     tiny = drafting.build(folder, drafting.family)
     make_repeating(tiny)
     torch.manual_seed(5)
-    config = config_of(drafting.family)
+    config = _text_config(tiny.path)
     size = config.hidden_size
     mix = torch.cat((torch.eye(size), 0.12 * noise * torch.randn(size, size)), -1)
     norms = {f"{name}.weight": torch.full((size,), drafting.unit) for name in drafting.norms}
@@ -93,6 +94,10 @@ def build_mtp(folder: Path, family: str) -> TinyModel:
     return tiny
 
 
+def _text_config(path: Path) -> transformers.PreTrainedConfig:
+    return transformers.AutoConfig.from_pretrained(path).get_text_config()
+
+
 def _deeper(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
     config = copy.deepcopy(config)
     config.num_hidden_layers = LAYERS + 1
@@ -108,7 +113,7 @@ class MtpHead(nn.Module):
     def __init__(self, path: Path, family: str) -> None:
         super().__init__()
         drafting, weights = DRAFTING[family], load_file(path / "model.safetensors")
-        config = _deeper(transformers.AutoConfig.from_pretrained(path).get_text_config())
+        config = _deeper(_text_config(path))
         with TemporaryDirectory() as folder:
             renamed = {
                 _AS_ONE_MORE + name.removeprefix(drafting.layer) if name.startswith(drafting.layer) else name: weight

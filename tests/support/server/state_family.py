@@ -1,4 +1,4 @@
-"""A random Qwen3.5 in the class that published ones are served in: with an encoder of images, which no test uses."""
+"""Random models in classes that take images, as their language model alone answers text."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class WholeQwen(VisionModel):
         return Account(super().load())
 
 
-def build_whole_qwen(folder: Path) -> TinyModel:
+def build_whole_qwen(folder: Path, family: str = "qwen3.5") -> TinyModel:
     """Writes the model, its processor, and random statistics for it."""
-    return WholeQwen(**vars(build_vision_model(folder, "qwen3.5")))
+    return WholeQwen(**vars(build_vision_model(folder, family)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -49,3 +50,16 @@ def ask(client: Client, texts: list[str], images: list, tokens: int = ANSWER, **
     )
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def with_images(model: VisionModel) -> Callable[[list[int], random.Random], dict[str, Any]]:
+    """The `fields` of a storm in which most prompts have an image."""
+
+    def fields(ids: list[int], rng: random.Random) -> dict[str, Any]:
+        if len(ids) > 400 or rng.random() < 0.3:
+            return {"text": words(ids)}
+        place = rng.randrange(len(ids))
+        picture = encoded(model.picture(rng.randrange(3)))
+        return {"text": model.with_image(words(ids[:place]), words(ids[place:])), "image_data": picture}
+
+    return fields

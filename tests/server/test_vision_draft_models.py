@@ -1,0 +1,148 @@
+"""Vision-language models with a draft model: what that reads of an image, and drafts after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from draft_heads import build_eagle, llama_config
+from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
+from family_servers import prepared
+from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt
+from repeating_model import in_circle, make_repeating
+from sets import wide
+from state_family import build_whole_qwen
+from storm import FLAGS, RETRACTING, assert_withstood, storm
+from vision_account import Accounts
+from vision_families import VisionModel
+from vision_servers import ask, with_images, words
+
+# A prompt after which some drafts hold and some do not.
+STEM, TAIL = words(prompt(31, 24)), words(prompt(5, 12) + in_circle(38))
+# Models for which another one drafts.
+TARGETS = {"EAGLE3 axes": "qwen2.5-vl", "EAGLE3 deepstack": "qwen3-vl"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A pair whose account is that of one prompt with an image.
+
+    Attributes:
+        ids: of the prompt.
+    """
+
+    pair: Pair
+    ids: list[int]
+
+    def started(self, start: Callable, *flags: str, env: dict[str, str] | None = None, **options: Any) -> Any:
+        """What `serve`, or `probed`, returns of a server."""
+        pair = self.pair
+        return start(*pair.args, *flags, model=pair.target, env={**pair.env, **(env or {})}, tokenizer=True, **options)
+
+    def answer(self, client: Client, tokens: int, **sampling: Any) -> dict[str, Any]:
+        model = self.pair.target
+        return ask(client, [model.with_image(STEM, TAIL)], [model.picture(1)], tokens, **sampling)[0]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """`asked(name)` builds a model that takes images, and what drafts for it, once."""
+
+    @cache
+    def build(name: str) -> Asked:
+        folder = tmp_path_factory.mktemp("drafts")
+        target, head = (prepared(folder, WITH_LAYER[name])[0], None) if name in WITH_LAYER else with_head(folder, name)
+        model = VisionModel(**vars(target))
+        ids, account = Accounts.of(model).of_prompt(model.with_image(STEM, TAIL), model.picture(1))
+        return Asked(Pair(name, target, account, head), ids)
+
+    return build
+
+
+def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
+    """The model, and where its draft model is, which has the axes of the model's rotary positions if it is to."""
+    target = build_whole_qwen(folder, TARGETS[name])
+    make_repeating(target)
+    text = transformers.AutoConfig.from_pretrained(target.path).get_text_config()
+    rope = {"rope_parameters": text.rope_parameters} if name.endswith("axes") else {}
+    head = llama_config(vocab_size=text.vocab_size, **rope)
+    return target, build_eagle(folder, target, third=True, noise=0.45, config=head)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("NEXTN published", "moved"),
+        *(wide("NEXTN published", mode) for mode in ("pages", "remapped", "overlap off")),
+        wide("NEXTN experts", "moved"),
+        wide("NEXTN experts", "pages"),
+        *(wide("EAGLE3 axes", mode) for mode in ("moved", "pages", "overlap off")),
+        *(wide("EAGLE3 deepstack", mode) for mode in ("moved", "pages")),
+    ],
+)
+def test_logits_and_drafts(probed, asked, name, mode):
+    """Prevents wrong positions of drafted and verified tokens after an image and a round, K/V of accepted ones, or of
+    the image, that a round loses, and a draft model that reads of an image something else than its encoder returns."""
+    one = asked(name)
+    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE)
+    page_size = client.setting("page_size")
+    client.flush()
+    steps()
+    response = one.answer(client, 250)
+    frozen = len(one.ids) - len(one.ids) % page_size
+    found = drafts_with_account(one.pair, mode, one.ids, response, steps(), frozen)
+    assert compression(response)["frozen_length"] == frozen
+    assert compression(response)["rounds"] >= 5
+    assert len(found) > 60
+    # Neither always nor never.
+    assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
+def test_drafts_hold_after_rounds(serve, asked, name):
+    """Prevents drafts after an image that hold no longer once rounds have come: they hold about as often as those of a
+    request that is not compressed."""
+    client = asked(name).started(serve, *MODES["pages"], *KEYS_ALONE)
+    rates = []
+    for enabled in (True, False):
+        client.flush()
+        response = asked(name).answer(client, 530, custom_params={"triattention": {"enabled": enabled}})
+        assert (response["meta_info"].get("triattention", {}).get("rounds", 0) >= 10) == enabled
+        rates.append(response["meta_info"]["spec_accept_rate"])
+    assert all(0.2 < rate < 0.9 for rate in rates)
+    assert abs(rates[0] - rates[1]) < 0.1
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
+def test_bit_identical_below_the_trigger(serve, asked, name):
+    """Prevents compression from changing an answer after an image, a log-probability or an acceptance before it has
+    evicted."""
+    one = asked(name)
+    ours, theirs = (
+        one.answer(one.started(serve, "--page-size", "1", compressed=each), BUDGET + INTERVAL) for each in (True, False)
+    )
+    assert compression(ours)["rounds"] == 0
+    for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens", "spec_num_correct_drafts"):
+        assert ours["meta_info"][field] == theirs["meta_info"][field], field
+    assert ours["meta_info"]["spec_num_correct_drafts"] > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
+def test_storm(serve, asked, name):
+    """Prevents slots for drafts, states or images that are lost or owned twice where requests with images and without
+    are aborted, retracted and compacted while they are prefilled."""
+    one = asked(name)
+    pool = ("--max-total-tokens", "1536", *FLAGS)
+    client = one.started(serve, *MODES["pages"], *KEYS_ALONE, *pool, env=RETRACTING)
+    _, finished = storm(client, 1, 40, (24, BUDGET), 1500, fields=with_images(one.pair.target))
+    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    serve.stop(client)
