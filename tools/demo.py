@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 
 import prepare_model
+from checkout import ROOT
 from env import cache_root, fail
 from server import Server, ServerError, exit_on_signals, running_server, triattention_args
 
@@ -162,6 +163,8 @@ def talk(server: Server, model) -> None:
     print(f"\n{table(rows)}\n\n{summary(rows, peak)}\n{tokens:,} tokens in {seconds:.0f} s.")
     if not all(line["rounds"] for line in rows):
         raise ServerError("a request outgrew the budget and was never compacted.")
+    if not all(line["logical"] - line["physical"] == line["evicted"] == line["freed"] for line in rows):
+        raise ServerError("a request holds other slots than those that it did not free.")
 
 
 def main() -> None:
@@ -173,7 +176,8 @@ def main() -> None:
     try:
         model, stats = prepare_model.prepare(name)
         print(f"starting the server (about a minute on a CPU); its log: {log}", flush=True)
-        with running_server(model, triattention_args(stats), log_path=log) as server:
+        # From the checkout, as a user who has just cloned it: none of its folders may shadow a package.
+        with running_server(model, triattention_args(stats), log_path=log, folder=ROOT) as server:
             talk(server, model)
     except ServerError as error:
         fail(str(error))

@@ -229,10 +229,11 @@ def running_server(
     log_path: str | Path | None = None,
     port: int | None = None,
     timeout_s: float = START_TIMEOUT_S,
+    folder: Path | None = None,
 ):
-    """A healthy server of `model`; without `log_path`, its output goes to this process's."""
+    """A healthy server of `model`, see `running_process`; without `log_path`, its output goes to this process's."""
     port = port or free_port()
-    with running_process(launch_command(model, port, args), port, env, log_path) as server:
+    with running_process(launch_command(model, port, args), port, env, log_path, folder) as server:
         wait_until_healthy(server, timeout_s)
         yield server
 

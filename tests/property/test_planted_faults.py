@@ -410,7 +410,9 @@ FAULTS = [
     Fault("newest tokens change places in the row", swap_newest_tokens, "not in order", CUT),
     Fault("a cut row is not closed up", leave_the_newest_in_place, "belongs to|recent token|came from|held twice", CUT),
     Fault("the first hole is off by one", see_the_first_hole_late, "but may have", REMAP),
-    Fault("only the last round's hole counts", forget_earlier_rounds, "but may have", {**REMAP, "prompt": "compact"}),
+    Fault(
+        "only the last round's hole counts", forget_earlier_rounds, "but may have", {**REMAP, "prompt": "compact"}, 7
+    ),
     Fault("the tree takes compacted rows", let_the_tree_take_all, "but may have", REMAP),
     Fault("more is published than SGLang owns", publish_what_sglang_frees, "but may have|free, tree and", STRIP),
     Fault(
@@ -419,13 +421,13 @@ FAULTS = [
         "free, tree and|belongs to",
         an_answer_that_became_a_prompt,
     ),
-    Fault("barred rows are published", publish_what_sglang_bars, "but may have", BARRED),
+    Fault("barred rows are published", publish_what_sglang_bars, "but may have", BARRED, 8),
     Fault("barred rows are kept", keep_what_sglang_bars, "do not determine", {"varied": True}),
     Fault("a dropped conversation leaves its lock", leave_the_tree_locked, "of the tree are locked", REMAP),
     Fault("a conversation's row is freed twice", free_a_row_twice, "a row has no owner", REMAP),
     Fault("rounds reach into the frozen part", compact_what_is_frozen, "wrote to a slot|due round|frozen|kept", PAGES),
     Fault("the batch keeps its old lengths", keep_the_old_lengths, "the batch has other lengths", REMAP),
-    Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP),
+    Fault("a retracted request keeps its record", keep_the_record_of_a_lost_row, "other (content|tokens)", REMAP, 11),
     Fault(
         "a resumed row forgets what it lost",
         resume_as_if_nothing_was_evicted,
@@ -434,7 +436,7 @@ FAULTS = [
     ),
     Fault("inputs count as generated", take_inputs_for_generated, "count as inputs|lost . input|lost .. input", TALKS),
     Fault("moved inputs are forgotten", forget_moved_inputs, "count as inputs|frozen|due round|another number", TALKS),
-    Fault("a permuted row passes for exact", forget_that_inputs_moved, "but may have", TALKS, 3),
+    Fault("a permuted row passes for exact", forget_that_inputs_moved, "but may have", TALKS, 6),
     Fault("inputs are not moved", leave_inputs_in_place, "belongs to|held twice|came from|frozen|input tokens", TALKS),
     Fault("a row is cut among gaps", cut_among_gaps, "do not follow|other text", turns_with_edited_ends),
     Fault("the end of a cut row is kept", keep_the_end_of_a_cut_row, "free, tree and", turns_with_edited_ends),
@@ -443,7 +445,7 @@ FAULTS = [
     ),
     Fault("a row is found by other text", go_on_after_any_text, "after other text", turns_with_edited_ends),
     Fault("a flush reads rows", read_rows_after_the_flush, "unmapped memory was accessed|freed only", a_flush_of_a_row),
-    Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP),
+    Fault("a refused flush takes rows", drop_rows_without_a_flush, "a refused flush took", REMAP, 3),
     Fault(
         "a bound outlives what it follows from",
         reserve_what_was_needed_once,

@@ -172,12 +172,15 @@ def probed_pairs(serve_pairs, tmp_path):
 
 
 def probing(started: Callable, folder: Path) -> Callable:
-    """Starts servers as `started` does, with the probe of steps, whose plugin and lines `folder` gets."""
+    """Starts servers as `started` does, with the probe of steps, whose plugin and lines `folder` gets; `contents=True`
+    lets it read the pool, too."""
     harness.install_plugin(folder, "probe", Path(step_probe.__file__).read_text())
     file = folder / "steps.jsonl"
 
-    def start(*args: str, env: dict[str, str] | None = None, **options):
+    def start(*args: str, env: dict[str, str] | None = None, contents: bool = False, **options):
         probe = {"PYTHONPATH": harness.python_path(folder), "PROBE_FILE": str(file)}
+        if contents:
+            probe["PROBE_CONTENTS"] = "1"
         client = started(*args, env={**(env or {}), **probe}, **options)
 
         def steps():

@@ -14,6 +14,7 @@ import torch
 
 import harness
 import prepare_model
+from documents import README, section
 from forked_servers import run_command, running_server
 from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
@@ -23,7 +24,10 @@ from sglang_triattn.rounds.scoring import score_tables
 from sglang_triattn.stats.file import load_stats
 from word_tokenizer import with_tokenizer
 
-BUDGET, INTERVAL = 96, 32
+LENGTHS = {"budget": 96, "interval": 32, "recent": 16}
+ANSWER = LENGTHS["budget"] + 2 * LENGTHS["interval"]
+# In bfloat16, processors without bfloat16 arithmetic would measure for minutes.
+SMALL = ("--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32")
 DRAFTS = {
     "NGRAM": "--page-size 1 --speculative-num-draft-tokens 6",
     "STANDALONE": f"{' '.join(harness.DRAFTS)} --speculative-draft-model-path",
@@ -40,19 +44,16 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-def serve_and_ask(forkserver, model, cache, log, *more: str) -> tuple[str, str]:
+def serve_and_ask(forkserver, model, cache, log, *flags: str) -> tuple[str, str]:
     """What the log of one launch says about the statistics, and the report of a compressed answer."""
-    args = ["--enable-triattention", "--triattention-budget", str(BUDGET), "--triattention-interval", str(INTERVAL)]
-    # In bfloat16, processors without bfloat16 arithmetic would measure for minutes.
-    args += ["--max-total-tokens", "6144", "--sleep-on-idle", "--dtype", "float32", *more]
     env = {**harness.STRICT, "XDG_CACHE_HOME": str(cache)}
-    with running_server(forkserver, model, args, env, log) as server:
+    with running_server(forkserver, model, ["--enable-triattention", *flags], env, log) as server:
         client = harness.Client(server)
-        response = client.generate(list(range(1000, 1040)), BUDGET + 2 * INTERVAL)
+        response = client.generate(list(range(1000, 1040)), ANSWER, custom_params={"triattention": LENGTHS})
         served = client.totals()["stats"]
     report = harness.compression(response)
     # Steps that verify drafts end with other lengths.
-    assert report["rounds"] >= 1 if more else report["rounds"] == 1
+    assert report["rounds"] >= 1 if "--speculative-algorithm" in flags else report["rounds"] == 1
     return served, log.read_text()
 
 
@@ -64,11 +65,14 @@ def worded(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first_launch(forkserver, worded, cache, tmp_path_factory):
+    """A launch with no more flags than the README's first command has."""
+    assert "    python -m sglang.launch_server --model-path M --enable-triattention\n" in section(README, "Quick start")
     return serve_and_ask(forkserver, worded, cache, tmp_path_factory.mktemp("logs") / "first.log")
 
 
 def test_the_first_launch_measures_and_says_so(first_launch, cache):
-    """Prevents a silent wait and a file that no line names."""
+    """Prevents a first command that needs a flag that the README does not name, a silent wait, and a file that no line
+    names."""
     served, log = first_launch
     (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
     assert served == str(file)
@@ -78,7 +82,7 @@ def test_the_first_launch_measures_and_says_so(first_launch, cache):
 
 def test_the_next_launch_finds_them(forkserver, first_launch, worded, cache, tmp_path):
     """Prevents measuring at every launch, and a launch that fails because the folder cannot be written."""
-    served, log = serve_and_ask(forkserver, worded, cache, tmp_path / "next.log")
+    served, log = serve_and_ask(forkserver, worded, cache, tmp_path / "next.log", *SMALL)
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
     assert "expects this to take" not in log
@@ -92,7 +96,7 @@ def test_a_launch_that_drafts_measures_too(forkserver, worded, tmp_path, algorit
     flags = ["--speculative-algorithm", algorithm, *DRAFTS[algorithm].split()]
     if algorithm == "STANDALONE":
         flags.append(str(worded))
-    served, log = serve_and_ask(forkserver, worded, tmp_path / "cache", tmp_path / "log", *flags)
+    served, log = serve_and_ask(forkserver, worded, tmp_path / "cache", tmp_path / "log", *SMALL, *flags)
     assert served.startswith(str(tmp_path / "cache"))
     assert "expects this to take about" in log
 
@@ -126,7 +130,7 @@ def kept_sets(stats, keys, selection: str, keep: int) -> torch.Tensor:
 @pytest.mark.wide
 def test_they_agree_with_a_longer_calibration(forkserver, smollm, keys, tmp_path, record_property):
     """Prevents a quick measurement that keeps other tokens than a thorough one."""
-    served, _ = serve_and_ask(forkserver, smollm[0], tmp_path / "cache", tmp_path / "log")
+    served, _ = serve_and_ask(forkserver, smollm[0], tmp_path / "cache", tmp_path / "log", *SMALL)
     quick, careful = load_stats(served), load_stats(smollm[1])
     difference = relative(quick.mean, careful.mean)
     agreements = {}

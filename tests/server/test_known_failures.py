@@ -62,7 +62,7 @@ class Watched:
 def watched(probed, tiny, request) -> Watched:
     page_size, recent, selection = ROUNDS[request.param]
     flags = ("--page-size", page_size, "--triattention-recent", str(recent), "--triattention-selection", selection)
-    client, steps = probed(*flags)
+    client, steps = probed(*flags, contents=True)
     ids = prompt(91, PROMPT)
     response = client.generate(ids, TOKENS, logprobs=True)
     rid = response["meta_info"]["id"]

@@ -54,7 +54,7 @@ def test_answers_below_the_budget(serve, tmp_path):
 def test_storm(serve, probed, tmp_path):
     """Prevents latents of a frozen prefix from being written, and leaks."""
     tiny, account = prepared(tmp_path, FAMILY)
-    client, steps = started(probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING)
+    client, steps = started(probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING, contents=True)
     _, finished = storm(client, 1, 60, (account.recent + 1, account.budget), 1500, conversations=4)
     assert len(finished) > 30
     assert retractions(finished) > 3

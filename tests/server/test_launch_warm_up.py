@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 import forked_servers
 from harness import (
     BUDGET,
@@ -28,15 +26,23 @@ def activate():
 """
 
 
-INTERPRETED = {"TRITON_INTERPRET": "1"}
+# Triton's interpreter, where Triton has been imported without: kernels are looked at when they are defined, as are the
+# functions of Triton's language that are kernels themselves.
+INTERPRETED = """
+import importlib
+import os
 
+os.environ["TRITON_INTERPRET"] = "1"
+import triton.language as language
+from triton.language import random, standard
+from triton.runtime import JITFunction
 
-@pytest.fixture
-def interpreting():
-    """A forkserver in which Triton was imported with its interpreter."""
-    forkserver = forked_servers.Forkserver(INTERPRETED)
-    yield forkserver
-    forkserver.stop()
+for module in (standard, random):
+    importlib.reload(module)
+    for name, function in list(vars(language).items()):
+        if isinstance(function, JITFunction) and hasattr(module, name):
+            setattr(language, name, getattr(module, name))
+"""
 
 
 def test_kernels_that_cannot_run_end_the_launch(forkserver, tiny, tmp_path):
@@ -57,15 +63,15 @@ def answer_of(client: Client) -> dict:
     return answer
 
 
-def test_a_rehearsed_server_serves_as_any_other(serve, interpreting, tiny, tmp_path):
+def test_a_rehearsed_server_serves_as_any_other(serve, forkserver, tiny, tmp_path):
     """Prevents a warm-up that leaves traces in the pool or the rows, and kernels that keep other tokens than the
     references."""
-    install_plugin(tmp_path, "kernels", KERNELS)
+    install_plugin(tmp_path, "kernels", INTERPRETED + KERNELS)
     expected = answer_of(serve())
     # The interpreter is slow on the long rows that a longer context would be warmed up with.
     args = compressed_args(tiny, "--context-length", "128")
-    env = {**STRICT, **INTERPRETED, "PYTHONPATH": python_path(tmp_path)}
-    with forked_servers.running_server(interpreting, tiny.path, args, env, tmp_path / "log") as server:
+    env = {**STRICT, "PYTHONPATH": python_path(tmp_path)}
+    with forked_servers.running_server(forkserver, tiny.path, args, env, tmp_path / "log") as server:
         answer = answer_of(Client(server))
     assert compression(answer)["rounds"] > 0
     assert compression(answer) == compression(expected)

@@ -22,7 +22,7 @@ def test_bounded_at_every_step_and_frozen_bytes_untouched(probed, page_size):
 
     2,000 tokens at page size 1, fewer at the others; every decode step of the scheduler is checked.
     """
-    client, steps = probed("--page-size", str(page_size))
+    client, steps = probed("--page-size", str(page_size), contents=True)
     ids, tokens = prompt(1, 150), 2000 if page_size == 1 else 500
     response = client.generate(ids, tokens)
     report, report_id = compression(response), response["meta_info"]["id"]

@@ -23,7 +23,6 @@ from forked_servers import Forkserver, run_script, running_server
 from harness import STRICT, Client, assert_pool_is_whole, compression
 from launches import run_python
 from server import port_is_free, running_process, wait_until_healthy
-from sets import wide
 
 PORT = 30000
 URL = f"http://localhost:{PORT}"
@@ -147,7 +146,10 @@ def user(tmp_path_factory):
     return {**STRICT, "PATH": path, "XDG_CACHE_HOME": str(folder)}
 
 
-@pytest.mark.parametrize("program", ["python -m sglang.launch_server", wide("sglang serve")])
+# Each of three processes imports everything, which `make demo` does too: it starts a server in the same way, also from
+# the checkout. The flag alone is the first launch of test_auto_stats.py.
+@pytest.mark.wide
+@pytest.mark.parametrize("program", ["python -m sglang.launch_server", "sglang serve"])
 def test_first_command(user, chat_model, tmp_path, program):
     """Prevents a first command that needs a flag that the README does not name, a GPU, a file, or another folder."""
     commands = re.findall(rf"(?:^    |`)({program} [^`\n]*)", section(README, "Quick start"), re.MULTILINE)

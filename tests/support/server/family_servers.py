@@ -162,15 +162,15 @@ def remote_code(family: str) -> list[str]:
     return ["--trust-remote-code"] if own else []
 
 
-def started(serve, tiny, family, *flags, env=None, compressed=True):
-    """The Client of a server of the model, which compresses by default; `flags` and `env` come on top."""
+def started(serve, tiny, family, *flags, env=None, compressed=True, **options):
+    """What `serve(..., **options)` returns for the model, compressed by default; `flags` and `env` come on top."""
     settings = SETTINGS if compressed else []
     more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
     more += remote_code(family)
     if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole", "kimi-linear"):
         more += STATE_FLAGS
     env = {**only_models(*modules_of(family)), **STATE_ENV, **(env or {})}
-    return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed)
+    return serve(*settings, *more, *flags, env=env, model=tiny, compressed=compressed, **options)
 
 
 def compare_with_account(

@@ -2,7 +2,7 @@
 
 Loaded through its own entry point (see `harness.install_plugin`), it sees the rows, lengths and K/V that the next
 forward pass will use, and appends one JSON line per step to the file named by PROBE_FILE. Of a mixed batch, only
-lengths.
+lengths. What is in the pool, a quarter of a step to read, only with PROBE_CONTENTS.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ def record(scheduler, batch, *_, **__) -> None:
     seen = []
     for index, request in enumerate(batch.reqs):
         protected = request.kv.cache_protected_len
-        slots = rows[request.kv.req_pool_idx, :protected].long()
-        checksum = 0
-        for buffer in buffers_of(pool):
-            checksum = zlib.crc32(buffer[slots].contiguous().cpu().numpy().tobytes(), checksum)
         seen.append(
             {
                 "rid": request.rid,
@@ -47,13 +43,14 @@ def record(scheduler, batch, *_, **__) -> None:
                 "physical": request.kv.kv_allocated_len,
                 "attended": int(batch.seq_lens_cpu[index]),
                 "logical": int(batch.orig_seq_lens[index]),
-                "checksum": checksum,
                 "retractions": request.retraction_count,
                 # With overlap, the token that the queued step samples is not among them yet.
                 "known": len(request.origin_input_ids) + len(request.output_ids),
-                **contents(pool, rows[request.kv.req_pool_idx, : int(batch.seq_lens_cpu[index])].long()),
             }
         )
+        if "PROBE_CONTENTS" in os.environ:
+            row = rows[request.kv.req_pool_idx, : int(batch.seq_lens_cpu[index])].long()
+            seen[-1] |= {"checksum": checksum(pool, row[:protected]), **contents(pool, row)}
     free = scheduler.token_to_kv_pool_allocator.available_size()
     append({"free": free, "requests": seen})
 
@@ -67,6 +64,14 @@ def buffers_of(pool) -> list:
 def append(line: dict) -> None:
     with open(os.environ["PROBE_FILE"], "a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def checksum(pool, slots) -> int:
+    """One of all K/V bytes at these slots."""
+    found = 0
+    for buffer in buffers_of(pool):
+        found = zlib.crc32(buffer[slots].contiguous().cpu().numpy().tobytes(), found)
+    return found
 
 
 def contents(pool, slots) -> dict:
