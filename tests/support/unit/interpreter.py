@@ -58,14 +58,16 @@ def key_of(root: Path, arguments: Sequence[str]) -> str:
 
 
 def inputs_of(root: Path, named: Sequence[str]) -> list[str]:
-    """The tests' files and folders `named`, all that these import or name, and the data that tests read."""
+    """The tests' files and folders `named`, the conftest.py files that pytest loads for them, all that these import or
+    name, and the data that tests read."""
     checkout = _checkout(root)
     tests = [file for file in checkout.files if any(Path(file).is_relative_to(name) for name in named)]
-    found = {each for test in tests for each in checkout.reached(test)}
+    above = {str(folder / "conftest.py") for test in tests for folder in Path(test).parents}
+    found = {each for file in (*tests, *above.intersection(checkout.files)) for each in checkout.reached(file)}
     for place in map(root.joinpath, DATA):
         inside = place.rglob("*") if place.is_dir() else [place]
         found |= {str(path.relative_to(root)) for path in inside if path.is_file() and "__pycache__" not in path.parts}
-    return sorted(found | {file for file in checkout.files if Path(file).name == "conftest.py"})
+    return sorted(found)
 
 
 @cache

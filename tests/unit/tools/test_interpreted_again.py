@@ -23,6 +23,9 @@ def checkout(tmp_path):
         ("sglang_triattn/other.py", ""),
         ("kernels/__init__.py", ""),
         ("kernels/one.py", KERNEL),
+        ("tests/conftest.py", "import common\n"),
+        ("tests/support/common/common.py", ""),
+        ("tests/server/conftest.py", ""),
         ("tests/gpu/test_one.py", TEST),
         ("tests/golden/scores.json", "{}"),
         ("tests/support/unit/quick_interpreter.py", ""),
@@ -40,7 +43,11 @@ def key_of(checkout, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "changed", ["kernels/one.py", "kernels/__init__.py", "tests/gpu/test_one.py", "tests/golden/scores.json"]
+    "changed",
+    [
+        *("kernels/one.py", "kernels/__init__.py", "tests/gpu/test_one.py", "tests/golden/scores.json"),
+        *("tests/conftest.py", "tests/support/common/common.py"),
+    ],
 )
 def test_what_tests_depend_on_has_them_run_again(checkout, changed):
     """Prevents a changed kernel, test or reference from passing because another one did."""
@@ -52,8 +59,9 @@ def test_what_tests_depend_on_has_them_run_again(checkout, changed):
 def test_what_they_do_not_depend_on_leaves_them(checkout):
     """Prevents minutes of interpreting after every change, and equal keys of different sets."""
     before = key_of(checkout)
-    (checkout / "sglang_triattn/other.py").write_text("VALUE = 2\n")
-    assert key_of(checkout) == before
+    for other in ("sglang_triattn/other.py", "tests/server/conftest.py"):
+        (checkout / other).write_text("VALUE = 2\n")
+        assert key_of(checkout) == before
     assert key_of(checkout, "tests/gpu", "-m", "wide") != before
 
 
