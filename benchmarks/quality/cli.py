@@ -170,6 +170,14 @@ def shares_of(text: str) -> tuple[float, ...]:
     return shares
 
 
+def add_policies(parser: argparse.ArgumentParser) -> None:
+    """The options that name policies; `read_choice` reads their values."""
+    parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
+    parser.add_argument(
+        "--base", default=DEFAULT, metavar="NAME", help="the policy that intervals compare with (default)"
+    )
+
+
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.quality", description=__doc__.partition("\n")[0], allow_abbrev=False
@@ -179,10 +187,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--streams", metavar="FILE", help="of benchmarks.quality.streams; by default made from --seed")
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
     parser.add_argument("--shares", type=shares_of, help="budgets as parts of the private tokens (0.5,0.25,0.125)")
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
-    parser.add_argument(
-        "--base", default=DEFAULT, metavar="NAME", help="the policy that intervals compare with (default)"
-    )
+    add_policies(parser)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="three short streams, two shares")
     parser.add_argument("--fed", action="store_true", help="every row computes its own K/V, as in a server; slower")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import requests
 
 from disaggregated_servers import RETRACT, Pairs
-from family_servers import STATE_ENV, STATE_FLAGS, WITHOUT_BUFFER
 from forked_servers import run_command
 from harness import (
     KEYS_ALONE,
@@ -36,7 +33,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import save_random_stats
 from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
 from vision_families import VisionModel, build_vision_model
-from vision_servers import ANSWER, ask, keeps_states, start_vision, words
+from vision_servers import ANSWER, ask, keeps_states, start_vision, with_images, words
 from word_tokenizer import text
 
 STEM, TAIL, OTHER = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30), (33, 37)))
@@ -323,14 +320,7 @@ def test_answers_and_storm(serve_vision, family):
         for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
 
-    def fields(ids: list[int], rng: random.Random) -> dict[str, Any]:
-        if len(ids) > 400 or rng.random() < 0.3:
-            return {"text": words(ids)}
-        place = rng.randrange(len(ids))
-        picture = encoded(model.picture(rng.randrange(3)))
-        return {"text": model.with_image(words(ids[:place]), words(ids[place:])), "image_data": picture}
-
-    _, finished = storm(client, 1, 40, (model.recent + 1, model.budget), 1500, fields=fields)
+    _, finished = storm(client, 1, 40, (model.recent + 1, model.budget), 1500, fields=with_images(model))
     assert len(finished) > 20
     assert retractions(finished) > 3
     assert client.totals()["rounds"] > 13
@@ -389,9 +379,8 @@ def test_images_are_refused(serve, tmp_path):
     file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
     stats = load_stats(model.stats)
     save_random_stats(model, stats.rope, stats.layers, (True,) * len(stats.layers))
-    env = {**STATE_ENV, "SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules, "interns2preview")}
-    flags = ("--attention-backend", "torch_reference", *STATE_FLAGS, *WITHOUT_BUFFER)
-    client = serve(*flags, model=model, env=env, tokenizer=True)
+    env = {"SGLANG_DISABLED_MODEL_ARCHS": unused_architectures(*model.modules, "interns2preview")}
+    client = start_vision(serve, model, env=env)
     asked = {"image_data": [encoded(model.picture(1))], "sampling_params": greedy(4)}
     for stream in (False, True):
         response = client.post("/generate", text=model.with_image("w5", "w6"), stream=stream, **asked)

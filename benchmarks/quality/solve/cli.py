@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write
-from benchmarks.quality.choices import ALL, DEFAULT, ChoiceError
-from benchmarks.quality.cli import say, shares_of, stats_for
+from benchmarks.quality.choices import ChoiceError
+from benchmarks.quality.cli import add_policies, say, shares_of, stats_for
 from benchmarks.quality.model import load_model, load_tokenizer
 from benchmarks.quality.server import AskError
 from benchmarks.quality.solve.cells import Cell, cells_of
@@ -64,8 +64,12 @@ def _run(options: argparse.Namespace) -> None:
     few = () if options.server else QUICK_POLICIES if options.quick else POLICIES
     cells = cells_of(options.policies or few, shares, options.budgets or (), options.base)
     solver, setting = (_server if options.server else _here)(options, chat, cells)
-    setting = {"model": Path(options.model).name, **setting, "base": options.base}
-    setting["form"] = None if options.problems else options.form
+    setting = {
+        "model": Path(options.model).name,
+        **setting,
+        "base": options.base,
+        "form": None if options.problems else options.form,
+    }
     found: list[tuple[Problem, dict[Cell, Answer]]] = []
     for number, problem in enumerate(made, 1):
         start = time.monotonic()
@@ -144,10 +148,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--server", metavar="URL", help="asks this server instead; --model gives the tokenizer")
     parser.add_argument("--shares", type=shares_of, help="budgets as parts of the dense text (0.5,0.375,0.25,0.125)")
     parser.add_argument("--budgets", type=_budgets, help="budgets in tokens; without --shares, instead of shares")
-    parser.add_argument("--policies", nargs="+", metavar="NAME", help=f"of {', '.join(ALL)}, settings:FIELD=VALUE,...")
-    parser.add_argument(
-        "--base", default=DEFAULT, metavar="NAME", help="the policy that intervals compare with (default)"
-    )
+    add_policies(parser)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--texts", metavar="FILE", help="also writes what every policy wrote")
     parser.add_argument("--quick", action="store_true", help="two problems cut short, one share, three policies")

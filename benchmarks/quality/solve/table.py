@@ -30,12 +30,12 @@ def rows_of(tasks: Sequence[str], graded: Sequence[Graded], base: str = DEFAULT)
     for task in dict.fromkeys(tasks):
         own = [one for name, one in zip(tasks, graded, strict=True) if name == task]
         for cell in own[0]:
-            other = next(
+            compared = next(
                 other
                 for other in own[0]
                 if other.choice.name == base and (other.share, other.budget) == (cell.share, cell.budget)
             )
-            rows.append({"task": task, **_row(cell, [one[cell] for one in own], [one[other][0] for one in own])})
+            rows.append({"task": task, **_row(cell, [one[cell] for one in own], [one[compared][0] for one in own])})
     return rows
 
 
