@@ -27,13 +27,7 @@ def capture(
     numbers = numbers_of(layers)
 
     def see(place: int, call: Call) -> None:
-        reason = call.unfinished()
-        if reason is not None:
-            raise CalibrationError(
-                f"The queries of layer {call.attention.layer_id} cannot be measured, because they reach SGLang's "
-                f"attention {reason} and become final only within its backend: calibrate with another "
-                "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
-            )
+        check_final(call)
         positions = positions_of_pass()[: call.query.shape[0]]
         index = numbers.index(layers[place].number)
         if call.latent is None:
@@ -44,6 +38,17 @@ def capture(
 
     with watching_queries(layers, see):
         yield
+
+
+def check_final(call: Call) -> None:
+    """Raises CalibrationError unless the queries of a call are what meets the cached keys."""
+    reason = call.unfinished()
+    if reason is not None:
+        raise CalibrationError(
+            f"The queries of layer {call.attention.layer_id} cannot be measured, because they reach SGLang's "
+            f"attention {reason} and become final only within its backend: calibrate with another "
+            "--attention-backend or --kv-cache-dtype, and serve with that statistics file."
+        )
 
 
 def absorb_in(layers: Sequence[AttentionLayer]) -> Callable[[int, torch.Tensor], torch.Tensor]:

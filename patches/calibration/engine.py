@@ -168,7 +168,7 @@ class _Scheduler:
 
         job = pickle.loads(Path(self._request.job_file).read_bytes())
         first = scheduler.tp_group.rank_in_group == 0
-        with tqdm(total=job.tokens, unit="token", desc="calibrate", disable=not first) as bar:
+        with tqdm(total=job.tokens + job.lookup_tokens, unit="token", desc="calibrate", disable=not first) as bar:
 
             def show(done: int, most: int) -> None:
                 bar.update(done - bar.n)

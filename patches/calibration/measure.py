@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_triattn.calibration.job import SAVE_EVERY_TOKENS, CalibrationError, CalibrationJob, check_count
+from sglang_triattn.calibration.lookups import check_no_latents
 from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, join_layers, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.capture import absorb_in, capture
+from sglang_triattn.patches.calibration.lookups import fit_lookups
 from sglang_triattn.patches.model.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.patches.model.served_shape import served_shape
@@ -59,21 +61,22 @@ def calibrate_scheduler(
             f"The model {path} cannot be calibrated, because {error.reason}: use another model."
         ) from error
     _check_room(scheduler, job)
+    check_no_latents(runner.model_config.model_path, job, any(layer.latent for layer in layers))
     own, turns = numbers_of(layers), dict(zip(shape.layers, shape.rotates, strict=True))
     reads = [own.index(layer.number) for layer in layers]
     sums = QuerySums(shape.rope, [turns[number] for number in own], reads, absorb_in(layers))
     free = _free(scheduler)
     run = _Run(scheduler, job, sums, on_progress)
-    with (
-        on_forward_stream(scheduler),
-        eager(runner),
-        capture(layers, sums, lambda: run.batch.positions + shape.first_position),
-    ):
-        total = run.run()
+    with on_forward_stream(scheduler), eager(runner):
+        with capture(layers, sums, lambda: run.batch.positions + shape.first_position):
+            total = run.run()
+        weights = None
+        if job.lookup_texts:
+            weights = fit_lookups(scheduler, job, layers, shape, room_of(scheduler), run.report)
     if _free(scheduler) != free:
         raise RuntimeError(f"calibration changed the free slots and rows from {free} to {_free(scheduler)}")
     check_count(total.count)
-    return _statistics(runner.model_config, shape, total)
+    return _statistics(runner.model_config, shape, total, weights)
 
 
 class _Run:
@@ -155,11 +158,15 @@ class _Run:
             tokens = [sampler.choose(row) for sampler, row in zip(samplers, rows, strict=True)]
         return from_last_stage(self._scheduler, tokens)
 
+    def report(self, tokens: int) -> None:
+        """Reports that `tokens` more are done."""
+        self._done_tokens += tokens
+        self._on_progress(self._done_tokens, self._job.tokens + self._job.lookup_tokens)
+
     def _end_pass(self, tokens: int) -> None:
         self._sums.end_pass(tokens)
-        self._done_tokens += tokens
         self._unsaved += tokens
-        self._on_progress(self._done_tokens, self._job.tokens)
+        self.report(tokens)
 
     def _save(self, unit: int) -> None:
         total = self._total()
@@ -248,7 +255,7 @@ def _traces_at_once(scheduler: Scheduler, job: CalibrationJob, first: int) -> in
     return max(1, min(len(prompts), room))
 
 
-def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> QueryStats:
+def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums, lookups: torch.Tensor | None) -> QueryStats:
     mean, abs_mean, unrotated = total.means()
     return QueryStats(
         mean=mean,
@@ -264,4 +271,5 @@ def _statistics(model_config: ModelConfig, shape: ModelShape, total: Sums) -> Qu
         unrotated_mean=unrotated,
         rotary_start=shape.rotary_start,
         model=shown_name(model_config.model_path),
+        lookups=lookups,
     )

@@ -43,12 +43,16 @@ class Call:
 
     Attributes:
         query: [tokens, H_q * D] or [tokens, H_q, D]; with padding, which follows the tokens.
+        key, value: of the same tokens, [tokens, H_kv * D] and [tokens, H_kv * v_head_dim] or with a dim for the heads;
+            None where the layer reads the KV of another.
         options: keywords of the call.
         latent: the layer with latent KV that the attention belongs to, if it does.
     """
 
     attention: RadixAttention
     query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
     batch: ForwardBatch
     options: Mapping[str, object]
     latent: LatentAttention | None = None
@@ -67,8 +71,16 @@ class Call:
         attention = self.attention
         return self.query[:tokens].reshape(tokens, attention.tp_q_head_num, attention.qk_head_dim).transpose(0, 1)
 
+    def kv(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The keys [H_kv, tokens, D] and values [H_kv, tokens, v_head_dim] of the first tokens, if the call has any."""
+        if self.key is None or self.value is None:
+            return None
+        heads, attention = self.attention.tp_k_head_num, self.attention
+        key = self.key[:tokens].reshape(tokens, heads, attention.qk_head_dim)
+        return key.transpose(0, 1), self.value[:tokens].reshape(tokens, heads, attention.v_head_dim).transpose(0, 1)
+
     def parts(self, tokens: int) -> Parts:
-        """The same of a layer with latent KV."""
+        """The queries of a layer with latent KV."""
         assert self.latent is not None
         return self.latent.parts(self.attention, self.query, self.options, tokens)
 
@@ -152,9 +164,9 @@ def watching_queries(layers: Sequence[AttentionLayer], see: Callable[[int, Call]
         forward = attention.forward
 
         def wrapper(*args: Any, **kwargs: Any) -> object:
-            query = args[0] if args else kwargs["q"]
-            batch = args[3] if len(args) > 3 else kwargs["forward_batch"]
-            see(place, Call(attention, query, batch, kwargs, latent))
+            given = dict(zip(("q", "k", "v", "forward_batch"), args, strict=False)) | kwargs
+            query, batch = given["q"], given["forward_batch"]
+            see(place, Call(attention, query, given.get("k"), given.get("v"), batch, kwargs, latent))
             return forward(*args, **kwargs)
 
         return wrapper

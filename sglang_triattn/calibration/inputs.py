@@ -17,6 +17,7 @@ from sglang_triattn.calibration.job import (
     check_lengths,
     check_texts,
 )
+from sglang_triattn.calibration.lookups import lookup_inputs
 from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.resume import load_progress
 from sglang_triattn.calibration.texts import read_windows
@@ -34,6 +35,7 @@ class Texts:
         trace_tokens: most tokens of each generated text.
         max_tokens: tokens used from the files, from the start of the first.
         window: tokens per forward pass over the files.
+        lookups: whether to fit look-up weights too.
     """
 
     data: Sequence[str] = ()
@@ -41,6 +43,7 @@ class Texts:
     trace_tokens: int = DEFAULT_TRACE_TOKENS
     max_tokens: int = DEFAULT_MAX_TOKENS
     window: int = DEFAULT_WINDOW
+    lookups: bool = False
 
 
 def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: Path | None = None) -> CalibrationJob:
@@ -61,11 +64,14 @@ def prepare_job(model_path: str, texts: Texts, *, identity: str = "", partial: P
     windows = read_windows(
         texts.data, tokenizer, max_tokens=texts.max_tokens, window=min(texts.window, limit or texts.window)
     )
+    lookup_texts, lookup_request = lookup_inputs(tokenizer, windows) if texts.lookups else ((), ())
     job = CalibrationJob(
         windows=windows,
         prompts=trace_prompts(tokenizer, texts.traces),
         trace_tokens=texts.trace_tokens,
         identity=f"{model_path} {model_fingerprint(model_path)} {identity}",
+        lookup_texts=lookup_texts,
+        lookup_request=lookup_request,
         partial=None if partial is None else str(partial.absolute()),
     )
     check_count(job.tokens)

@@ -35,6 +35,8 @@ class CalibrationJob:
         trace_tokens: most tokens generated after each prompt; a trace ends early where the model ends its text.
         temperature: sampling temperature of the traces; 0 is greedy.
         identity: what else the result depends on (model, dtype, engine); part of the key.
+        lookup_texts: token ids of the texts that look-up weights are fitted on (`calibration.lookups`); none fits none.
+        lookup_request: token ids that stand between the two readings of such a text.
         partial: file (.safetensors) for the sums of finished units, to resume from; None saves none.
     """
 
@@ -44,12 +46,15 @@ class CalibrationJob:
     temperature: float = 0.6
     seed: int = 0
     identity: str = ""
+    lookup_texts: tuple[tuple[int, ...], ...] = ()
+    lookup_request: tuple[int, ...] = ()
     partial: str | None = None
 
     @property
     def key(self) -> str:
-        """Hash of everything that determines the result: sums are only ever resumed under the same key."""
-        fields = {name: value for name, value in asdict(self).items() if name != "partial"}
+        """Hash of everything that determines the sums, which are only ever resumed under the same key."""
+        others = ("lookup_texts", "lookup_request", "partial")
+        fields = {name: value for name, value in asdict(self).items() if name not in others}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -66,6 +71,11 @@ class CalibrationJob:
     def tokens(self) -> int:
         """Tokens measured in all units, at most."""
         return sum(map(self.tokens_of, range(self.units)))
+
+    @property
+    def lookup_tokens(self) -> int:
+        """Tokens of both readings of all texts for look-ups, at most."""
+        return sum(2 * len(ids) + len(self.lookup_request) for ids in self.lookup_texts)
 
 
 def check_lengths(max_tokens: int, window: int) -> None:

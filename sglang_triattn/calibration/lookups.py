@@ -27,7 +27,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sglang_triattn.calibration.job import CalibrationError
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.calibration.records import records
 from sglang_triattn.model.rope import Rope, to_complex
 from sglang_triattn.transformers_cache.queries import watching_queries
@@ -40,8 +40,8 @@ EPSILON = 1e-3
 RIDGE = 0.03
 """Penalty on weights of standardised features, relative to their variance."""
 MIN_WORDS = 100
-# Most keys of a second reading that are compared at once.
-_CHUNK = 512
+CHUNK = 512
+"""Most queries of a second reading that are compared at once."""
 # The first tokens of a text are attended to wherever there is nothing to look up.
 _SINKS = 8
 _CHARACTERS_PER_TOKEN = 6
@@ -67,13 +67,16 @@ def features(keys: torch.Tensor, values: torch.Tensor, rope: Rope) -> torch.Tens
     return torch.cat([to_complex(keys.float(), rope).abs(), values.float()], -1)
 
 
-def lookup_texts(tokenizer: Any, windows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Token ids of the texts to read: the beginnings of a calibration's windows, then as many of records.
+def lookup_inputs(
+    tokenizer: Any, windows: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Token ids of the texts to read, the beginnings of a calibration's windows, then as many of records; and of what
+    stands between two readings.
 
     Raises:
         CalibrationError: the windows have too few different words to make records of.
     """
-    own = [list(ids[:WINDOW]) for ids in windows[: WINDOWS // 2]]
+    own = [tuple(ids[:WINDOW]) for ids in windows[: WINDOWS // 2]]
     plain = tokenizer.decode([token for ids in windows for token in ids], skip_special_tokens=True)
     words = sorted(set(re.findall(r"\b[^\W_]{3,9}\b", plain.lower())))
     if len(words) < MIN_WORDS:
@@ -82,7 +85,20 @@ def lookup_texts(tokenizer: Any, windows: Sequence[Sequence[int]]) -> list[list[
             "give more --data, or leave --look-ups out."
         )
     made = (records(seed, words, WINDOW * _CHARACTERS_PER_TOKEN) for seed in range(WINDOWS - WINDOWS // 2))
-    return own + [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:WINDOW] for text in made]
+    drawn = [tuple(_ids(tokenizer, text)[:WINDOW]) for text in made]
+    return (*own, *drawn), tuple(_ids(tokenizer, REQUEST))
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def check_no_latents(model_path: str, job: CalibrationJob, latent: bool) -> None:
+    """Raises CalibrationError if look-ups of latent KV are asked for."""
+    if latent and job.lookup_texts:
+        raise CalibrationError(
+            f"Look-ups of {model_path}, whose KV is latent, cannot be predicted: leave --look-ups out."
+        )
 
 
 def read_again(body: Any, request: Sequence[int], ids: Sequence[int], places: Mapping[int, int]) -> Measured:
@@ -101,8 +117,8 @@ def read_again(body: Any, request: Sequence[int], ids: Sequence[int], places: Ma
         owner.setdefault(place, layer)
 
     def read(part: Sequence[int]) -> None:
-        for start in range(0, len(part), _CHUNK):
-            some = torch.tensor([part[start : start + _CHUNK]], device=device)
+        for start in range(0, len(part), CHUNK):
+            some = torch.tensor([part[start : start + CHUNK]], device=device)
             body(input_ids=some, past_key_values=cache, use_cache=True)
 
     def kv_of(place: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,44 +150,78 @@ def attention_to(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch
     return logits.masked_fill_(~seen, float("-inf")).softmax(-1)[..., :count].amax(1)
 
 
-def fitted(measured: Sequence[Measured], rope: Rope) -> torch.Tensor:
-    """The weights w and u, [L, H_kv, F + v_head_dim] float32, on the CPU.
+def strongest_attention(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:
+    """[H_kv, count]: the most that one of many newest queries gives the first keys; arguments as for `attention_to`.
 
-    Raises:
-        CalibrationError: they are not finite.
+    Takes memory for 512 queries at once.
     """
-    x = torch.cat([features(one.keys, one.values, rope)[:, :, _SINKS:] for one in measured], dim=2)
-    y = torch.cat([torch.log(one.most[:, :, _SINKS:] + EPSILON) for one in measured], dim=2)
-    spread = x.std(2, keepdim=True).clamp_min(1e-4)
-    x = (x - x.mean(2, keepdim=True)) / spread
-    y = (y - y.mean(2, keepdim=True))[..., None]
-    products = x.mT @ x / x.shape[2] + RIDGE * torch.eye(x.shape[-1], device=x.device)
-    weights = torch.linalg.solve(products, x.mT @ y / x.shape[2])[..., 0] / spread[:, :, 0]
-    if not torch.isfinite(weights).all():
-        raise CalibrationError("The model computes NaN or infinite keys: choose another --dtype.")
-    return weights.cpu()
+    ends = range(keys.shape[1] - queries.shape[1], keys.shape[1], CHUNK)
+    parts = queries.split(CHUNK, dim=1)
+    found = [attention_to(part, keys[:, : end + part.shape[1]], count) for end, part in zip(ends, parts, strict=True)]
+    return torch.stack([each.amax(1) for each in found]).amax(0)
+
+
+class LookupSums:
+    """Sums over texts of what weights are fitted by, so that memory does not grow with the texts.
+
+    Args:
+        rope: how the model turns its keys.
+    """
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        self._count = 0
+        # Of features and, last, of what they predict: [L, H_kv, F + v_head_dim + 1], and of all products of two,
+        # both float64.
+        self._total = self._products = torch.zeros(0)
+
+    def add(self, measured: Measured) -> None:
+        """Adds a text."""
+        parts = []
+        # Layer by layer, because float64 takes much memory.
+        for keys, values, most in zip(measured.keys, measured.values, measured.most, strict=True):
+            both = torch.cat([features(keys, values, self._rope), torch.log(most + EPSILON)[..., None]], -1)
+            both = both[:, _SINKS:].double()
+            parts.append((both.sum(1), both.mT @ both))
+        total, products = (torch.stack(each) for each in zip(*parts, strict=True))
+        if self._count:
+            total, products = self._total + total, self._products + products
+        self._total, self._products = total, products
+        self._count += measured.most.shape[2] - _SINKS
+
+    def weights(self) -> torch.Tensor:
+        """The weights w and u, [L, H_kv, F + v_head_dim] float32, on the CPU.
+
+        Raises:
+            CalibrationError: they are not finite.
+        """
+        count, mean = self._count, self._total / self._count
+        covariance = self._products / count - mean[..., None] * mean[..., None, :]
+        variance = covariance[..., :-1, :-1].diagonal(dim1=-2, dim2=-1)
+        spread = (variance.clamp_min(0) * count / (count - 1)).sqrt().clamp_min(1e-4)
+        scaled = covariance[..., :-1, :-1] / (spread[..., None] * spread[..., None, :])
+        scaled = scaled + RIDGE * torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
+        weights = torch.linalg.solve(scaled, covariance[..., :-1, -1:] / spread[..., None])[..., 0] / spread
+        if not torch.isfinite(weights).all():
+            raise CalibrationError("The model computes NaN or infinite keys: choose another --dtype.")
+        return weights.float().cpu()
 
 
 def fit_lookups(
-    body: Any,
-    tokenizer: Any,
-    windows: Sequence[Sequence[int]],
-    rope: Rope,
-    places: Mapping[int, int],
-    progress: Callable[[], object],
+    body: Any, job: CalibrationJob, rope: Rope, places: Mapping[int, int], progress: Callable[[], object]
 ) -> torch.Tensor:
-    """The weights [L, H_kv, F + v_head_dim] of a model, fitted on a calibration's windows and on records.
+    """The weights [L, H_kv, F + v_head_dim] of a model of transformers.
 
     Args:
         body, places: as for `read_again`.
+        job: its texts are read.
         progress: called after each text.
 
     Raises:
-        CalibrationError: `lookup_texts` or `fitted` refuses.
+        CalibrationError: the weights are not finite.
     """
-    request = tokenizer(REQUEST, add_special_tokens=False)["input_ids"]
-    measured = []
-    for ids in lookup_texts(tokenizer, windows):
-        measured.append(read_again(body, request, ids, places))
+    sums = LookupSums(rope)
+    for ids in job.lookup_texts:
+        sums.add(read_again(body, job.lookup_request, ids, places))
         progress()
-    return fitted(measured, rope)
+    return sums.weights()

@@ -21,7 +21,7 @@ from sglang_triattn.calibration.job import (
     CalibrationJob,
 )
 from sglang_triattn.calibration.latent_queries import absorbed, key_weights
-from sglang_triattn.calibration.lookups import WINDOWS, fit_lookups
+from sglang_triattn.calibration.lookups import check_no_latents, fit_lookups
 from sglang_triattn.calibration.query_sums import QuerySums, join_runs
 from sglang_triattn.calibration.resume import Progress, load_progress, remove_progress, save_progress
 from sglang_triattn.model.families import family_of
@@ -70,9 +70,9 @@ def calibrate(
     except (RuntimeError, AssertionError) as error:
         raise CalibrationError(f"Device {device!r} does not exist here: give cpu, cuda or cuda:N.") from error
     files = (data,) if isinstance(data, str) else tuple(data)
-    texts = Texts(data=files, max_tokens=max_tokens, window=window)
+    texts = Texts(data=files, max_tokens=max_tokens, window=window, lookups=lookups)
     job = prepare_job(model_path, texts, identity=f"transformers {dtype}", partial=partial)
-    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress, lookups=lookups)
+    stats = run_job(model_path, job, device=device, dtype=dtype, progress=progress)
     remove_progress(job)
     return stats
 
@@ -83,9 +83,7 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     return device, dtype or ("float32" if device == "cpu" else "auto")
 
 
-def run_job(
-    model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool, lookups: bool = False
-) -> QueryStats:
+def run_job(model_path: str, job: CalibrationJob, *, device: str, dtype: str, progress: bool) -> QueryStats:
     """Runs the windows of a job; traces need SGLang. The caller removes its partial file.
 
     Raises:
@@ -101,10 +99,7 @@ def run_job(
         raise CalibrationError(f"Model {model_path} cannot be calibrated: {error}") from error
     places = {reader: layers.index(layer) for reader, layer in readers(config).items()}
     latent = getattr(config, "kv_lora_rank", None) or 0
-    if latent and lookups:
-        raise CalibrationError(
-            f"Look-ups of {model_path}, whose KV is latent, cannot be predicted: leave --look-ups out."
-        )
+    check_no_latents(model_path, job, bool(latent))
     sums = QuerySums(rope, rotates, list(places.values()), _absorb(body, layers) if latent else None)
     start = load_progress(job)
     saved = 0
@@ -132,7 +127,7 @@ def run_job(
             if saved >= SAVE_EVERY_TOKENS:
                 save_progress(job, Progress(index + 1, join_runs(sums.read(), start.sums)))
                 saved = 0
-    weights = _lookups(body, model_path, job, rope, places, progress) if lookups else None
+    weights = _lookups(body, job, rope, places, progress) if job.lookup_texts else None
     total = join_runs(sums.read(), start.sums)
     mean, abs_mean, unrotated = total.means()
     if latent and config.rope_interleave:
@@ -157,11 +152,11 @@ def run_job(
 
 
 def _lookups(
-    body: torch.nn.Module, model_path: str, job: CalibrationJob, rope: Rope, places: dict[int, int], progress: bool
+    body: torch.nn.Module, job: CalibrationJob, rope: Rope, places: dict[int, int], progress: bool
 ) -> torch.Tensor:
-    tokenizer = loaded(transformers.AutoTokenizer, model_path)
-    with torch.inference_mode(), tqdm(total=WINDOWS, unit="text", desc="look-ups", disable=not progress) as bar:
-        return fit_lookups(body, tokenizer, job.windows, rope, places, bar.update)
+    texts = len(job.lookup_texts)
+    with torch.inference_mode(), tqdm(total=texts, unit="text", desc="look-ups", disable=not progress) as bar:
+        return fit_lookups(body, job, rope, places, bar.update)
 
 
 def _absorb(body: torch.nn.Module, layers: Sequence[int]) -> Callable[[int, torch.Tensor], torch.Tensor]:

@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-ups",
         action="store_true",
-        help="also fit weights that predict which keys are looked up (needs --engine transformers; takes longer)",
+        help="also fit weights that predict which keys are looked up (takes longer)",
     )
     parser.set_defaults(run=run)
 
@@ -84,8 +84,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise TriAttentionError(
             f"Arguments after -- ({' '.join(arguments.server_args)}) are for --engine sglang: add it or leave them out."
         )
-    if arguments.engine == "sglang" and arguments.look_ups:
-        raise TriAttentionError("--look-ups needs --engine transformers: leave one of the two out.")
     check_lengths(arguments.max_tokens, arguments.window)
     check_texts(arguments.data, arguments.traces, arguments.self_tokens)
 
@@ -140,7 +138,10 @@ def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, in
 
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     server_args = ["--device", device, "--dtype", dtype, *arguments.server_args]
-    texts = Texts(arguments.data, arguments.traces, arguments.self_tokens, arguments.max_tokens, arguments.window)
+    texts = Texts(
+        arguments.data, arguments.traces, arguments.self_tokens, arguments.max_tokens, arguments.window,
+        arguments.look_ups,
+    )  # fmt: skip
     job = prepare_job(arguments.model, texts, identity=f"sglang {' '.join(server_args)}", partial=partial_path(out))
     # `patches` imports SGLang: only code that starts the engine may import it.
     from sglang_triattn.patches.calibration.engine import calibrate_with_engine

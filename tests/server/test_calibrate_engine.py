@@ -86,10 +86,13 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 def assert_agree(one: QueryStats, other: QueryStats) -> None:
     assert (one.token_count, one.num_kv_heads, one.head_dim) == (other.token_count, other.num_kv_heads, other.head_dim)
     assert one.fingerprint == other.fingerprint
-    for name in ("mean", "abs_mean"):
-        far = difference(getattr(one, name), getattr(other, name))
-        print(f"{name} differs by {far:.2e}")
-        assert far < 1e-2
+    for name in ("mean", "abs_mean", "lookups"):
+        if (expected := getattr(other, name)) is None:
+            assert getattr(one, name) is None
+        else:
+            far = difference(getattr(one, name), expected)
+            print(f"{name} differs by {far:.2e}")
+            assert far < 1e-2
     assert difference(one.mean, other.mean.roll(1, dims=1)) > 0.1, "the heads are all equal, so nothing was compared"
 
 
@@ -139,11 +142,12 @@ def test_interrupted_calibration_goes_on_and_agrees_with_transformers(run, folde
 
 @pytest.mark.wide
 def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
-    """Prevents heads from being lost, doubled or reordered when they are split over ranks."""
-    options = ["--data", str(folder / "short.txt"), "--data", str(folder / "chats.jsonl"), *SERVER, "--tp", "2"]
+    """Prevents heads, or weights of look-ups, from being lost, doubled or reordered when they are split over ranks."""
+    files = [str(folder / "short.txt"), str(folder / "chats.jsonl")]
+    options = ["--data", files[0], "--data", files[1], "--look-ups", *SERVER, "--tp", "2"]
     ended = run("tp.safetensors", *options, env=harness.two_cores())
     assert ended.code == 0, ended.output[-3000:]
-    expected = calibrate(str(folder / "model"), [str(folder / "short.txt"), str(folder / "chats.jsonl")], device="cpu")
+    expected = calibrate(str(folder / "model"), files, device="cpu", lookups=True)
     assert_agree(load_stats(folder / "tp.safetensors"), expected)
 
 
@@ -156,7 +160,10 @@ from sglang_triattn.calibration.job import CalibrationJob
 def calibrate_first(_, scheduler, *rest, **more):
     from sglang_triattn.patches.calibration.measure import calibrate_scheduler, _Run
     from sglang_triattn.stats import save_stats
-    job = CalibrationJob(windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150)
+    looked_up = {"lookup_texts": (tuple(range(3, 90)), tuple(range(250, 170, -1))), "lookup_request": (4, 7)}
+    job = CalibrationJob(
+        windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150, **looked_up
+    )
     choose, chosen = _Run._choose, []
     _Run._choose = lambda self, *a: chosen.append(choose(self, *a)) or chosen[-1]
     stats = calibrate_scheduler(scheduler, job)
@@ -170,7 +177,8 @@ def activate():
 
 
 def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
-    """Prevents slots or rows lost to calibration, and traces with queries other than those of their own text."""
+    """Prevents slots or rows lost to calibration, traces with queries other than those of their own text, and look-ups
+    of other queries, keys, values or heads."""
     harness.install_plugin(tmp_path, "calibrating", _SERVING)
     chosen, measured = tmp_path / "chosen", tmp_path / "measured.safetensors"
     env = {**harness.STRICT, "PYTHONPATH": harness.python_path(tmp_path)}
@@ -190,7 +198,8 @@ def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
         for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
             trace.append(token)
     # The same texts again, each in one pass.
-    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)))
+    looked_up = {"lookup_texts": (tuple(range(3, 90)), tuple(range(250, 170, -1))), "lookup_request": (4, 7)}
+    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)), **looked_up)
     expected = run_job(str(tiny.path), again, device="cpu", dtype="float32", progress=False)
     assert expected.token_count > 400
     assert_agree(load_stats(measured), expected)
@@ -224,8 +233,13 @@ def test_model_is_calibrated_on_its_own_traces(run, folder):
             "has no place in a calibration",
             id="compressed",
         ),
+        wide(
+            ["--look-ups", "--window", "256", *SERVER, "--chunked-prefill-size", "256"],
+            "Look-ups need texts of 256 tokens, read twice in one prefill, but the server has room for 256 tokens",
+            id="short-prefills",
+        ),
     ],
-    ids=["pp", None, "shared-kv", None],
+    ids=["pp", None, "shared-kv", None, None],
 )
 def test_what_cannot_be_calibrated_is_refused(run, folder, options, words):
     """Prevents a user's mistake from ending in a traceback or a long start."""

@@ -13,10 +13,18 @@ from benchmarks.quality.solve.cli import main as solve_main
 from quality_cases import random_stats, words
 from sglang_triattn.calibration import lookups
 from sglang_triattn.calibration.job import CalibrationError
-from sglang_triattn.calibration.lookups import EPSILON, Measured, features, fitted, lookup_texts, read_again
+from sglang_triattn.calibration.lookups import (
+    EPSILON,
+    LookupSums,
+    Measured,
+    attention_to,
+    features,
+    lookup_inputs,
+    read_again,
+    strongest_attention,
+)
 from sglang_triattn.calibration.records import records
 from sglang_triattn.calibration.transformers_engine import calibrate
-from sglang_triattn.cli.main import main as command
 from sglang_triattn.model.rope import rotate
 from sglang_triattn.rounds.scoring import lookup_weights
 from sglang_triattn.stats.file import StatsError, load_stats, save_stats
@@ -36,7 +44,7 @@ def with_weights(model):
 
 def test_attention_of_the_second_reading(folder, model, monkeypatch):
     """Prevents attention of the first reading, of later keys, of one chunk alone, or of one query head of a group."""
-    monkeypatch.setattr(lookups, "_CHUNK", 50)
+    monkeypatch.setattr(lookups, "CHUNK", 50)
     ids = words(3, 60)
     found = read_again(model.base_model, LEAD, ids, {0: 0, 1: 1})
     eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -49,20 +57,30 @@ def test_attention_of_the_second_reading(folder, model, monkeypatch):
     torch.testing.assert_close(found.values, torch.stack([layer.values[0] for layer in dense]))
 
 
+def test_attention_is_the_same_in_chunks(monkeypatch):
+    """Prevents queries that see keys after their own, or keys of their chunk alone."""
+    drawn = torch.Generator().manual_seed(5)
+    queries, keys = torch.randn(4, 33, 8, generator=drawn), torch.randn(2, 60, 8, generator=drawn)
+    whole = attention_to(queries, keys, 27).amax(1)
+    monkeypatch.setattr(lookups, "CHUNK", 7)
+    torch.testing.assert_close(strongest_attention(queries, keys, 27), whole)
+    assert not torch.allclose(strongest_attention(queries[:, :-7], keys[:, :-7], 27), whole)
+
+
 def test_planted_weights_are_found(model):
     """Prevents weights of standardised features taken for those of features, and heads fitted to one another's."""
     rope = shape_of(model).rope
     drawn = torch.Generator().manual_seed(4)
     planted = 0.3 * torch.randn(2, 2, rope.inv_freq.numel() + 6, generator=drawn)
-    measured = []
+    sums = LookupSums(rope)
     for _ in range(3):
         keys = torch.randn(2, 2, 700, rope.rotary_dim, generator=drawn)
         values = torch.randn(2, 2, 700, 6, generator=drawn)
         strength = (features(keys, values, rope) @ planted[..., None])[..., 0] - 4
         turned = rotate(keys, torch.arange(700), rope)
-        measured.append(Measured(turned, values, (strength.exp() - EPSILON).clamp_min(0)))
+        sums.add(Measured(turned, values, (strength.exp() - EPSILON).clamp_min(0)))
     # The penalty takes 3 %.
-    torch.testing.assert_close(fitted(measured, rope), planted, atol=0.03, rtol=0.06)
+    torch.testing.assert_close(sums.weights(), planted, atol=0.03, rtol=0.06)
 
 
 @pytest.mark.parametrize("recent", [0, 8])
@@ -155,18 +173,13 @@ def test_calibration_fits_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(lookups, "MIN_WORDS", 10**6)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with pytest.raises(CalibrationError, match="words of 3 to 9 letters, but look-ups need 1000000: give more"):
-        lookup_texts(tokenizer, [[5, 6, 7]])
+        lookup_inputs(tokenizer, [[5, 6, 7]])
 
 
-def test_weights_that_are_wanting(tmp_path, folder, model, capsys):
-    """Prevents a traceback, and an engine that leaves weights out without a word."""
+def test_weights_that_are_wanting(tmp_path, folder, model):
+    """Prevents a traceback."""
     path = str(tmp_path / "stats.safetensors")
     save_stats(random_stats(model), path)
     for run in (main, solve_main):
         with pytest.raises(SystemExit, match="look-ups needs look-up weights: name statistics made by"):
             run(["--model", str(folder), "--stats", path, "--policies", "look-ups"])
-    text = tmp_path / "text.txt"
-    make_text(text, 400)
-    words_of = ["calibrate", "--model", str(folder), "--data", str(text), "--out", path, "--engine", "sglang"]
-    assert command([*words_of, "--look-ups"]) == 2
-    assert "--look-ups needs --engine transformers" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Fits the weights of look-ups inside a scheduler, as `calibration.lookups` defines them.
+
+Both readings of a text are one prefill, so that keys, values and queries are those of one call of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.calibration.lookups import LookupSums, Measured, strongest_attention
+from sglang_triattn.patches.calibration.capture import check_final
+from sglang_triattn.patches.model.eager_batch import EagerBatch
+from sglang_triattn.patches.model.layers import AttentionLayer, Call, numbers_of, watching_queries
+from sglang_triattn.stats.file import ModelShape
+
+if TYPE_CHECKING:
+    from sglang_triattn.patches.sglang_types import Scheduler
+
+MIN_WINDOW = 256
+"""Fewest tokens that a text may be cut to: shorter ones leave little to look up."""
+
+
+def fit_lookups(
+    scheduler: Scheduler,
+    job: CalibrationJob,
+    layers: Sequence[AttentionLayer],
+    shape: ModelShape,
+    room: int,
+    on_text: Callable[[int], object],
+) -> torch.Tensor:
+    """The weights [L, H_kv, F + v_head_dim] float32 of all KV heads of the served model, on the CPU.
+
+    Call it on every rank.
+
+    Args:
+        layers: the scored ones, and those that read their KV.
+        room: most tokens of a prefill; texts that do not fit twice are cut.
+        on_text: called after each text with the number of tokens that were read.
+
+    Raises:
+        CalibrationError: texts would be too short, a layer's queries, keys or values do not show, or weights are not
+            finite.
+    """
+    length = (room - len(job.lookup_request)) // 2
+    if length < min(MIN_WINDOW, max(map(len, job.lookup_texts))):
+        raise CalibrationError(
+            f"Look-ups need texts of {MIN_WINDOW} tokens, read twice in one prefill, but the server has room for "
+            f"{room} tokens: raise --chunked-prefill-size, --context-length or --max-total-tokens."
+        )
+    group = scheduler.dp_tp_group
+    copies = max(1, group.world_size * layers[0].heads[1] // shape.num_kv_heads)
+    sums = LookupSums(shape.rope)
+    for text in job.lookup_texts:
+        ids = text[:length]
+        measured = _read_again(scheduler, layers, ids, job.lookup_request)
+        if copies > 1:
+            most = most_of_copies(group.all_gather_object(measured.most.cpu()), copies)[group.rank_in_group]
+            measured = Measured(measured.keys, measured.values, most.to(measured.most.device))
+        sums.add(measured)
+        on_text(2 * len(text) + len(job.lookup_request))
+    return torch.cat(group.all_gather_object(sums.weights())[::copies], dim=1)
+
+
+def most_of_copies(parts: Sequence[torch.Tensor], copies: int) -> list[torch.Tensor]:
+    """`Measured.most` of each rank by the query heads of all ranks that have a copy of its KV head.
+
+    Args:
+        parts: [L, 1, n] of each rank by its own query heads; ranks with the same KV head follow one another.
+    """
+    whole = torch.stack(list(parts)).unflatten(0, (-1, copies)).amax(1)
+    return [*whole.repeat_interleave(copies, dim=0)]
+
+
+@dataclass
+class _Reading:
+    """What the layers' calls in one prefill show, by the number of the layer whose KV they read.
+
+    Attributes:
+        length: tokens of the text.
+        tokens: those of the prefill.
+        keys: [H_kv, tokens, head_dim].
+        values: [H_kv, length, v_head_dim].
+        most: [H_kv, length], as in `Measured`.
+    """
+
+    length: int
+    tokens: int
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    most: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def see(self, call: Call) -> None:
+        check_final(call)
+        number = call.attention.layer_id
+        own = call.kv(self.tokens)
+        # The first layer that reads KV writes it. Cloned, because a view would keep the queries too.
+        if number not in self.keys and own is not None:
+            self.keys[number], self.values[number] = own[0].clone(), own[1][:, : self.length].clone()
+        if number in self.keys:
+            queries = call.heads(self.tokens)[:, self.length :].float() * call.attention.scaling
+            most = strongest_attention(queries, self.keys[number].float(), self.length)
+            self.most[number] = torch.maximum(self.most.get(number, most), most)
+
+    def measured(self, numbers: Sequence[int]) -> Measured:
+        """Raises CalibrationError unless keys of all layers were seen."""
+        if list(numbers) != sorted(self.most):
+            raise CalibrationError(
+                f"Only {len(self.most)} of {len(numbers)} layers show their keys, but look-ups need those of all: "
+                "leave --look-ups out."
+            )
+        found = ([part[each] for each in numbers] for part in (self.keys, self.values, self.most))
+        keys, values, most = map(torch.stack, found)
+        return Measured(keys[:, :, : self.length], values, most)
+
+
+def _read_again(
+    scheduler: Scheduler, layers: Sequence[AttentionLayer], ids: Sequence[int], request: Sequence[int]
+) -> Measured:
+    both = [*ids, *request, *ids]
+    reading = _Reading(len(ids), len(both))
+    batch = EagerBatch(scheduler, [both])
+    try:
+        with watching_queries(layers, lambda _, call: reading.see(call)):
+            batch.prefill()
+    finally:
+        batch.close()
+    return reading.measured(numbers_of(layers))
