@@ -6,13 +6,12 @@ Both readings of a text are one prefill, so that keys, values and queries are th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
-from sglang_triattn.calibration.lookups import LookupSums, Measured, strongest_attention
+from sglang_triattn.calibration.lookups import LookupSums, Measured, Reading
 from sglang_triattn.patches.calibration.capture import check_final
 from sglang_triattn.patches.model.eager_batch import EagerBatch
 from sglang_triattn.patches.model.layers import AttentionLayer, Call, numbers_of, watching_queries
@@ -76,56 +75,19 @@ def most_of_copies(parts: Sequence[torch.Tensor], copies: int) -> list[torch.Ten
     return [*whole.repeat_interleave(copies, dim=0)]
 
 
-@dataclass
-class _Reading:
-    """What the layers' calls in one prefill show, by the number of the layer whose KV they read.
-
-    Attributes:
-        length: tokens of the text.
-        tokens: those of the prefill.
-        keys: [H_kv, tokens, head_dim].
-        values: [H_kv, length, v_head_dim].
-        most: [H_kv, length], as in `Measured`.
-    """
-
-    length: int
-    tokens: int
-    keys: dict[int, torch.Tensor] = field(default_factory=dict)
-    values: dict[int, torch.Tensor] = field(default_factory=dict)
-    most: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def see(self, call: Call) -> None:
-        check_final(call)
-        number = call.attention.layer_id
-        own = call.kv(self.tokens)
-        # The first layer that reads KV writes it. Cloned, because a view would keep the queries too.
-        if number not in self.keys and own is not None:
-            self.keys[number], self.values[number] = own[0].clone(), own[1][:, : self.length].clone()
-        if number in self.keys:
-            queries = call.heads(self.tokens)[:, self.length :].float() * call.attention.scaling
-            most = strongest_attention(queries, self.keys[number].float(), self.length)
-            self.most[number] = torch.maximum(self.most.get(number, most), most)
-
-    def measured(self, numbers: Sequence[int]) -> Measured:
-        """Raises CalibrationError unless keys of all layers were seen."""
-        if list(numbers) != sorted(self.most):
-            raise CalibrationError(
-                f"Only {len(self.most)} of {len(numbers)} layers show their keys, but look-ups need those of all: "
-                "leave --look-ups out."
-            )
-        found = ([part[each] for each in numbers] for part in (self.keys, self.values, self.most))
-        keys, values, most = map(torch.stack, found)
-        return Measured(keys[:, :, : self.length], values, most)
-
-
 def _read_again(
     scheduler: Scheduler, layers: Sequence[AttentionLayer], ids: Sequence[int], request: Sequence[int]
 ) -> Measured:
-    both = [*ids, *request, *ids]
-    reading = _Reading(len(ids), len(both))
+    both, reading = [*ids, *request, *ids], Reading(len(ids))
+
+    def see(_: int, call: Call) -> None:
+        check_final(call)
+        queries = call.heads(len(both)).float() * call.attention.scaling
+        reading.see(call.attention.layer_id, queries, call.kv(len(both)))
+
     batch = EagerBatch(scheduler, [both])
     try:
-        with watching_queries(layers, lambda _, call: reading.see(call)):
+        with watching_queries(layers, see):
             batch.prefill()
     finally:
         batch.close()

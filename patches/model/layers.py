@@ -43,8 +43,7 @@ class Call:
 
     Attributes:
         query: [tokens, H_q * D] or [tokens, H_q, D]; with padding, which follows the tokens.
-        key, value: of the same tokens, [tokens, H_kv * D] and [tokens, H_kv * v_head_dim] or with a dim for the heads;
-            None where the layer reads the KV of another.
+        key, value: of the same tokens, in any shape; None where the layer reads the KV of another.
         options: keywords of the call.
         latent: the layer with latent KV that the attention belongs to, if it does.
     """
@@ -75,9 +74,11 @@ class Call:
         """The keys [H_kv, tokens, D] and values [H_kv, tokens, v_head_dim] of the first tokens, if the call has any."""
         if self.key is None or self.value is None:
             return None
-        heads, attention = self.attention.tp_k_head_num, self.attention
-        key = self.key[:tokens].reshape(tokens, heads, attention.qk_head_dim)
-        return key.transpose(0, 1), self.value[:tokens].reshape(tokens, heads, attention.v_head_dim).transpose(0, 1)
+        attention = self.attention
+        # As RadixAttention reads them, whose callers may have joined tokens and heads.
+        key = self.key.reshape(-1, attention.tp_k_head_num, attention.qk_head_dim)[:tokens]
+        value = self.value.reshape(-1, attention.tp_v_head_num, attention.v_head_dim)[:tokens]
+        return key.transpose(0, 1), value.transpose(0, 1)
 
     def parts(self, tokens: int) -> Parts:
         """The queries of a layer with latent KV."""

@@ -21,16 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.calibration.records import records
 from sglang_triattn.model.rope import Rope, to_complex
-from sglang_triattn.transformers_cache.queries import watching_queries
+from sglang_triattn.transformers_cache.queries import watching_attention
 
 WINDOW, WINDOWS = 1024, 12
 """Tokens of a text, and how many texts are read, half of them records."""
@@ -101,42 +99,70 @@ def check_no_latents(model_path: str, job: CalibrationJob, latent: bool) -> None
         )
 
 
+class Reading:
+    """What attention layers show of two readings of a text, in one forward pass.
+
+    Args:
+        length: tokens of the text.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        # By the layer whose KV is read: [H_kv, tokens, head_dim], [H_kv, length, v_head_dim] and [H_kv, length].
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._most: dict[int, torch.Tensor] = {}
+
+    def see(self, place: int, queries: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Takes in one layer's attention.
+
+        Args:
+            place: of the layer whose KV it reads.
+            queries: [H_q, tokens, head_dim], scaled.
+            kv: keys [H_kv, tokens, head_dim] and values [H_kv, tokens, v_head_dim]; None where the layer has none of
+                its own.
+        """
+        # The first layer that reads KV writes it. Cloned, because a view would keep the queries too.
+        if place not in self._keys and kv is not None:
+            self._keys[place], self._values[place] = kv[0].clone(), kv[1][:, : self._length].clone()
+        if place in self._keys:
+            most = strongest_attention(queries[:, self._length :].float(), self._keys[place].float(), self._length)
+            self._most[place] = torch.maximum(self._most.get(place, most), most)
+
+    def measured(self, places: Sequence[int]) -> Measured:
+        """What the layers at `places` have shown. Raises CalibrationError if some have not."""
+        if list(places) != sorted(self._most):
+            raise CalibrationError(
+                f"Only {len(self._most)} of {len(places)} layers show their keys, but look-ups need those of all: "
+                "leave --look-ups out."
+            )
+        found = ([part[each] for each in places] for part in (self._keys, self._values, self._most))
+        keys, values, most = map(torch.stack, found)
+        return Measured(keys[:, :, : self._length].float(), values.float(), most)
+
+
 def read_again(body: Any, request: Sequence[int], ids: Sequence[int], places: Mapping[int, int]) -> Measured:
     """Reads a text twice.
 
     Args:
-        body: decoder layers of transformers, whose queries can be watched.
+        body: decoder layers of transformers, whose attention can be watched.
         request: token ids that stand between the two readings.
         ids: the text.
         places: of each layer that reads the KV of a scored one, the place of that one among the scored.
+
+    Raises:
+        CalibrationError: a layer's attention does not show.
     """
-    cache, device = DynamicCache(), next(body.parameters()).device
-    scaling = {part.layer_idx: part.scaling for part in body.modules() if hasattr(part, "layer_idx")}
-    owner: dict[int, int] = {}
-    for layer, place in sorted(places.items()):
-        owner.setdefault(place, layer)
+    reading, device = Reading(len(ids)), next(body.parameters()).device
 
-    def read(part: Sequence[int]) -> None:
-        for start in range(0, len(part), CHUNK):
-            some = torch.tensor([part[start : start + CHUNK]], device=device)
-            body(input_ids=some, past_key_values=cache, use_cache=True)
-
-    def kv_of(place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = cast("list[DynamicLayer]", cache.layers)[owner[place]]
-        return cast(torch.Tensor, layer.keys)[0].float(), cast(torch.Tensor, layer.values)[0].float()
-
-    def see(layer: int, query: torch.Tensor) -> None:
+    def see(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> None:
         if layer in places:
-            place = places[layer]
-            found = attention_to(query[0].float() * scaling[layer], kv_of(place)[0], len(ids))
-            most[place] = torch.maximum(most[place], found.amax(1))
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+            reading.see(places[layer], query[0].float() * factor, (key[0], value[0]))
 
-    read(ids)
-    keys, values = (torch.stack(each) for each in zip(*map(kv_of, sorted(owner)), strict=True))
-    most = list(keys.new_zeros(keys.shape[:3]))
-    with watching_queries(see):
-        read([*request, *ids])
-    return Measured(keys, values, torch.stack(most))
+    with watching_attention(see):
+        body(input_ids=torch.tensor([[*ids, *request, *ids]], device=device), use_cache=False)
+    return reading.measured(sorted({*places.values()}))
 
 
 def attention_to(queries: torch.Tensor, keys: torch.Tensor, count: int) -> torch.Tensor:

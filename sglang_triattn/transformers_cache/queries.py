@@ -39,16 +39,31 @@ def watching_queries(see: Callable[[int, torch.Tensor], None]) -> Iterator[None]
     Args:
         see: receives `query` as [B, H_q, S, head_dim], post-RoPE.
     """
+    with watching_attention(lambda layer, query, key, value, scaling: see(layer, query)):
+        yield
+
+
+@contextmanager
+def watching_attention(
+    see: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, float | None], None],
+) -> Iterator[None]:
+    """While open, calls `see(layer, query, key, value, scaling)` before every attention call of transformers models.
+
+    Args:
+        see: receives `query` as above, `key` and `value` as [B, H_kv, T, dim] with what a cache holds, and what logits
+            are multiplied by, if not by head_dim ** -0.5.
+    """
     attend = ALL_ATTENTION_FUNCTIONS[ATTENTION]
 
-    def watched(module, query, *args, **kwargs):
-        see(module.layer_idx, query)
-        return attend(module, query, *args, **kwargs)
+    def watched(module, query, key, value, *args, **kwargs):
+        see(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        return attend(module, query, key, value, *args, **kwargs)
 
-    def watched_eager(module, query, *args, **kwargs):
-        see(module.layer_idx, query)
+    def watched_eager(module, query, key, value, *args, **kwargs):
+        see(module.layer_idx, query, key, value, kwargs.get("scaling"))
         # Each model has its own.
-        return sys.modules[type(module).__module__].eager_attention_forward(module, query, *args, **kwargs)
+        own = sys.modules[type(module).__module__].eager_attention_forward
+        return own(module, query, key, value, *args, **kwargs)
 
     # The mapping's own override level: deleting the entries restores the original functions.
     ALL_ATTENTION_FUNCTIONS[ATTENTION], ALL_ATTENTION_FUNCTIONS["eager"] = watched, watched_eager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,8 +14,9 @@ from families import WINDOW
 from family_servers import LATENTS, SEE_ONE_MORE
 from gemma4_family import VARIANTS
 from oracle import Oracle
+from sglang_triattn.calibration.job import CalibrationJob
 from sglang_triattn.calibration.texts import read_windows
-from sglang_triattn.calibration.transformers_engine import calibrate
+from sglang_triattn.calibration.transformers_engine import calibrate, run_job
 from sglang_triattn.stats.file import load_stats
 from sglang_triattn.stats.query_stats import QueryStats
 from tiny_model import TinyModel
@@ -66,8 +68,8 @@ from sglang_triattn.patches.calibration import stats_source
 
 
 def own_text(scheduler):
-    with open(os.environ["MEASURED_WINDOWS"]) as file:
-        return CalibrationJob(windows=tuple(map(tuple, json.load(file))))
+    with open(os.environ["MEASURED_JOB"]) as file:
+        return CalibrationJob(**json.load(file))
 
 
 def activate():
@@ -86,21 +88,24 @@ def activate():
 """
 
 
-def measuring(folder: Path, *, absorbs: bool = False) -> dict[str, str]:
+def measuring(folder: Path, *, absorbs: bool = False, job: CalibrationJob | None = None) -> dict[str, str]:
     """The environment in which a server with the statistics `auto` measures the text of `write_text`.
 
     Args:
         absorbs: whether latents meet absorbed queries in a prefill too.
+        job: what it measures instead.
     """
     plugins = [("own_text", _OWN_TEXT)] + ([("absorbing", _ABSORBING)] if absorbs else [])
     for name, source in plugins:
         harness.install_plugin(folder / name, name, source)
-    windows = folder / "windows.json"
-    read = read_windows([str(write_text(folder))], word_tokenizer(), max_tokens=TOKENS, window=TEXT_WINDOW)
-    windows.write_text(json.dumps(read))
+    file = folder / "job.json"
+    if job is None:
+        read = read_windows([str(write_text(folder))], word_tokenizer(), max_tokens=TOKENS, window=TEXT_WINDOW)
+        job = CalibrationJob(windows=read)
+    file.write_text(json.dumps(asdict(job)))
     return {
         "PYTHONPATH": harness.python_path(*(folder / name for name, _ in plugins)),
-        "MEASURED_WINDOWS": str(windows),
+        "MEASURED_JOB": str(file),
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
 
@@ -135,6 +140,15 @@ def by_transformers(model: TinyModel, family: str, folder: Path) -> QueryStats:
     if family in SEE_ONE_MORE:
         widen(model.path)
     return calibrate(str(model.path), str(folder / "text.txt"), window=TEXT_WINDOW, device="cpu", progress=False)
+
+
+def looked_up(client: harness.Client, model: TinyModel, family: str, job: CalibrationJob) -> list[torch.Tensor]:
+    """The look-up weights that a server of `measuring(job=...)` fits, and those that transformers does."""
+    if family in SEE_ONE_MORE:
+        widen(model.path)
+    by_transformers = run_job(str(model.path), job, device="cpu", dtype="float32", progress=False)
+    found = [load_stats(Path(client.totals()["stats"])).lookups, by_transformers.lookups]
+    return [weights for weights in found if weights is not None]
 
 
 def widen(folder: Path) -> None:
