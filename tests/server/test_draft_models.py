@@ -53,6 +53,12 @@ CASES = [
     wide("EAGLE layers windows", "overlap off"),
     wide("EAGLE layers windows", "ranks"),
     wide("NEXTN layers windows", "pages"),
+    ("EAGLE chained layers windows", "pages"),
+    wide("EAGLE chained layers windows", "moved"),
+    wide("EAGLE chained layers windows", "remapped"),
+    wide("EAGLE chained layers windows", "overlap off"),
+    wide("EAGLE chained layers windows", "ranks"),
+    wide("NEXTN chained layers windows", "pages"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
@@ -89,7 +95,7 @@ def pairs(tiny, repeating, tmp_path_factory):
         Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
     ]
     for name, family in WITH_LAYER.items():
-        if name == "NEXTN layers windows":
+        if name.startswith("NEXTN") and name.endswith("layers windows"):
             found.append(replace(found[-1], name=name))
             continue
         # Two variants of one family have one name.
@@ -183,7 +189,7 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows"])
+@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"])
 def test_drafts_hold_after_rounds(serve, pairs, name):
     """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
     about as often as those of a request that is not compressed."""
@@ -249,7 +255,13 @@ def test_another_model_for_layers_that_keep_a_state(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent", "NEXTN states", "EAGLE3 windows", "EAGLE layers windows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("EAGLE", "NEXTN latent", "NEXTN states"),
+        *("EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"),
+    ],
+)
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
@@ -295,6 +307,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("EAGLE3 windows", "moved"),
         wide("EAGLE layers windows", "pages"),
         wide("EAGLE layers windows", "moved"),
+        wide("EAGLE chained layers windows", "pages"),
+        wide("EAGLE chained layers windows", "moved"),
         wide("NEXTN states", "pages"),
         wide("NEXTN axes", "moved"),
     ],
