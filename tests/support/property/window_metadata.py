@@ -1,4 +1,5 @@
-"""Checks what attention backends for CUDA plan for window layers, above all where drafted tokens are verified.
+"""Checks what attention backends for CUDA plan for window layers, above all where drafted tokens are verified, or read
+by a model's own draft layers.
 
 As `target_metadata`, which it continues: not collected by itself, run by tests/slow/test_interpreted.py.
 """
@@ -14,7 +15,7 @@ from sglang.srt.runtime_context import get_spec
 from cuda_backends import publish_settings, without_gpu
 from draft_metadata import Scene, assert_listed, assert_tables_equal
 from sets import matrix
-from target_metadata import DRAFTED, MODES, assert_physical, plan
+from target_metadata import DRAFTED, MODES, assert_physical, plan, step
 
 WINDOW = 10
 REACH = WINDOW - 1
@@ -22,6 +23,8 @@ REACH = WINDOW - 1
 POOLS = {"one pool": 0, "own pool": WINDOW}
 BACKENDS = ("triton", "fa3", "trtllm_mha")
 VERIFYING = ("verify", "verify ngram")
+# What draft layers do with the tokens that were just verified.
+READING = (*VERIFYING, "draft extend")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +48,7 @@ def slots_of(scene: Scene, first: int, end: int) -> torch.Tensor:
 
 
 def verified(scene: Scene, name: str, mode: str) -> Any:
-    """What the backend plans for window layers where drafts are verified."""
+    """What the backend plans for window layers in such a step."""
     return plan(scene, name, mode, scene.evicted)
 
 
@@ -55,10 +58,10 @@ def test_plans_do_not_follow_positions(name, pool, mode):
     assert_physical(scene_of(pool), name, mode)
 
 
-@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("mode", READING)
 @pytest.mark.parametrize("pool", POOLS)
 def test_triton_reads_the_newest_tokens(pool, mode):
-    """Prevents drafted tokens from being verified by others than a window's newest, or in the wrong pool."""
+    """Prevents drafted tokens from being verified or read with others than a window's newest, or in the wrong pool."""
     scene = scene_of(pool)
     found = verified(scene, "triton", mode).forward_metadata
     count = len(scene.lengths)
@@ -70,7 +73,7 @@ def test_triton_reads_the_newest_tokens(pool, mode):
         assert torch.equal(found.swa_out_cache_loc.view(count, DRAFTED), slots_of(scene, 0, DRAFTED))
 
 
-@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("mode", READING)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", ["fa3", "trtllm_mha"])
 def test_tables_hold_the_newest_tokens(name, pool, mode):
@@ -104,7 +107,22 @@ def test_flashinfer_reads_the_oldest_tokens(pool, mode):
     of the row."""
     scene = scene_of(pool)
     backend = verified(scene, "flashinfer", mode)
-    windows, _ = backend.prefill_wrappers_verify
+    assert_oldest(scene, backend.prefill_wrappers_verify[0])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_flashinfer_reads_the_oldest_tokens_in_graphs_of_draft_layers(pool):
+    """Prevents the same of draft layers with a window, for which it plans rightly without a graph alone."""
+    scene = scene_of(pool)
+    count = len(scene.lengths)
+    backend = verified(scene, "flashinfer", "draft extend")
+    backend.init_cuda_graph_state(count, count * DRAFTED)
+    backend.init_forward_metadata_out_graph(step(scene, "draft extend", scene.evicted), in_capture=True)
+    assert_oldest(scene, backend.draft_extend_cuda_graph_metadata[count][0])
+
+
+def assert_oldest(scene: Scene, windows: Any) -> None:
+    """This wrapper of FlashInfer was planned for the window layers, with each row's first tokens."""
     ((_, indptr, indices, *_),) = [call.args for call in windows.begin_forward.mock_calls]
     assert indptr.tolist() == [(REACH + DRAFTED) * number for number in range(len(scene.lengths) + 1)]
     read = indices[: indptr[-1]].view(len(scene.lengths), -1).long()

@@ -162,7 +162,12 @@ def test_draft_layers_for_one_token_each(run_check):
         assert run_check(model, *nextn, switch)[0] == 0
     for model, flags, reason in (
         ("step-3.5-flash", nextn, "a sliding window are not tested with such a draft model"),
-        ("step-3.5-flash", (*eagle, "--attention-backend", "flashinfer"), "read a row's first tokens"),
+        ("step-3.5-flash", (*eagle, "--attention-backend", "flashinfer"), "shows a row's first tokens"),
+        (
+            "mimo-v2-flash",
+            (*eagle, "--speculative-draft-attention-backend", "flashinfer"),
+            "shows a row's first tokens",
+        ),
         ("mimo-v2-flash", nextn, "a sliding window are not tested with such a draft model"),
         ("mimo-v2-flash", ("--speculative-algorithm", "STANDALONE"), "a sliding window are not tested"),
         ("mimo-v2-flash", (*eagle, "--disaggregation-mode", "decode"), "draft model is not tested on such a server"),
@@ -172,3 +177,6 @@ def test_draft_layers_for_one_token_each(run_check):
         status, output, _ = run_check(model, *flags)
         assert status == 1
         assert reason in output
+    # EAGLE-3's draft model has no window.
+    eagle3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-attention-backend", "flashinfer")
+    assert run_check("gpt-oss-20b", *DRAFTS, *eagle3)[0] == 0
