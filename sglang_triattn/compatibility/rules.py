@@ -371,20 +371,21 @@ _DRAFTS = (
         lambda server: _has_draft_model(server) and server.drafts != "STANDALONE",
         "speculative_algorithm",
     ),
-    *_only(
-        tuple(
-            Rule(
-                f"{kind}attention_backend",
-                lambda value: value == "flashinfer",
-                "where it verifies drafted tokens, its layers with a sliding window read a row's first tokens in place "
-                "of the newest",
-                "use triton",
-            )
-            for kind in ("", "prefill_", "decode_")
-        ),
-        lambda server: server.drafts is not None and server.traits.has_windows,
-        "speculative_algorithm",
-        names_model=True,
+    *(
+        Rule(
+            f"{kind}attention_backend",
+            lambda value: value == "flashinfer",
+            "where tokens are drafted or verified, a sliding window shows a row's first tokens in place of the newest",
+            "use triton",
+            when,
+            "speculative_algorithm",
+            names_model=True,
+        )
+        for kinds, when in (
+            (("", "prefill_", "decode_"), lambda server: server.drafts is not None and server.traits.has_windows),
+            (("speculative_draft_",), lambda server: server.drafts_in_layers),
+        )
+        for kind in kinds
     ),
     *_only(
         (

@@ -383,7 +383,7 @@ FAMILIES: dict[str, Family] = {
     "StableLmForCausalLM": _PLAIN,
     "Starcoder2ForCausalLM": _PLAIN,
     "Step3VLForConditionalGeneration": replace(_PLAIN_WITH_IMAGES, images_on_request=True),
-    "Step3p5ForCausalLM": _STEP_3,
+    "Step3p5ForCausalLM": replace(_STEP_3, layered_drafts=True),
     "Step3p7ForConditionalGeneration": replace(_STEP_3, images="text"),
     "StepVLForConditionalGeneration": _PLAIN_WITH_IMAGES,
     "TeleFLMForCausalLM": _PLAIN,

@@ -32,7 +32,9 @@ from ngram_account import computed_before
 from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
+from step_drafts import CHAINED
 from storm import FLAGS, RETRACTING, assert_withstood, storm
+from tiny_model import TinyModel
 
 CASES = [
     wide("STANDALONE", "moved"),
@@ -49,10 +51,16 @@ CASES = [
     wide("EAGLE3 windows", "groups"),
     wide("EAGLE layers windows", "pages"),
     wide("EAGLE layers windows", "moved"),
-    wide("EAGLE layers windows", "remapped"),
+    ("EAGLE layers windows", "remapped"),
     wide("EAGLE layers windows", "overlap off"),
     wide("EAGLE layers windows", "ranks"),
     wide("NEXTN layers windows", "pages"),
+    wide("EAGLE chained layers windows", "remapped"),
+    wide("EAGLE chained layers windows", "moved"),
+    wide("EAGLE chained layers windows", "pages"),
+    wide("EAGLE chained layers windows", "overlap off"),
+    wide("EAGLE chained layers windows", "ranks"),
+    wide("NEXTN chained layers windows", "pages"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
     wide("NEXTN", "moved"),
@@ -77,29 +85,40 @@ def repeating(tmp_path_factory):
     return build_repeating_model(tmp_path_factory.mktemp("repeating"))
 
 
+class Pairs(dict[str, Pair]):
+    """A Pair for each way of drafting, by its name, built when a test first asks for it."""
+
+    def __init__(self, tiny: TinyModel, repeating: TinyModel, folder: Path) -> None:
+        super().__init__()
+        self.tiny, self.repeating, self.folder = tiny, repeating, folder
+
+    def __missing__(self, name: str) -> Pair:
+        self[name] = self._built(name)
+        return self[name]
+
+    def _built(self, name: str) -> Pair:
+        if name.startswith("NEXTN") and name.endswith("layers windows"):
+            return replace(self[name.replace("NEXTN", "EAGLE")], name=name)
+        # Two variants of one family have one name.
+        folder = self.folder / name.replace(" ", "-")
+        folder.mkdir()
+        if name in WITH_LAYER:
+            return Pair(name, *prepared(folder, WITH_LAYER[name]), None)
+        if name == "EAGLE3 windows":
+            target, account = prepared(folder, "gpt-oss", repeating=True)
+            return Pair(
+                name, target, account, build_eagle(folder, target, third=True, noise=0.45, config=llama_config())
+            )
+        if name == "STANDALONE":
+            return Pair(name, self.tiny, oracle_of(self.tiny), self.tiny.path)
+        third = name == "EAGLE3"
+        head = build_eagle(folder, self.repeating, third=third, noise=0.25 if third else 0.9)
+        return Pair(name, self.repeating, oracle_of(self.repeating), head)
+
+
 @pytest.fixture(scope="module")
 def pairs(tiny, repeating, tmp_path_factory):
-    """A Pair for each way of drafting, by its name."""
-    folder = tmp_path_factory.mktemp("drafts")
-    eagle = build_eagle(folder, repeating, third=False, noise=0.9)
-    eagle3 = build_eagle(folder, repeating, third=True, noise=0.25)
-    found = [
-        Pair("STANDALONE", tiny, oracle_of(tiny), tiny.path),
-        Pair("EAGLE", repeating, oracle_of(repeating), eagle),
-        Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
-    ]
-    for name, family in WITH_LAYER.items():
-        if name == "NEXTN layers windows":
-            found.append(replace(found[-1], name=name))
-            continue
-        # Two variants of one family have one name.
-        (folder / family).mkdir()
-        found.append(Pair(name, *prepared(folder / family, family), None))
-    target, account = prepared(folder, "gpt-oss", repeating=True)
-    (folder / "windows").mkdir()
-    head = build_eagle(folder / "windows", target, third=True, noise=0.45, config=llama_config())
-    found.append(Pair("EAGLE3 windows", target, account, head))
-    return {pair.name: pair for pair in found}
+    return Pairs(tiny, repeating, tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -114,7 +133,9 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     for ids in pair.texts():
         client.flush()
         steps()
-        response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
+        # A step of many layers takes long.
+        tokens = 290 if WITH_LAYER.get(name) == CHAINED else 400 if pair.has_windows else 300
+        response = client.generate(ids, tokens, logprobs=True)
         found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
         assert compression(response)["rounds"] >= 6
     held = sum(found)
@@ -183,7 +204,7 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows"])
+@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"])
 def test_drafts_hold_after_rounds(serve, pairs, name):
     """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
     about as often as those of a request that is not compressed."""
@@ -249,7 +270,13 @@ def test_another_model_for_layers_that_keep_a_state(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE", "NEXTN latent", "NEXTN states", "EAGLE3 windows", "EAGLE layers windows"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("EAGLE", "NEXTN latent", "NEXTN states"),
+        *("EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"),
+    ],
+)
 def test_bit_identical_below_the_trigger(serve, pairs, name):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted."""
     pair = pairs[name]
@@ -295,6 +322,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("EAGLE3 windows", "moved"),
         wide("EAGLE layers windows", "pages"),
         wide("EAGLE layers windows", "moved"),
+        wide("EAGLE chained layers windows", "pages"),
+        wide("EAGLE chained layers windows", "moved"),
         wide("NEXTN states", "pages"),
         wide("NEXTN axes", "moved"),
     ],

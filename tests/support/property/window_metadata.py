@@ -1,4 +1,5 @@
-"""Checks what attention backends for CUDA plan for window layers, above all where drafted tokens are verified.
+"""Checks what attention backends for CUDA plan for window layers, above all where drafted tokens are verified, or read
+by a model's own draft layers.
 
 As `target_metadata`, which it continues: not collected by itself, run by tests/slow/test_interpreted.py.
 """
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_spec
 
 from cuda_backends import publish_settings, without_gpu
 from draft_metadata import Scene, assert_listed, assert_tables_equal
 from sets import matrix
-from target_metadata import DRAFTED, MODES, assert_physical, plan
+from target_metadata import DRAFTED, MODES, assert_physical, plan, step
 
 WINDOW = 10
 REACH = WINDOW - 1
@@ -22,6 +24,8 @@ REACH = WINDOW - 1
 POOLS = {"one pool": 0, "own pool": WINDOW}
 BACKENDS = ("triton", "fa3", "trtllm_mha")
 VERIFYING = ("verify", "verify ngram")
+# What draft layers do with the tokens that were just verified.
+READING = (*VERIFYING, "draft extend")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +49,7 @@ def slots_of(scene: Scene, first: int, end: int) -> torch.Tensor:
 
 
 def verified(scene: Scene, name: str, mode: str) -> Any:
-    """What the backend plans for window layers where drafts are verified."""
+    """What the backend plans for window layers in such a step."""
     return plan(scene, name, mode, scene.evicted)
 
 
@@ -55,33 +59,69 @@ def test_plans_do_not_follow_positions(name, pool, mode):
     assert_physical(scene_of(pool), name, mode)
 
 
-@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("mode", READING)
 @pytest.mark.parametrize("pool", POOLS)
 def test_triton_reads_the_newest_tokens(pool, mode):
-    """Prevents drafted tokens from being verified by others than a window's newest, or in the wrong pool."""
+    """Prevents drafted tokens from being verified or read with others than a window's newest, or in the wrong pool."""
     scene = scene_of(pool)
-    found = verified(scene, "triton", mode).forward_metadata
+    assert_newest_listed(scene, verified(scene, "triton", mode).forward_metadata)
+
+
+def assert_newest_listed(scene: Scene, found: Any) -> None:
+    """What Triton's attention reads before the tokens of the step is each window's newest, in the right pool."""
     count = len(scene.lengths)
-    assert found.window_kv_indptr.tolist() == [REACH * number for number in range(count + 1)]
-    assert torch.equal(found.window_kv_indices.view(count, REACH), slots_of(scene, -REACH, 0))
+    assert found.window_kv_indptr[: count + 1].tolist() == [REACH * number for number in range(count + 1)]
+    assert torch.equal(found.window_kv_indices[: count * REACH].view(count, REACH), slots_of(scene, -REACH, 0))
     # Where the mask of drafted tokens has the window's first one.
-    assert torch.equal(found.window_kv_offsets, scene.lengths - REACH)
+    assert torch.equal(found.window_kv_offsets[:count], scene.lengths - REACH)
     if scene.sim.window:
         assert torch.equal(found.swa_out_cache_loc.view(count, DRAFTED), slots_of(scene, 0, DRAFTED))
 
 
-@pytest.mark.parametrize("mode", VERIFYING)
+@pytest.mark.parametrize("mode", READING)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", ["fa3", "trtllm_mha"])
 def test_tables_hold_the_newest_tokens(name, pool, mode):
     """Prevents the same of backends whose kernels cut a window out of a table by the row's length."""
     scene = scene_of(pool)
-    found = verified(scene, name, mode).forward_metadata
+    assert_newest_in_table(scene, verified(scene, name, mode).forward_metadata)
+
+
+def assert_newest_in_table(scene: Scene, found: Any) -> None:
+    """A window that ends at the row's length shows its newest tokens, in the right pool."""
     table = found.swa_page_table if scene.sim.window else found.page_table
     ends = (scene.lengths + DRAFTED).tolist()
     assert found.cache_seqlens_int32.tolist() == ends
     held = torch.stack([row[end - DRAFTED - REACH : end] for row, end in zip(table.long(), ends, strict=True)])
     assert torch.equal(held, slots_of(scene, -REACH, DRAFTED))
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_graphs_of_draft_layers_read_the_newest_tokens(name, pool):
+    """Prevents draft layers with a window from reading others than its newest where graphs replay their steps."""
+    scene = scene_of(pool)
+    backend = planned_for_graph(scene, name)
+    # Some backends plan within the graph alone.
+    backend.init_forward_metadata_in_graph(reading_step(scene))
+    (assert_newest_listed if name == "triton" else assert_newest_in_table)(scene, backend.forward_metadata)
+
+
+def planned_for_graph(scene: Scene, name: str) -> Any:
+    """The backend, once it has planned what draft layers do, for a graph and for its replay."""
+    count = len(scene.lengths)
+    backend = verified(scene, name, "draft extend")
+    backend.init_cuda_graph_state(count, count * DRAFTED)
+    for in_capture in (True, False):
+        backend.init_forward_metadata_out_graph(reading_step(scene), in_capture=in_capture)
+    return backend
+
+
+def reading_step(scene: Scene) -> ForwardBatch:
+    """What draft layers do, as SGLang's runner of graphs has it."""
+    forward = step(scene, "draft extend", scene.evicted)
+    forward.spec_info.extend_seq_lens_tensor = forward.extend_seq_lens
+    return forward
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -104,8 +144,20 @@ def test_flashinfer_reads_the_oldest_tokens(pool, mode):
     of the row."""
     scene = scene_of(pool)
     backend = verified(scene, "flashinfer", mode)
-    windows, _ = backend.prefill_wrappers_verify
-    ((_, indptr, indices, *_),) = [call.args for call in windows.begin_forward.mock_calls]
+    assert_oldest(scene, backend.prefill_wrappers_verify[0])
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_flashinfer_reads_the_oldest_tokens_in_graphs_of_draft_layers(pool):
+    """Prevents the same of draft layers with a window, for which it plans rightly without a graph alone."""
+    scene = scene_of(pool)
+    graphs = planned_for_graph(scene, "flashinfer").draft_extend_cuda_graph_metadata
+    assert_oldest(scene, graphs[len(scene.lengths)][0])
+
+
+def assert_oldest(scene: Scene, windows: Any) -> None:
+    """This wrapper of FlashInfer was planned for the window layers, with each row's first tokens."""
+    _, indptr, indices, *_ = windows.begin_forward.mock_calls[-1].args
     assert indptr.tolist() == [(REACH + DRAFTED) * number for number in range(len(scene.lengths) + 1)]
     read = indices[: indptr[-1]].view(len(scene.lengths), -1).long()
     oldest = scene.sim.rows.req_to_token[scene.rows, : REACH + DRAFTED].long()

@@ -29,7 +29,7 @@ class Watched(Oracle):
         seen: [L, H_kv, tokens, tokens] bool, what each of a draft model's queries may see, if its heads follow those of
             the scored layers; a token is counted at its place in the draft model, one before its own.
         hidden: [tokens, size], what the logits are made of.
-        inputs: of each layer, [tokens, size].
+        inputs: of each layer, [tokens, size]; of the norm after them, by their number.
     """
 
     page_size: int = 1
@@ -60,6 +60,8 @@ class Watched(Oracle):
         # Where it takes images, its language model.
         text = getattr(self.model.model, "language_model", self.model.model)
         hooks.append(text.norm.register_forward_hook(lambda _, __, output: note(-1, output[0])))
+        last = len(self._layers())
+        hooks.append(text.norm.register_forward_pre_hook(lambda _, args: note(last, args[0][0])))
         try:
             logits = super()._forward(ids, start, visible, cache)
         finally:

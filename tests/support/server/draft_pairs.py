@@ -33,6 +33,7 @@ from mtp_family import MtpHead
 from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle
 from repeating_model import in_circle
+from step_drafts import CHAINED, ChainedLayers
 from tiny_model import TinyModel
 from vision_account import VisionOracle
 from vision_families import VisionModel
@@ -57,6 +58,8 @@ WITH_LAYER = {
     "NEXTN experts": "qwen3.5-moe-whole-mtp",
     "EAGLE layers windows": LAYERED,
     "NEXTN layers windows": LAYERED,
+    "EAGLE chained layers windows": CHAINED,
+    "NEXTN chained layers windows": CHAINED,
 }
 # Tested with adapters of the output projection alone: SGLang takes the queries of some for narrower than they are.
 UNEVEN = ("NEXTN states", "NEXTN axes", "EAGLE layers windows")
@@ -87,14 +90,20 @@ class Pair:
     def args(self) -> tuple[str, ...]:
         path = () if self.path is None else ("--speculative-draft-model-path", str(self.path))
         states = STATE_FLAGS if self.name in KEEP_STATES else ()
+        algorithm = self.name.split()[0]
         # SGLang sets it for EAGLE alone.
-        layers = ("--enable-multi-layer-eagle",) if self.name.startswith("NEXTN layers") else ()
-        return ("--speculative-algorithm", self.name.split()[0], *self.numbers, *path, *states, *layers, *self.code)
+        layers = ("--enable-multi-layer-eagle",) if self.in_layers and algorithm == "NEXTN" else ()
+        return ("--speculative-algorithm", algorithm, *self.numbers, *path, *states, *layers, *self.code)
 
     @property
     def code(self) -> list[str]:
         """The flag of a model that brings its configuration along."""
         return remote_code(WITH_LAYER.get(self.name, ""))
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether each token of a draft has a layer of the model's own."""
+        return self.name.endswith("layers windows")
 
     @property
     def has_windows(self) -> bool:
@@ -138,8 +147,14 @@ class Pair:
         if self.name == "STANDALONE":
             # Without an adapter that the account may have.
             return holding(self.target.load(), ids, account.seen, starts, STEPS, sure)
-        if self.name.endswith("layers windows"):
-            return holding_of_layers(Layers(self.target.path), model, ids, account.hidden, starts, sure)
+        if self.in_layers:
+            path, hidden = self.target.path, account.hidden
+            if WITH_LAYER[self.name] == CHAINED:
+                # Before the last norm.
+                layers, hidden = ChainedLayers(path), account.inputs[model.config.num_hidden_layers]
+            else:
+                layers = Layers(path, model.lm_head)
+            return holding_of_layers(layers, model, ids, hidden, starts, sure)
         # It has one layer. Where the model scores one, each head follows its own, else all the last one's first.
         seen = account.seen[0] if len(account.seen) == 1 else account.seen[-1, 0]
         third, hidden = self.name.startswith("EAGLE3"), account.hidden

@@ -32,6 +32,7 @@ from repeating_model import OTHERS, make_repeating
 from sglang_triattn.model.rope import Rope, no_rotation
 from state_family import build_whole_qwen
 from state_settings import STATE_FAMILIES
+from step_drafts import CHAINED, build_chained
 from step_family import build_step
 from stretched_family import build_stretched
 from tiny_model import save_random_stats
@@ -40,9 +41,14 @@ from transformers_parts import full_frequencies
 RECENT = WINDOW + 1
 SETTINGS = ["--triattention-recent", str(RECENT), "--triattention-budget", str(BUDGET + 16)]
 # SGLang lets a query of these see one token more than transformers does.
-SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "gemma3n", "mimo-v2", LAYERED, "step-3.5")
+SEE_ONE_MORE = ("cohere2", "cohere2-moe", "exaone-moe", "gemma3n", "mimo-v2", LAYERED, "step-3.5", CHAINED)
 # Models that bring their configuration along, and those in a class that takes images.
-OWN_CODE = {"nemotron-nas": build_nemotron_nas, "step-3.5": build_step, LAYERED: build_layered}
+OWN_CODE = {
+    "nemotron-nas": build_nemotron_nas,
+    "step-3.5": build_step,
+    LAYERED: build_layered,
+    CHAINED: build_chained,
+}
 # The platform chooses its reference backend for these by itself; others it serves by torch_native.
 CHOSEN_BY_ITSELF = ("gemma2", "gpt-oss", "deepseek-v3")
 LATENTS = (*LATENT_FAMILIES, "deepseek-v3-mtp")
@@ -74,6 +80,7 @@ MODULES = {
     "step-3.5": ("step3p5",),
     "glm-4.5-mtp": ("glm4_moe", "glm4_moe_nextn"),
     LAYERED: ("mimo_v2", "mimo_v2_nextn"),
+    CHAINED: ("step3p5", "step3p5_mtp"),
     "deepseek-v3-mtp": ("deepseek_v2", "deepseek_nextn"),
     **dict.fromkeys(("qwen3-next-mtp", "qwen3-next-twice-mtp"), ("qwen3_next", "qwen3_next_mtp")),
     **dict.fromkeys(

@@ -11,7 +11,7 @@ import copy
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -72,10 +72,30 @@ def _deeper() -> transformers.PreTrainedConfig:
     return config
 
 
+class DraftLayers(Protocol):
+    """
+    Attributes:
+        chained: whether a layer reads what the one before has made of a token, in place of the target's hidden state.
+    """
+
+    chained: bool
+
+    def run(self, number: int, embeds: torch.Tensor, hidden: torch.Tensor, first: int) -> torch.Tensor:
+        """[n, size]: what layer `number` makes of these tokens, [n, size], from place `first` on."""
+        ...
+
+    def logits(self, number: int, made: torch.Tensor) -> torch.Tensor:
+        """[vocabulary]: by what it has made of one token."""
+        ...
+
+
 class Layers:
     """The draft layers, with SGLang's order of their parts (sglang/srt/models/mimo_v2_nextn.py)."""
 
-    def __init__(self, path: Path) -> None:
+    chained = False
+
+    def __init__(self, path: Path, head: torch.nn.Module) -> None:
+        self.head = head
         weights, config = load_file(path / "model.safetensors"), _deeper()
         with TemporaryDirectory() as folder:
             renamed = {}
@@ -93,25 +113,37 @@ class Layers:
         # Those of a new model change nothing, as the added ones.
         self.norm = type(model.model.norm)(config.hidden_size, config.rms_norm_eps)
 
-    def last(self, number: int, embeds: torch.Tensor, hidden: torch.Tensor, first: int) -> torch.Tensor:
-        """[size]: what layer `number` makes of the last of these tokens, [n, size], from place `first` on."""
+    def run(self, number: int, embeds: torch.Tensor, hidden: torch.Tensor, first: int) -> torch.Tensor:
         stream = (torch.cat((self.norm(embeds), self.norm(hidden)), -1) @ self.mixes[number].T)[None]
-        places = torch.arange(first, first + len(embeds))
-        turned = self.rotary(stream, places[None], "sliding_attention")
-        mask = torch.full((len(places), len(places)), torch.finfo(torch.float32).min).triu(1)[None, None]
-        return self.norm(self.decoders[number](stream, attention_mask=mask, position_embeddings=turned)[0, -1])
+        return through(self.decoders[number], self.rotary, stream, first)
+
+    def logits(self, number: int, made: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(made))
+
+
+def through(decoder: torch.nn.Module, rotary: torch.nn.Module, stream: torch.Tensor, first: int) -> torch.Tensor:
+    """[n, size]: what a layer of transformers with a window makes of `stream`, [1, n, size], from place `first` on."""
+    places = torch.arange(first, first + stream.shape[1])
+    distance = places[:, None] - places
+    # SGLang lets a query see one token more than transformers does.
+    seen = (distance >= 0) & (distance <= WINDOW)
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+    turned = rotary(stream, places[None], "sliding_attention")
+    return decoder(stream, attention_mask=mask, position_embeddings=turned)[0]
 
 
 @torch.no_grad()
 def holding_of_layers(
-    layers: Layers, target: Any, ids: list[int], hidden: torch.Tensor, starts: list[int], margin: float
+    layers: DraftLayers, target: Any, ids: list[int], hidden: torch.Tensor, starts: list[int], margin: float
 ) -> list[int | None]:
     """As `draft_account.holding_of_head`, for a layer to each drafted token.
 
     A place that a layer has computed stays as it is, also where it read a drafted token that did not hold.
     """
-    embed, head = target.model.embed_tokens, target.lm_head
+    embed = target.model.embed_tokens
     inputs = [[0] * len(ids) for _ in range(STEPS)]
+    # What the first layer reads, and what each layer has made.
+    states = [hidden, *(torch.zeros(len(ids), hidden.shape[-1]) for _ in range(STEPS))]
     found: list[int | None] = []
     for before, start in pairwise([0, *starts]):
         drafted: list[int] = []
@@ -120,9 +152,12 @@ def holding_of_layers(
             for place in range(before, start):
                 known = place + 1 + number
                 inputs[number][place] = ids[known] if known <= start else drafted[known - start - 1]
-            first = max(start - 1 - WINDOW, 0)
+            first = max(before - WINDOW, 0)
+            read = states[number if layers.chained else 0]
             embeds = embed(torch.tensor(inputs[number][first:start]))
-            best = head(layers.last(number, embeds, hidden[first:start], first)).log_softmax(-1).topk(2)
+            made = layers.run(number, embeds, read[first:start], first)
+            states[number + 1][before:start] = made[before - first :]
+            best = layers.logits(number, made[-1]).log_softmax(-1).topk(2)
             drafted.append(int(best.indices[0]))
             if held is not None and held == number and start + held + 1 < len(ids):
                 if best.values[0] - best.values[1] < margin:

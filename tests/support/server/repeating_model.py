@@ -45,16 +45,20 @@ def make_repeating(tiny: TinyModel, others: float = OTHERS) -> None:
     model, file = tiny.load(), tiny.path / "config.json"
     # transformers would write other fields than those that SGLang reads of some models.
     settings = file.read_text()
-    circle = torch.arange(LENGTH)
-    with torch.no_grad():
-        for name, weight in model.model.layers.named_parameters():
-            if any(output in name for output in OUTPUTS):
-                weight *= others
-        embedding = model.get_input_embeddings().weight
-        embedding[FIRST + circle] *= LOUDNESS
-        model.lm_head.weight[FIRST + (circle + 1) % LENGTH] += embedding[FIRST + circle]
+    repeat(model.model.layers, model.get_input_embeddings().weight, model.lm_head.weight, others)
     model.save_pretrained(tiny.path)
     file.write_text(settings)
+
+
+@torch.no_grad()
+def repeat(layers: torch.nn.Module, embedding: torch.Tensor, head: torch.Tensor, others: float) -> None:
+    """Changes these weights of a model so that it repeats itself."""
+    circle = torch.arange(LENGTH)
+    for name, weight in layers.named_parameters():
+        if any(output in name for output in OUTPUTS):
+            weight *= others
+    embedding[FIRST + circle] *= LOUDNESS
+    head[FIRST + (circle + 1) % LENGTH] += embedding[FIRST + circle]
 
 
 def in_circle(length: int, start: int = 0) -> list[int]:

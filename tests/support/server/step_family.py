@@ -6,8 +6,9 @@ transformers knows its layers as those of Step-3.7, without a head. The account 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,22 +86,42 @@ class Step(TinyModel):
 def build_step(folder: Path) -> Step:
     """Writes the model. Nothing has written its statistics yet."""
     torch.manual_seed(0)
-    model = Step3p7TextModel._from_config(Step3p7TextConfig(**FIELDS), dtype=torch.float32)
-    head = torch.randn(COMMON["vocab_size"], COMMON["hidden_size"]) * COMMON["initializer_range"]
+    return write_step(folder / "step-3.5", FIELDS, *random_step(FIELDS))
+
+
+def random_step(fields: dict[str, Any]) -> tuple[Step3p7TextModel, torch.Tensor]:
+    """A model, and its head."""
+    model = Step3p7TextModel._from_config(Step3p7TextConfig(**fields), dtype=torch.float32)
+    head = torch.randn(fields["vocab_size"], fields["hidden_size"]) * fields["initializer_range"]
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             # Norms and biases are all equal in a new model, and would hide that they are not applied.
             if "norm" in name or name.endswith("bias"):
                 value.add_(0.1 * torch.randn_like(value))
-    path = folder / "step-3.5"
+    return model, head
+
+
+def write_step(
+    path: Path,
+    fields: dict[str, Any],
+    model: Step3p7TextModel,
+    head: torch.Tensor,
+    added: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Step:
+    """Writes a model with this configuration, and what its account needs.
+
+    Args:
+        added: further weights, by their published names.
+    """
     model.save_pretrained(path / "account")
     save_file({"weight": head}, path / "account" / "head.safetensors")
-    weights = {"lm_head.weight": head, **published(model)}
+    weights = {"lm_head.weight": head, **published(model), **added}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     own = {"auto_map": {"AutoConfig": "configuration.OwnConfig"}, "model_type": "step3p5", "dtype": "float32"}
-    (path / "config.json").write_text(json.dumps({**FIELDS, **own, "architectures": ["Step3p5ForCausalLM"]}))
+    (path / "config.json").write_text(json.dumps({**fields, **own, "architectures": ["Step3p5ForCausalLM"]}))
     (path / "configuration.py").write_text(OWN_CONFIG)
-    return Step(path, folder / "step-3.5.safetensors", LAYERS, HEADS, KV_HEADS, HEAD_DIM)
+    sizes = fields["num_hidden_layers"], HEADS, KV_HEADS, HEAD_DIM
+    return Step(path, path.parent / f"{path.name}.safetensors", *sizes)
 
 
 def published(model: Step3p7TextModel) -> dict[str, torch.Tensor]:

@@ -153,13 +153,21 @@ def test_drafts_of_a_model_served_text_alone():
 
 
 def test_draft_layers_for_one_token_each(run_check):
-    """Prevents a start with what is untested: SGLang gives each drafted token a layer of MiMo-V2's own, but only for
-    EAGLE by itself, and rounds leave those of no other model whole."""
+    """Prevents a start with what is untested: SGLang gives each drafted token a layer of MiMo-V2's and of Step-3.5's
+    own, but only for EAGLE by itself, and rounds leave those of no other model whole."""
     eagle, switch = ("--speculative-algorithm", "EAGLE"), "--enable-multi-layer-eagle"
     nextn = ("--speculative-algorithm", "NEXTN")
-    assert run_check("mimo-v2-flash", *eagle)[0] == 0
-    assert run_check("mimo-v2-flash", *nextn, switch)[0] == 0
+    for model in ("mimo-v2-flash", "step-3.5-flash"):
+        assert run_check(model, *eagle)[0] == 0
+        assert run_check(model, *nextn, switch)[0] == 0
     for model, flags, reason in (
+        ("step-3.5-flash", nextn, "a sliding window are not tested with such a draft model"),
+        ("step-3.5-flash", (*eagle, "--attention-backend", "flashinfer"), "shows a row's first tokens"),
+        (
+            "mimo-v2-flash",
+            (*eagle, "--speculative-draft-attention-backend", "flashinfer"),
+            "shows a row's first tokens",
+        ),
         ("mimo-v2-flash", nextn, "a sliding window are not tested with such a draft model"),
         ("mimo-v2-flash", ("--speculative-algorithm", "STANDALONE"), "a sliding window are not tested"),
         ("mimo-v2-flash", (*eagle, "--disaggregation-mode", "decode"), "draft model is not tested on such a server"),
@@ -169,3 +177,6 @@ def test_draft_layers_for_one_token_each(run_check):
         status, output, _ = run_check(model, *flags)
         assert status == 1
         assert reason in output
+    # EAGLE-3's draft model has no window.
+    eagle3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-attention-backend", "flashinfer")
+    assert run_check("gpt-oss-20b", *DRAFTS, *eagle3)[0] == 0
