@@ -33,6 +33,7 @@ from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
+from tiny_model import TinyModel
 
 CASES = [
     wide("STANDALONE", "moved"),
@@ -77,29 +78,38 @@ def repeating(tmp_path_factory):
     return build_repeating_model(tmp_path_factory.mktemp("repeating"))
 
 
+class Pairs(dict):
+    """A Pair for each way of drafting, by its name, built when it is first asked for."""
+
+    def __init__(self, tiny: TinyModel, repeating: TinyModel, folder: Path) -> None:
+        super().__init__()
+        self._tiny, self._repeating, self._folder = tiny, repeating, folder
+
+    def __missing__(self, name: str) -> Pair:
+        folder = self._folder / name.replace(" ", "-")
+        folder.mkdir()
+        if name == "STANDALONE":
+            pair = Pair(name, self._tiny, oracle_of(self._tiny), self._tiny.path)
+        elif name in ("EAGLE", "EAGLE3"):
+            third = name == "EAGLE3"
+            head = build_eagle(folder, self._repeating, third=third, noise=0.25 if third else 0.9)
+            pair = Pair(name, self._repeating, oracle_of(self._repeating), head)
+        elif name == "EAGLE3 windows":
+            target, account = prepared(folder, "gpt-oss", repeating=True)
+            pair = Pair(
+                name, target, account, build_eagle(folder, target, third=True, noise=0.45, config=llama_config())
+            )
+        elif name == "NEXTN layers windows":
+            pair = replace(self["EAGLE layers windows"], name=name)
+        else:
+            pair = Pair(name, *prepared(folder, WITH_LAYER[name]), None)
+        self[name] = pair
+        return pair
+
+
 @pytest.fixture(scope="module")
 def pairs(tiny, repeating, tmp_path_factory):
-    """A Pair for each way of drafting, by its name."""
-    folder = tmp_path_factory.mktemp("drafts")
-    eagle = build_eagle(folder, repeating, third=False, noise=0.9)
-    eagle3 = build_eagle(folder, repeating, third=True, noise=0.25)
-    found = [
-        Pair("STANDALONE", tiny, oracle_of(tiny), tiny.path),
-        Pair("EAGLE", repeating, oracle_of(repeating), eagle),
-        Pair("EAGLE3", repeating, oracle_of(repeating), eagle3),
-    ]
-    for name, family in WITH_LAYER.items():
-        if name == "NEXTN layers windows":
-            found.append(replace(found[-1], name=name))
-            continue
-        # Two variants of one family have one name.
-        (folder / family).mkdir()
-        found.append(Pair(name, *prepared(folder / family, family), None))
-    target, account = prepared(folder, "gpt-oss", repeating=True)
-    (folder / "windows").mkdir()
-    head = build_eagle(folder / "windows", target, third=True, noise=0.45, config=llama_config())
-    found.append(Pair("EAGLE3 windows", target, account, head))
-    return {pair.name: pair for pair in found}
+    return Pairs(tiny, repeating, tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)

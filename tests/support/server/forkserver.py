@@ -3,8 +3,8 @@
 forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
 
 An image has imported SGLang, and knows which environment variables that read: it serves every environment with the
-same values of these. It is for `sglang.launch_server` alone: any other command is forked from the forkserver itself,
-which has read variables too. A command that sets one of those to another value is refused.
+same values of these. It is for servers and routers: any other command is forked from the forkserver itself, which has
+read variables too. A command that sets one of those to another value is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OURS = ("sglang", "sglang_triattn")
 PREFORKED = 4
 DATA_PARALLEL = "--dp-size"
 # What the processes that a server spawns import before they load plugins.
-SERVER = "sglang.launch_server"
+FROM_IMAGES = ("sglang.launch_server", "sglang_router.launch_router")
 OF_SERVERS = (
     "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
@@ -132,7 +132,7 @@ def run_forkserver(ours: socket.socket) -> None:
         else:
             request["env"].pop(IGNORED, None)
             answer = refusal(given, request["env"], names)
-            if answer is None and request["command"][0] == SERVER:
+            if answer is None and request["command"][0] in FROM_IMAGES:
                 image = image_of(request["env"], images)
                 if image is None:
                     ours.close()
