@@ -36,13 +36,10 @@ def running_router(
         servers: the servers at `urls`, if the router is to find the latter itself.
     """
     port = server.free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(server.free_port())]
-    if "--pd-disaggregation" not in args:
-        command += ["--worker-urls", *(servers or urls)]
+    command = router_command(urls, port, *args, servers=servers)
     with tempfile.TemporaryDirectory(prefix="sglang-triattn-") as folder, log_path.open("w") as log:
         process = subprocess.Popen(
-            [*command, *WATCHFUL, *args],
+            [sys.executable, "-m", *command],
             cwd=folder,
             env=server.environment({}),
             stdout=log,
@@ -55,6 +52,15 @@ def running_router(
             yield running
         finally:
             server.stop_process(process, grace_s=0)
+
+
+def router_command(urls: Sequence[str], port: int, *args: str, servers: Sequence[str] = ()) -> list[str]:
+    """The words after `python -m` that start a router at `port`; for the rest see `running_router`."""
+    command = ["sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(server.free_port())]
+    if "--pd-disaggregation" not in args:
+        command += ["--worker-urls", *(servers or urls)]
+    return [*command, *WATCHFUL, *args]
 
 
 def healthy_workers(router: server.Server) -> set[str]:

@@ -13,11 +13,15 @@ from sglang_triattn.patches.hooks.hook import resolve
 
 # Most of the modules that a process of SGLang has loaded; none of these packages imports SGLang.
 _WITHOUT_SGLANG = sys.stdlib_module_names | {
-    "Cython", "IPython", "PIL", "accelerate", "aiohttp", "compressed_tensors", "cuda", "cutlass", "fastapi",
-    "flashinfer", "httpx", "huggingface_hub", "jinja2", "mistral_common", "mpmath", "networkx", "numpy", "openai",
-    "opentelemetry", "pandas", "pydantic", "pynvml", "requests", "rich", "scipy", "starlette", "sympy", "timm",
-    "torch", "torchaudio", "torchcodec", "torchvision", "transformers", "triton", "tvm_ffi", "urllib3", "xgrammar",
-    "zmq",
+    "Cython", "IPython", "PIL", "accelerate", "aiohappyeyeballs", "aiohttp", "anyio", "attr", "attrs",
+    "charset_normalizer", "click", "compressed_tensors", "cuda", "cudnn", "cutlass", "dill", "einops", "fastapi",
+    "filelock", "flashinfer", "fsspec", "gguf", "h11", "httpcore", "httpx", "huggingface_hub", "idna", "jinja2",
+    "jsonschema", "loguru", "lxml", "mistral_common", "ml_dtypes", "mpmath", "msgspec", "multidict", "networkx",
+    "numpy", "openai", "opentelemetry", "pandas", "propcache", "psutil", "pydantic", "pydantic_core", "pygments",
+    "pynvml", "quack", "referencing", "regex", "requests", "rich", "safetensors", "scipy", "starlette", "sympy",
+    "tiktoken", "timm", "tokenizers", "torch", "torchaudio", "torchcodec", "torchgen", "torchvision", "tqdm",
+    "traitlets", "transformers", "triton", "triton_kernels", "tvm_ffi", "urllib3", "uvicorn", "uvloop", "watchfiles",
+    "xgrammar", "yaml", "yarl", "zmq",
 }  # fmt: skip
 
 
@@ -46,11 +50,16 @@ class Bindings:
 
     def _search(self, functions: list[object]) -> None:
         self._modules, self._names = len(sys.modules), {id(function): [] for function in functions}
-        for path, module in list(sys.modules.items()):
-            if path.partition(".")[0] not in _WITHOUT_SGLANG and isinstance(module, ModuleType):
+        for path in [path for path in list(sys.modules) if path.partition(".")[0] not in _WITHOUT_SGLANG]:
+            module = sys.modules.get(path)
+            # Names only where there is something to find: a forked process copies the pages of all that it looks at.
+            if isinstance(module, ModuleType) and self._is_any_in(list(vars(module).values())):
                 for name, value in list(vars(module).items()):
                     if id(value) in self._names:
                         self._names[id(value)].append((module, name))
+
+    def _is_any_in(self, values: list[object]) -> bool:
+        return not self._names.keys().isdisjoint(map(id, values))
 
 
 def _targets() -> list[object]:

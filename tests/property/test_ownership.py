@@ -10,6 +10,9 @@ from histories import Conversing, run_histories
 from memory import POOL
 from sets import matrix, shown, wide
 
+# Of the histories of most modes, `make test` runs half.
+MORE = pytest.mark.parametrize("times", [1, wide(2)])
+
 
 def run(examples: int, least_rounds: int = 3, **options) -> Counter:
     """Runs random histories under these options, with at least `least_rounds` each on average; counts their events."""
@@ -46,9 +49,10 @@ def test_random_histories_under_random_settings(examples, start):
     ("page_size", "radix"),
     [(1, True), (16, True), (1, False), wide(4, True), wide(4, False), wide(16, False)],
 )
-def test_random_histories(page_size, radix):
+@MORE
+def test_random_histories(page_size, radix, times):
     """Prevents leaks, double ownership, writes to the tree, lost or reordered tokens, and poisoned prefixes."""
-    run(4, page_size=page_size, radix=radix)
+    run(2 * times, page_size=page_size, radix=radix)
 
 
 OTHER_SETTINGS = [
@@ -63,9 +67,10 @@ OTHER_SETTINGS = [
 
 
 @pytest.mark.parametrize(("page_size", "settings"), matrix([1, 4, 16], OTHER_SETTINGS, strength=1), ids=shown)
-def test_random_histories_of_other_settings(page_size, settings):
+@MORE
+def test_random_histories_of_other_settings(page_size, settings, times):
     """Prevents the same in every mode, and when requests of one batch keep different numbers of tokens."""
-    run(3, page_size=page_size, **settings)
+    run(2 * times, page_size=page_size, **settings)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +107,11 @@ def test_random_histories_of_compacted_prompts(page_size, selection):
 
 
 @pytest.mark.parametrize("page_size", [wide(1), 4])
-def test_random_histories_in_a_full_pool(page_size):
+@MORE
+def test_random_histories_in_a_full_pool(page_size, times):
     """Prevents unneeded early rounds, and early rounds that keep other tokens than the newest and the best."""
     settings = {"pressure_budget": 6, "interval": 12}
-    counts = run(8, least_rounds=1, page_size=page_size, pool=80, **settings)
+    counts = run(4 * times, least_rounds=1, page_size=page_size, pool=80, **settings)
     assert counts["early rounds"] > 0
 
 
@@ -146,7 +152,8 @@ def test_random_histories_of_requests_whose_drafts_are_queued(page_size, selecti
     ],
     ids=shown,
 )
-def test_random_histories_of_conversations(page_size, settings):
+@MORE
+def test_random_histories_of_conversations(page_size, settings, times):
     """Prevents a round from evicting what a resumed turn brought, from any head, and rows out of order in the tree."""
-    counts = run(4, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
+    counts = run(2 * times, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
     assert counts["rounds of rows with inputs"] > 0

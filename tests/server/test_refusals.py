@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import forked_servers
 from harness import altered_stats, compressed_args, install_plugin, only_models, plain_args, python_path
-from launches import launch, resolve
+from launches import launch
 from sets import wide
 from sglang_triattn.compatibility.rule import Server
 from sglang_triattn.compatibility.rules import FIRST_RULES
@@ -109,7 +109,7 @@ BRANCHES = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tiny):
+def outcomes(forkserver, tiny, tmp_path_factory):
     """How resolution ends, by kind: for each of SETTINGS; for plain command lines, a good one among them; for each of
     FROM_ENVIRONMENT; for drafts of a model: refused branches, one of the three numbers, all of them, and none."""
     plain = ["--model-path", tiny.path]
@@ -126,8 +126,8 @@ def outcomes(tiny):
         "environment": [([*plain, *flags], {VARIABLE: text}) for flags, text, _ in FROM_ENVIRONMENT],
         "drafts": [([*drafting, *words.split()], {}) for words in (BRANCHES, "--speculative-eagle-topk 1", DRAFTS, "")],
     }
-    # All in one process, because importing SGLang takes longer than resolving.
-    found = iter(resolve([case for cases in kinds.values() for case in cases]))
+    folder = tmp_path_factory.mktemp("resolved")
+    found = iter(forked_servers.resolve(forkserver, folder, [case for cases in kinds.values() for case in cases]))
     return {kind: [next(found) for _ in cases] for kind, cases in kinds.items()}
 
 

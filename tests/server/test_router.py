@@ -11,10 +11,10 @@ import pytest
 import requests
 
 import server
-from forked_servers import running_launch
+from forked_servers import running_launch, running_router
 from harness import STRICT, Client, assert_pool_is_whole, compressed_args, compression, greedy, prompt
 from router_replicas import cached_after_prefixes, wait_for_rounds
-from run_router import SPREAD, running_router, wait_for_workers
+from run_router import SPREAD, wait_for_workers
 from word_tokenizer import text as words
 
 REPLICAS = 2
@@ -64,12 +64,12 @@ def fleet(forkserver, chat_model, tmp_path_factory):
 
 
 @pytest.fixture
-def routed(fleet, tmp_path):
+def routed(forkserver, fleet, tmp_path):
     """`routed(*args)` is the context of a client of a router with these arguments in front of the fleet."""
 
     @contextmanager
     def start(*args: str):
-        with running_router(fleet.urls, tmp_path / "router.log", *args) as router:
+        with running_router(forkserver, fleet.urls, tmp_path / "router.log", *args) as router:
             yield Client(router)
 
     return start

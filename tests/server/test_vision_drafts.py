@@ -28,7 +28,13 @@ def vision_model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "page_size"),
     [
-        *(("qwen3-vl", 16), wide("qwen3-vl", 1), wide("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1)),
+        *(
+            wide("qwen3-vl", 16),
+            wide("qwen3-vl", 1),
+            wide("qwen2.5-vl", 1),
+            wide("qwen2.5-vl", 16),
+            wide("qwen2-vl", 1),
+        ),
         *(wide("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), wide("qwen3-vl-moe", 1)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
         *(wide("internvl", 1), wide("kimi-k2.5", 16), wide("gemma-3", 1), wide("gemma-4", 16)),

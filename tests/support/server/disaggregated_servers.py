@@ -13,7 +13,7 @@ from typing import Any
 
 import retraction_probe
 import server
-from forked_servers import Forkserver, running_launch
+from forked_servers import Forkserver, running_launch, running_router
 from harness import (
     KEYS_ALONE,
     STRICT,
@@ -30,7 +30,6 @@ from harness import (
     served_logprobs,
 )
 from oracle import TOLERANCE, Oracle
-from run_router import running_router
 from storm import retractions
 from tiny_model import TinyModel
 
@@ -269,7 +268,8 @@ class _Servers:
         self._routed += 1
         decode = self._start(f"decode-{number}", [*args, *self._mode("decode")], env)
         routing = ["--pd-disaggregation", "--prefill", prefill.url, self._bootstrap, "--decode", decode.url]
-        router = running_router([prefill.url, decode.url], self._folder / f"router-{number}.log", *routing)
+        log = self._folder / f"router-{number}.log"
+        router = running_router(self._forkserver, [prefill.url, decode.url], log, *routing)
         return Separated(self._stack.enter_context(router), prefill, decode)
 
     def _mode(self, mode: str) -> list[str]:

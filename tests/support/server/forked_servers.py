@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import run_router
 import server
-from harness import ON_GPU, python_path
-from launches import Ended
+from harness import ON_GPU, STRICT, python_path
+from launches import RESOLVE, Ended
 
 LARGEST_ANSWER = 1 << 12
 LONGEST_RUN_S = 300
@@ -130,10 +131,38 @@ def running_launch(forkserver: Forkserver, command: Sequence[str], port: int, en
         yield running
 
 
+@contextmanager
+def running_router(
+    forkserver: Forkserver, urls: Sequence[str], log_path: Path, *args: str, servers: Sequence[str] = ()
+):
+    """Like `run_router.running_router`, whose start imports as much as a server's."""
+    port = server.free_port()
+    command = run_router.router_command(urls, port, *args, servers=servers)
+    # An environment of servers, so that it takes their image.
+    with running_process(forkserver, command, STRICT, log_path) as process:
+        running = server.Server(process, port, log_path)
+        run_router.wait_for_workers(running, urls)
+        yield running
+
+
 def run_script(forkserver: Forkserver, script: Path, arguments: Sequence[str], env: dict[str, str]) -> Ended:
     """Runs a Python file until it exits by itself."""
     env = {**env, "PYTHONPATH": python_path(script.parent)}
     return run_module(forkserver, [script.stem, *arguments], env, script.with_suffix(".log"))
+
+
+def resolve(
+    forkserver: Forkserver, folder: Path, cases: Sequence[tuple[Sequence[object], dict[str, str]]]
+) -> list[Ended]:
+    """Outcomes of resolving each (command line, environment), one after another in one process; `folder` is for its
+    script, its input and its log."""
+    script, given = folder / "resolve_each.py", folder / "cases.json"
+    script.write_text(RESOLVE)
+    given.write_text(json.dumps([{"argv": [str(word) for word in argv], "env": env} for argv, env in cases]))
+    ended = run_script(forkserver, script, [str(given)], {})
+    line = next((line for line in ended.output.splitlines() if line.startswith("RESULTS")), None)
+    assert line is not None, ended.output[-3000:]
+    return [Ended(result["code"], result["output"]) for result in json.loads(line.removeprefix("RESULTS"))]
 
 
 # What the installed command runs.

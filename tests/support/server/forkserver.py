@@ -3,8 +3,8 @@
 forkserver --forks--> image --forks--> server --forks at once--> preforked processes, which become what it spawns later
 
 An image has imported SGLang, and knows which environment variables that read: it serves every environment with the
-same values of these. It is for `sglang.launch_server` alone: any other command is forked from the forkserver itself,
-which has read variables too. A command that sets one of those to another value is refused.
+same values of these. It is for servers and routers: any other command is forked from the forkserver itself, which has
+read variables too. A command that sets one of those to another value is refused.
 """
 
 from __future__ import annotations
@@ -46,16 +46,30 @@ OURS = ("sglang", "sglang_triattn")
 PREFORKED = 4
 DATA_PARALLEL = "--dp-size"
 # What the processes that a server spawns import before they load plugins.
-SERVER = "sglang.launch_server"
+FROM_IMAGES = ("sglang.launch_server", "sglang_router.launch_router")
 OF_SERVERS = (
     "sglang.srt.plugins", "sglang.srt.server_args", "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
 )  # fmt: skip
 # What a server's first process imports in any case, while it loads plugins; hooks replace functions of it afterwards.
 OF_ENTRYPOINTS = (
-    "sglang.srt.entrypoints.anthropic.protocol", "sglang.srt.entrypoints.ollama.protocol",
-    "sglang.srt.entrypoints.openai.serving_chat", "sglang.srt.entrypoints.openai.serving_responses",
-    "sglang.srt.function_call.function_call_parser",
+    "sglang.srt.entrypoints.anthropic.serving", "sglang.srt.entrypoints.ollama.serving",
+    "sglang.srt.entrypoints.openai.serving_decisions",
+    "sglang.srt.entrypoints.openai.serving_responses", "sglang.srt.entrypoints.openai.serving_score",
+    "sglang.srt.entrypoints.systemone.serving", "sglang.srt.function_call.function_call_parser",
+    "sglang.srt.layers.rotary_embedding", "sglang.srt.weight_cache.daemon",
+)  # fmt: skip
+# What a scheduler imports for its model runner, whose own module sets up the platform.
+OF_RUNNERS = (
+    "sglang.srt.debug_utils.dumper", "sglang.srt.kv_canary.api", "sglang.srt.layers.attention.attention_registry",
+    "sglang.srt.mem_cache.kv_cache_configurator", "sglang.srt.model_executor.model_runner_components.cuda_graph_setup",
+    "sglang.srt.model_executor.model_runner_components.ngram_embedding_manager",
+    "sglang.srt.model_executor.model_runner_components.weight_updater", "sglang.srt.model_executor.pool_configurator",
+)  # fmt: skip
+# What this package imports in a server's first process and in a scheduler, once a launch asks for compression.
+OF_COMPRESSION = (
+    "sglang_triattn.patches.compression", "sglang_triattn.patches.launch.checks",
+    "sglang_triattn.patches.request_validation",
 )  # fmt: skip
 CONTROLLER, CONTROLLER_WAITS_MS = "sglang.srt.managers.data_parallel_controller", 1000
 # Later: the CPU platform replaces what these import by name, and their registry reads which of them to leave out.
@@ -118,7 +132,7 @@ def run_forkserver(ours: socket.socket) -> None:
         else:
             request["env"].pop(IGNORED, None)
             answer = refusal(given, request["env"], names)
-            if answer is None and request["command"][0] == SERVER:
+            if answer is None and request["command"][0] in FROM_IMAGES:
                 image = image_of(request["env"], images)
                 if image is None:
                     ours.close()
@@ -192,7 +206,7 @@ def run_image(env: dict[str, str], theirs: socket.socket) -> None:
     # Without what its first server alone has on its path.
     adopt_environment({**env, "PYTHONPATH": ""}, "/")
     environment_reads.read.clear()
-    for name in (*OF_SERVERS, *OF_ENTRYPOINTS):
+    for name in (*OF_SERVERS, *OF_ENTRYPOINTS, *OF_RUNNERS, *OF_COMPRESSION):
         importlib.import_module(name)
     let_controllers_wait()
     early = [name for name in sys.modules if name.startswith(MODELS)]

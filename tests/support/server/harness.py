@@ -66,6 +66,8 @@ STRICT = {
 }
 BUDGET, INTERVAL, RECENT = 64, 32, 16
 POOL = 6144
+# More than any test sends at once; by default SGLang fills a table for 2,048 with zeros at each start.
+MOST_REQUESTS = 256
 # Equal tokens have equal values in the first layer: where it is scored, or where chance decides what is computed
 # together, the last bits of sums would decide which of them stay.
 KEYS_ALONE = ("--triattention-value-share", "0")
@@ -82,7 +84,8 @@ DRAFTS = (
 def plain_args() -> list[str]:
     """Arguments of a server of the tiny model without compression. Requests are token ids, so it needs no tokenizer."""
     args = ["--skip-tokenizer-init", "--dtype", "float32", "--max-total-tokens", str(POOL), "--sleep-on-idle"]
-    return [*args, "--random-seed", "1", *(GPU_ARGS if ON_GPU else ())]
+    args += ["--max-running-requests", str(MOST_REQUESTS), "--random-seed", "1"]
+    return [*args, *(GPU_ARGS if ON_GPU else ())]
 
 
 def compressed_args(tiny: TinyModel, *more: str) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -52,15 +50,14 @@ def launch(*arguments: object, **options) -> Ended:
     return run_python("-m", "sglang.launch_server", *map(str, arguments), **options)
 
 
-# Resolves each command line as launch_server does before it starts any process, and reports how that went. One process
-# for all of them, because importing SGLang takes longer than resolving.
-_RESOLVE = """
+# Resolves each command line in a file as launch_server does before it starts any process, and reports how that went.
+RESOLVE = """
 import contextlib, io, json, os, sys
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 load_plugins()
 results = []
-for case in json.loads(sys.stdin.read()):
+for case in json.loads(open(sys.argv[1]).read()):
     os.environ.update(case["env"])
     errors, code = io.StringIO(), 0
     with contextlib.redirect_stderr(errors):
@@ -76,21 +73,3 @@ for case in json.loads(sys.stdin.read()):
     results.append({"code": code, "output": errors.getvalue()})
 print("RESULTS" + json.dumps(results))
 """
-
-
-def resolve(cases: Sequence[tuple[Sequence[object], dict[str, str]]]) -> list[Ended]:
-    """Outcomes of resolving each (command line, environment)."""
-    request = [{"argv": [str(word) for word in argv], "env": env} for argv, env in cases]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", _RESOLVE],
-            cwd=folder,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULTS")), None)
-    assert line is not None, done.stderr[-3000:]
-    return [Ended(result["code"], result["output"]) for result in json.loads(line.removeprefix("RESULTS"))]
