@@ -190,6 +190,33 @@ def test_look_ups_that_solve():
         ]
 
 
+def test_the_ceiling_of_what_is_solved():
+    """Prevents figures of another policy or budget, and marks of certainty that the intervals do not bear."""
+    found = results("solve-eighth-qwen-1.5b")
+    assert found["setting"]["base"] == "settings:weights=no"
+    rows = {(row["task"], row["policy"], row["share"]): row for row in found["rows"]}
+    lines = iter(table(DOCS / "quality.md", "An eighth, and the ceiling", "budget"))
+    names = {
+        "settings:weights=no": "default",
+        "settings:value_share=1": "look-ups",
+        "newest": "newest tokens only",
+        "oracle": "`oracle`",
+    }
+    shares = {"a quarter": 0.25, "an eighth": 0.125}
+    expected = [("all", "dense", "dense", 0.25)]
+    expected += [(kept, name, policy, share) for kept, share in shares.items() for policy, name in names.items()]
+    for kept, name, policy, share in expected:
+        cells = []
+        for task in ("programs", "shop"):
+            row = rows[task, policy, share]
+            sure = "" if policy == "dense" else mark(row["low"], row["high"])
+            cells.append(f"{row['right']}/{row['problems']}{sure}")
+            if task == "programs":
+                cells.append(f"{row['lines']}/{row['of']}")
+        assert next(lines) == [kept, name, *cells]
+    assert next(lines, None) is None
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
