@@ -82,8 +82,8 @@ def _read_again(
 
     def see(_: int, call: Call) -> None:
         check_final(call)
-        queries = call.heads(len(both)).float() * call.attention.scaling
-        reading.see(call.attention.layer_id, queries, call.kv(len(both)))
+        attention = call.attention
+        reading.see(attention.layer_id, call.heads(len(both)), attention.scaling, call.kv(len(both)))
 
     batch = EagerBatch(scheduler, [both])
     try:

@@ -38,8 +38,8 @@ EPSILON = 1e-3
 RIDGE = 0.03
 """Penalty on weights of standardised features, relative to their variance."""
 MIN_WORDS = 100
-CHUNK = 512
-"""Most queries of a second reading that are compared at once."""
+# Most queries of a second reading that are compared at once.
+_CHUNK = 512
 # The first tokens of a text are attended to wherever there is nothing to look up.
 _SINKS = 8
 _CHARACTERS_PER_TOKEN = 6
@@ -113,12 +113,15 @@ class Reading:
         self._values: dict[int, torch.Tensor] = {}
         self._most: dict[int, torch.Tensor] = {}
 
-    def see(self, place: int, queries: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    def see(
+        self, place: int, queries: torch.Tensor, scaling: float, kv: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
         """Takes in one layer's attention.
 
         Args:
             place: of the layer whose KV it reads.
-            queries: [H_q, tokens, head_dim], scaled.
+            queries: [H_q, tokens, head_dim].
+            scaling: what logits are multiplied by.
             kv: keys [H_kv, tokens, head_dim] and values [H_kv, tokens, v_head_dim]; None where the layer has none of
                 its own.
         """
@@ -126,7 +129,8 @@ class Reading:
         if place not in self._keys and kv is not None:
             self._keys[place], self._values[place] = kv[0].clone(), kv[1][:, : self._length].clone()
         if place in self._keys:
-            most = strongest_attention(queries[:, self._length :].float(), self._keys[place].float(), self._length)
+            again = queries[:, self._length :].float() * scaling
+            most = strongest_attention(again, self._keys[place].float(), self._length)
             self._most[place] = torch.maximum(self._most.get(place, most), most)
 
     def measured(self, places: Sequence[int]) -> Measured:
@@ -158,7 +162,7 @@ def read_again(body: Any, request: Sequence[int], ids: Sequence[int], places: Ma
     def see(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> None:
         if layer in places:
             factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-            reading.see(places[layer], query[0].float() * factor, (key[0], value[0]))
+            reading.see(places[layer], query[0], factor, (key[0], value[0]))
 
     with watching_attention(see):
         body(input_ids=torch.tensor([[*ids, *request, *ids]], device=device), use_cache=False)
@@ -181,8 +185,8 @@ def strongest_attention(queries: torch.Tensor, keys: torch.Tensor, count: int) -
 
     Takes memory for 512 queries at once.
     """
-    ends = range(keys.shape[1] - queries.shape[1], keys.shape[1], CHUNK)
-    parts = queries.split(CHUNK, dim=1)
+    ends = range(keys.shape[1] - queries.shape[1], keys.shape[1], _CHUNK)
+    parts = queries.split(_CHUNK, dim=1)
     found = [attention_to(part, keys[:, : end + part.shape[1]], count) for end, part in zip(ends, parts, strict=True)]
     return torch.stack([each.amax(1) for each in found]).amax(0)
 

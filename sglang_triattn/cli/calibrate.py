@@ -139,9 +139,13 @@ def _with_sglang(arguments: argparse.Namespace, out: Path) -> tuple[int, int, in
     device, dtype = device_and_dtype(arguments.device, arguments.dtype)
     server_args = ["--device", device, "--dtype", dtype, *arguments.server_args]
     texts = Texts(
-        arguments.data, arguments.traces, arguments.self_tokens, arguments.max_tokens, arguments.window,
-        arguments.look_ups,
-    )  # fmt: skip
+        data=arguments.data,
+        traces=arguments.traces,
+        trace_tokens=arguments.self_tokens,
+        max_tokens=arguments.max_tokens,
+        window=arguments.window,
+        lookups=arguments.look_ups,
+    )
     job = prepare_job(arguments.model, texts, identity=f"sglang {' '.join(server_args)}", partial=partial_path(out))
     # `patches` imports SGLang: only code that starts the engine may import it.
     from sglang_triattn.patches.calibration.engine import calibrate_with_engine

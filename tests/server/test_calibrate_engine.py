@@ -151,8 +151,9 @@ def test_tensor_parallel_ranks_measure_their_own_heads(run, folder):
     assert_agree(load_stats(folder / "tp.safetensors"), expected)
 
 
-# Measures traces and windows before the server serves, and reports what the traces were.
-_SERVING = """
+LOOKED_UP = {"lookup_texts": (tuple(range(3, 90)), tuple(range(250, 170, -1))), "lookup_request": (4, 7)}
+# Measures traces, windows and look-ups before the server serves, and reports what the traces were.
+_SERVING = f"""
 import os
 from pathlib import Path
 from sglang_triattn.calibration.job import CalibrationJob
@@ -160,9 +161,8 @@ from sglang_triattn.calibration.job import CalibrationJob
 def calibrate_first(_, scheduler, *rest, **more):
     from sglang_triattn.patches.calibration.measure import calibrate_scheduler, _Run
     from sglang_triattn.stats import save_stats
-    looked_up = {"lookup_texts": (tuple(range(3, 90)), tuple(range(250, 170, -1))), "lookup_request": (4, 7)}
     job = CalibrationJob(
-        windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150, **looked_up
+        windows=(tuple(range(3, 300)),), prompts=((5, 6, 7), (8, 9)), trace_tokens=150, **{LOOKED_UP}
     )
     choose, chosen = _Run._choose, []
     _Run._choose = lambda self, *a: chosen.append(choose(self, *a)) or chosen[-1]
@@ -198,8 +198,7 @@ def test_scheduler_serves_after_calibration(forkserver, tiny, tmp_path):
         for trace, token in zip(alive, (token for token in tokens if token != END), strict=True):
             trace.append(token)
     # The same texts again, each in one pass.
-    looked_up = {"lookup_texts": (tuple(range(3, 90)), tuple(range(250, 170, -1))), "lookup_request": (4, 7)}
-    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)), **looked_up)
+    again = CalibrationJob(windows=(tuple(range(3, 300)), *map(tuple, traces)), **LOOKED_UP)
     expected = run_job(str(tiny.path), again, device="cpu", dtype="float32", progress=False)
     assert expected.token_count > 400
     assert_agree(load_stats(measured), expected)

@@ -142,13 +142,14 @@ def by_transformers(model: TinyModel, family: str, folder: Path) -> QueryStats:
     return calibrate(str(model.path), str(folder / "text.txt"), window=TEXT_WINDOW, device="cpu", progress=False)
 
 
-def looked_up(client: harness.Client, model: TinyModel, family: str, job: CalibrationJob) -> list[torch.Tensor]:
+def looked_up(
+    client: harness.Client, model: TinyModel, family: str, job: CalibrationJob
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The look-up weights that a server of `measuring(job=...)` fits, and those that transformers does."""
     if family in SEE_ONE_MORE:
         widen(model.path)
-    by_transformers = run_job(str(model.path), job, device="cpu", dtype="float32", progress=False)
-    found = [load_stats(Path(client.totals()["stats"])).lookups, by_transformers.lookups]
-    return [weights for weights in found if weights is not None]
+    expected = run_job(str(model.path), job, device="cpu", dtype="float32", progress=False)
+    return load_stats(Path(client.totals()["stats"])).lookups, expected.lookups
 
 
 def widen(folder: Path) -> None:

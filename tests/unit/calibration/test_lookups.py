@@ -44,7 +44,7 @@ def with_weights(model):
 
 def test_attention_of_the_second_reading(folder, model, monkeypatch):
     """Prevents attention of the first reading, of later keys, of one chunk alone, or of one query head of a group."""
-    monkeypatch.setattr(lookups, "CHUNK", 50)
+    monkeypatch.setattr(lookups, "_CHUNK", 50)
     ids = words(3, 60)
     found = read_again(model.base_model, LEAD, ids, {0: 0, 1: 1})
     eager = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -62,7 +62,7 @@ def test_attention_is_the_same_in_chunks(monkeypatch):
     drawn = torch.Generator().manual_seed(5)
     queries, keys = torch.randn(4, 33, 8, generator=drawn), torch.randn(2, 60, 8, generator=drawn)
     whole = attention_to(queries, keys, 27).amax(1)
-    monkeypatch.setattr(lookups, "CHUNK", 7)
+    monkeypatch.setattr(lookups, "_CHUNK", 7)
     torch.testing.assert_close(strongest_attention(queries, keys, 27), whole)
     assert not torch.allclose(strongest_attention(queries[:, :-7], keys[:, :-7], 27), whole)
 
