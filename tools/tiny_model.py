@@ -56,7 +56,7 @@ ROPE_KINDS = {
 
 
 def build_tiny_model(
-    folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY, architecture: str = "Llama"
+    folder: Path, rope: str = "plain", vocabulary: int = VOCABULARY, architecture: str = "Llama", head_dim: int = 32
 ) -> TinyModel:
     """Writes the model and random statistics for it.
 
@@ -67,7 +67,8 @@ def build_tiny_model(
 
     from sglang_triattn.model.rope import rope_of_transformers
 
-    tiny = TinyModel(folder / rope, folder / f"{rope}.safetensors", interleaved="interleaved" in rope)
+    stats = folder / f"{rope}.safetensors"
+    tiny = TinyModel(folder / rope, stats, head_dim=head_dim, interleaved="interleaved" in rope)
     torch.manual_seed(0)
     config = getattr(transformers, f"{'Glm4' if tiny.interleaved else architecture}Config")(
         vocab_size=vocabulary,

@@ -25,8 +25,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
+from benchmarks.decode.model import SHAPES
 from benchmarks.serving.agents import tokens_of
-from benchmarks.serving.servers import options_and_flags, prepared_model, serving, sizes_asked, threads
+from benchmarks.serving.servers import asked_model, model_name, options_and_flags, serving, sizes_asked, threads
 from benchmarks.serving.streamed import streamed
 from server import exit_on_signals
 
@@ -148,17 +149,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one agent, a few short turns")
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
+    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
     parser.add_argument("--agents", type=int)
     parser.add_argument("--turns", type=int)
     parser.add_argument("--message", type=int, help="tokens that a turn brings")
+    parser.add_argument("--answer", type=int, help="tokens that a turn generates")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--interval", type=int)
     options, flags = options_and_flags(parser, sys.argv[1:])
     sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
-    with prepared_model(options.model, options.stats) as (model, stats):
+    with asked_model(options) as (model, stats):
         rows = measure(model, stats, sizes, flags)
     judged = growths(rows)
     print_table(list(rows[0]), [list(row.values()) for row in rows if row["turn"] in (1, 2, sizes.turns)])
     print_table(list(judged[0]), [list(row.values()) for row in judged])
-    setting = {"model": Path(options.model).name if options.model else "tiny random Llama", "flags": flags}
+    setting = {"model": model_name(options), "flags": flags}
     write(
         {"setting": {**setting, "threads": threads(), **asdict(sizes)}, "turns": rows, "growths": judged},
         options.json,
