@@ -31,19 +31,25 @@ if TYPE_CHECKING:
 
 
 def spans_of(batch: ForwardBatch) -> list[Span]:
-    """What each request of the batch asks, in the batch's order."""
+    """What each request of the batch asks, in the batch's order.
+
+    Groups of ranks with batches of their own fill these up to one size, with requests that were never sent. They come
+    last, and ask nothing.
+    """
     rows, lengths = batch.req_pool_indices.tolist(), batch.seq_lens.tolist()
     if batch.forward_mode.is_idle() or not rows:
         return []
+    filled, sent = len(rows), batch._original_batch_size
+    rows, lengths = rows[:sent], lengths[:sent]
     if batch.forward_mode.is_decode():
         return [Span(row, length - 1, 1) for row, length in zip(rows, lengths, strict=True)]
     if batch.forward_mode.is_target_verify():
         # Here alone the lengths do not count the queries.
         mask = getattr(batch.spec_info, "custom_mask", None)
-        return drafted_spans(rows, lengths, batch.input_ids.numel() // len(rows), mask)
+        return drafted_spans(rows, lengths, batch.input_ids.numel() // filled, mask)
     assert batch.extend_prefix_lens is not None
     assert batch.extend_seq_lens is not None
-    before, queries = batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist()
+    before, queries = batch.extend_prefix_lens.tolist()[:sent], batch.extend_seq_lens.tolist()[:sent]
     return [Span(*span) for span in zip(rows, before, queries, strict=True)]
 
 

@@ -280,11 +280,7 @@ _DRAFTS = (
     ),
     *_only(
         (
-            Rule(
-                "speculative_draft_window_size",
-                _set,
-                "draft models with a window are not tested with rounds",
-            ),
+            Rule("speculative_draft_window_size", _set, "draft models with a window are not tested with rounds"),
             *(
                 Rule(
                     f"{kind}attention_backend",
@@ -403,10 +399,7 @@ _DRAFTS = (
         names_model=True,
     ),
     *_only(
-        (
-            Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),
-            Rule("attn_dp_size", many, "states of drafted tokens are not tested in groups of ranks"),
-        ),
+        (Rule("enable_hierarchical_cache", _set, "copies of states are not tested with drafted tokens"),),
         lambda server: server.drafts_with_states,
         "speculative_algorithm",
         names_model=True,

@@ -7,6 +7,7 @@ import pytest
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, compare_with_account, modules_of, prepared, started
 from harness import (
     KEYS_ALONE,
+    REFERENCE,
     TWO_GROUPS,
     assert_pool_is_whole,
     compression,
@@ -21,7 +22,7 @@ from storm import FLAGS, RETRACTING, retractions, storm
 
 FAMILY = "qwen3-moe-all"
 GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
-BACKEND = ("--attention-backend", "torch_reference")
+BACKEND = ("--attention-backend", REFERENCE)
 
 
 CASES = [

@@ -73,9 +73,11 @@ CASES = [
     wide("NEXTN states", "remapped"),
     wide("NEXTN states", "overlap off"),
     wide("NEXTN states", "ranks"),
+    wide("NEXTN states", "groups"),
     wide("NEXTN more states", "moved"),
     wide("NEXTN axes", "moved"),
     wide("NEXTN axes", "pages"),
+    wide("NEXTN axes", "groups"),
     wide("NEXTN published", "moved"),
 ]
 
@@ -325,6 +327,7 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("EAGLE chained layers windows", "pages"),
         wide("EAGLE chained layers windows", "moved"),
         wide("NEXTN states", "pages"),
+        wide("NEXTN states", "groups"),
         wide("NEXTN axes", "moved"),
     ],
 )
@@ -333,7 +336,8 @@ def test_storm(serve, pairs, tmp_path, name, mode):
     they are prefilled."""
     pair = pairs[name.removesuffix(" adaptive")]
     pool = ("--max-total-tokens", "1024", *FLAGS, *(adapting(tmp_path) if name.endswith("adaptive") else ()))
-    client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env={**pair.env, **RETRACTING})
+    env = {**pair.env, **RETRACTING, **(two_cores() if mode == "groups" else {})}
+    client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env=env)
     budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
     # States keep no conversation's row while tokens are drafted.
     names = 0 if name in KEEP_STATES else 6

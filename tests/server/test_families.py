@@ -18,7 +18,7 @@ from family_servers import (
     started,
     under_flags,
 )
-from harness import KEYS_ALONE, assert_pool_is_whole
+from harness import KEYS_ALONE, REFERENCE, assert_pool_is_whole
 from measured_statistics import MEASURED, assert_measured_right, measuring
 from oracle import means_of
 from plain_answers import assert_plain_answers
@@ -127,7 +127,7 @@ def test_a_family(serve, tmp_path, case):
         flags = (*flags, "--triattention-stats", "auto")
         env = measuring(tmp_path, absorbs=family == "glm-4.7-flash")
     client = started(serve, tiny, family, *flags, env=env)
-    assert client.setting("attention_backend") == "torch_reference"
+    assert client.setting("attention_backend") == REFERENCE
     if measured:
         account = replace(account, **means_of(assert_measured_right(client, tiny, account, family, tmp_path)))
     if case.plain:
@@ -143,7 +143,7 @@ def test_a_server_that_does_not_compress(serve, tmp_path, family, page_size):
     tiny, _ = prepared(tmp_path, family)
     flags = ("--page-size", str(page_size), "--chunked-prefill-size", str(CHUNK))
     client = started(serve, tiny, family, *flags, compressed=False)
-    assert client.setting("attention_backend") == "torch_reference"
+    assert client.setting("attention_backend") == REFERENCE
     assert_plain_answers(client, tiny, family, CHUNK)
     serve.stop(client)
 

@@ -14,7 +14,7 @@ import transformers
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
 from family_servers import prepared
-from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt, two_cores
 from repeating_model import in_circle, make_repeating
 from sets import wide
 from state_family import build_whole_qwen
@@ -79,7 +79,7 @@ def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
     ("name", "mode"),
     [
         ("NEXTN published", "moved"),
-        *(wide("NEXTN published", mode) for mode in ("pages", "remapped", "overlap off")),
+        *(wide("NEXTN published", mode) for mode in ("pages", "remapped", "overlap off", "groups")),
         wide("NEXTN experts", "moved"),
         wide("NEXTN experts", "pages"),
         *(wide("EAGLE3 axes", mode) for mode in ("moved", "pages", "overlap off")),
@@ -90,7 +90,7 @@ def test_logits_and_drafts(probed, asked, name, mode):
     """Prevents wrong positions of drafted and verified tokens after an image and a round, K/V of accepted ones, or of
     the image, that a round loses, and a draft model that reads of an image something else than its encoder returns."""
     one = asked(name)
-    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE)
+    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE, env=two_cores() if mode == "groups" else None)
     page_size = client.setting("page_size")
     client.flush()
     steps()

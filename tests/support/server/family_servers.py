@@ -14,6 +14,7 @@ from gemma4_family import TEXT_ALONE, VARIANTS, build_gemma4, build_gemma4_text
 from harness import (
     BUDGET,
     INTERVAL,
+    REFERENCE,
     Client,
     assert_pool_is_whole,
     compression,
@@ -172,7 +173,7 @@ def remote_code(family: str) -> list[str]:
 def started(serve, tiny, family, *flags, env=None, compressed=True, **options):
     """What `serve(..., **options)` returns for the model, compressed by default; `flags` and `env` come on top."""
     settings = SETTINGS if compressed else []
-    more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", "torch_reference"]
+    more = [] if family in CHOSEN_BY_ITSELF else ["--attention-backend", REFERENCE]
     more += remote_code(family)
     if family.removesuffix("-mtp") in (*STATE_FAMILIES, "lfm2-moe", "qwen3.5-whole", "kimi-linear"):
         more += STATE_FLAGS

@@ -47,6 +47,9 @@ GPU_ARGS = ("--attention-backend", "triton", "--sampling-backend", "pytorch")
 # CUDA graphs of so many requests and tokens are enough, and captured in seconds.
 GPU_ARGS += ("--cuda-graph-max-bs-decode", "32", "--cuda-graph-max-bs-prefill", "256")
 
+# What computes the attention of models of which SGLang's own backends for CPUs leave something out.
+REFERENCE = "triton" if ON_GPU else "torch_reference"
+
 
 def only_models(*modules: str) -> dict[str, str]:
     """The environment of a server of models in these of SGLang's modules alone."""

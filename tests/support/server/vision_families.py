@@ -17,7 +17,7 @@ import gemma4_family
 import intern_family
 import kimi_family
 from families import COMMON, FAMILIES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, PLAIN_ROPE, WINDOW
-from harness import BUDGET, RECENT
+from harness import BUDGET, RECENT, REFERENCE
 from latent_family import pool_rope
 from state_settings import QWEN3_5
 from tiny_model import VOCABULARY, TinyModel, save_random_stats
@@ -322,7 +322,7 @@ VISION_FAMILIES = {
         image_settings={"patch_size": 4, "max_soft_tokens": 70},
         # As many tokens as an image may have: SGLang counts what fills up a smaller one to its first token.
         pixels=(120, 84),
-        flags=("--attention-backend", "torch_reference"),
+        flags=("--attention-backend", REFERENCE),
         head_dim=gemma4_family.WIDTH,
         window=WINDOW,
         named_words=gemma4_family.WORDS,

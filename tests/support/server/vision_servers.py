@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from family_servers import STATE_ENV, STATE_FLAGS, WITH_BUFFER, WITHOUT_BUFFER
-from harness import KEYS_ALONE, Client, greedy, unused_architectures
+from harness import KEYS_ALONE, REFERENCE, Client, greedy, unused_architectures
 from vision_account import encoded
 from vision_families import VISION_FAMILIES, VisionModel
 
@@ -33,7 +33,7 @@ def start_vision(
         flags += ("--triattention-budget", str(model.budget), "--triattention-recent", str(model.recent))
     if keeps_states(family):
         kept = WITH_BUFFER if "16" in flags else WITHOUT_BUFFER
-        flags, env = (*flags, "--attention-backend", "torch_reference", *STATE_FLAGS, *kept), {**STATE_ENV, **env}
+        flags, env = (*flags, "--attention-backend", REFERENCE, *STATE_FLAGS, *kept), {**STATE_ENV, **env}
     more = {"env": env, "model": model, "tokenizer": True, "compressed": compressed}
     return serve(*flags, *(KEYS_ALONE if compressed else ()), **more)
 

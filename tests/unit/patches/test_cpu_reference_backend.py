@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_triattn.patches.cpu.attention import Span, attend
-from sglang_triattn.patches.cpu.reference_backend import ReferenceBackend
+from sglang_triattn.patches.cpu.reference_backend import ReferenceBackend, spans_of
 
 SLOTS, HEADS, KV_HEADS, WIDTH, WINDOW = 64, 4, 2, 8, 3
 FULL, WINDOWED = 0, 1
@@ -67,6 +67,7 @@ class Requests:
             spec_info=SimpleNamespace(custom_mask=mask),
             out_cache_loc=slots,
             out_cache_loc_is_physical=False,
+            _original_batch_size=None,
         )
         self.backend.init_forward_metadata(batch)
         for layer in self.layers:
@@ -113,12 +114,28 @@ def test_steps_of_two_requests(kind):
     requests.step(ForwardMode.DECODE, [1, 1])
 
 
+@pytest.mark.parametrize("sent", [0, 1])
+def test_requests_that_fill_a_batch_up_ask_nothing(sent):
+    """Prevents a group of ranks with fewer requests than another one from failing at the drafts that it has not, and
+    from reading rows that are not its own."""
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        req_pool_indices=torch.tensor([3, 0]),
+        seq_lens=torch.tensor([5, 1]),
+        input_ids=torch.zeros(4),
+        spec_info=SimpleNamespace(custom_mask=torch.ones(sent * 2 * 7, dtype=torch.bool)),
+        _original_batch_size=sent,
+    )
+    assert [(span.row, span.first, span.queries) for span in spans_of(batch)] == [(3, 5, 2)][:sent]
+
+
 def test_latent_kv():
     """Prevents K/V of models with latent KV from being stored or read as keys and values of heads."""
     pool = MLATokenToKVPool(SLOTS, kv_lora_rank=6, qk_rope_head_dim=2, layer_num=1, **COMMON)
     requests = Requests(pool)
     layer = RadixAttention(HEADS, 8, 0.3, 1, 0, v_head_dim=6)
     batch = SimpleNamespace(
+        _original_batch_size=None,
         forward_mode=ForwardMode.EXTEND,
         req_pool_indices=torch.tensor([4]),
         seq_lens=torch.tensor([5]),
