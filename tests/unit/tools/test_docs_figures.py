@@ -217,6 +217,25 @@ def test_the_ceiling_of_what_is_solved():
     assert next(lines, None) is None
 
 
+def test_what_weights_are_fitted_on():
+    """Prevents figures of another fit, and marks of certainty that the intervals do not bear."""
+    expected = []
+    for name, file in (("one", "solve-fitted-on-problems"), ("two", "solve-fitted-on-more-problems")):
+        rows = {(row["task"], row["policy"]): row for row in results(f"{file}-qwen-1.5b")["rows"]}
+        for policy, called in (("settings:weights=no", "default"), ("settings:value_share=1", "look-ups")):
+            traced, worked = rows["programs", policy], rows["shop", policy]
+            expected.append(
+                [
+                    name,
+                    called,
+                    f"{traced['right']}/{traced['problems']}{mark(traced['low'], traced['high'])}",
+                    f"{traced['lines']}/{traced['of']}",
+                    f"{worked['right']}/{worked['problems']}{mark(worked['low'], worked['high'])}",
+                ]
+            )
+    assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
