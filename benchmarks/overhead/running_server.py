@@ -112,7 +112,7 @@ class RunningServer:
             batch.spec_info = SimpleNamespace(future_indices=torch.zeros(1))
         tokens = [len(self.requests) * (VERIFIED if index else 1) for index in range(len(modes))]
         forwards = [
-            SimpleNamespace(forward_mode=each, positions=torch.zeros(count, dtype=torch.int64))
+            SimpleNamespace(forward_mode=each, positions=torch.zeros(count, dtype=torch.int64), mrope_positions=None)
             for each, count in zip(modes, tokens, strict=True)
         ]
         left = iter(forwards)
