@@ -27,8 +27,15 @@ from tempfile import TemporaryDirectory
 import requests
 
 from benchmarks.common import print_table, write
-from benchmarks.decode.model import SHAPES
-from benchmarks.serving.servers import VOCABULARY, asked_model, model_name, options_and_flags, serving, sizes_asked
+from benchmarks.serving.servers import (
+    VOCABULARY,
+    add_shape,
+    asked_model,
+    model_name,
+    options_and_flags,
+    serving,
+    sizes_asked,
+)
 from server import exit_on_signals
 
 SHARED, OWN = 64, 8
@@ -142,7 +149,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
-    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
+    add_shape(parser)
     return options_and_flags(parser, argv)
 
 

@@ -25,9 +25,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
-from benchmarks.decode.model import SHAPES
 from benchmarks.serving.agents import tokens_of
-from benchmarks.serving.servers import asked_model, model_name, options_and_flags, serving, sizes_asked, threads
+from benchmarks.serving.servers import (
+    add_shape,
+    asked_model,
+    model_name,
+    options_and_flags,
+    serving,
+    sizes_asked,
+    threads,
+)
 from benchmarks.serving.streamed import streamed
 from server import exit_on_signals
 
@@ -149,7 +156,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one agent, a few short turns")
     parser.add_argument("--model", help="served with random token ids; by default a tiny random model")
     parser.add_argument("--stats", help="its statistics")
-    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
+    add_shape(parser)
     parser.add_argument("--agents", type=int)
     parser.add_argument("--turns", type=int)
     parser.add_argument("--message", type=int, help="tokens that a turn brings")

@@ -34,10 +34,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.common import print_table, write
-from benchmarks.decode.model import SHAPES
 from benchmarks.serving import client
 from benchmarks.serving.client import Load, Run, spread
 from benchmarks.serving.servers import (
+    add_shape,
     asked_model,
     demonstration_model,
     model_name,
@@ -304,7 +304,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--quick", action="store_true", help="a tiny random model, short requests, one repeat")
     parser.add_argument("--model", help="by default SmolLM2-135M, as `make model` prepares it")
     parser.add_argument("--stats", help="its statistics; by default measured at launch")
-    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
+    add_shape(parser)
     parser.add_argument(
         "--random", action="store_true", help="a tiny random model: steps in which host work shows most"
     )

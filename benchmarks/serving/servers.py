@@ -89,6 +89,11 @@ def build_shaped_model(folder: Path, shape: Shape) -> TinyModel:
     return shaped
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The option of `asked_model` that takes the place of --model and --stats."""
+    parser.add_argument("--shape", choices=SHAPES, help="instead: random weights and statistics in this model's shape")
+
+
 def asked_model(options: argparse.Namespace):
     """The context of (model, statistics) for a command line with --shape, --model and --stats."""
     if options.shape:

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import KEEP_STATES, MODES, WITH_LAYER, Pair, drafts_with_account, fitting_account, hold_adapter
+from draft_pairs import (
+    KEEP_STATES,
+    MODES,
+    WITH_LAYER,
+    Pair,
+    cores_of,
+    drafts_with_account,
+    fitting_account,
+    hold_adapter,
+)
 from families import WINDOW
 from family_servers import STATE_FLAGS, prepared
 from harness import (
@@ -25,7 +34,6 @@ from harness import (
     compression,
     greedy,
     prompt,
-    two_cores,
 )
 from launches import launch
 from ngram_account import computed_before
@@ -128,7 +136,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     """Prevents wrong positions of drafted and verified tokens after a round, K/V of accepted ones that a round loses,
     and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
     pair = pairs[name]
-    env = {**pair.env, **(two_cores() if mode in ("ranks", "groups") else {})}
+    env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
     found = []
@@ -162,7 +170,7 @@ def test_drafts_whose_length_changes(probed, pairs, tmp_path, name, mode):
     """Prevents rounds that come too late or too early where SGLang drafts more or fewer tokens by the size of the
     batch, and reserves of another length than those of the step that writes to them."""
     pair, flags = pairs[name], adapting(tmp_path)
-    env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
+    env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *flags, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
     client.flush()
     steps()
@@ -336,7 +344,7 @@ def test_storm(serve, pairs, tmp_path, name, mode):
     they are prefilled."""
     pair = pairs[name.removesuffix(" adaptive")]
     pool = ("--max-total-tokens", "1024", *FLAGS, *(adapting(tmp_path) if name.endswith("adaptive") else ()))
-    env = {**pair.env, **RETRACTING, **(two_cores() if mode == "groups" else {})}
+    env = {**pair.env, **RETRACTING, **cores_of(mode)}
     client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env=env)
     budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
     # States keep no conversation's row while tokens are drafted.

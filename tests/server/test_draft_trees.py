@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from draft_heads import build_eagle
-from draft_pairs import MODES, drafts_with_account, hold_adapter
+from draft_pairs import MODES, cores_of, drafts_with_account, hold_adapter
 from draft_trees import BRANCHES, TREE_STEPS, TreePair
-from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt, two_cores
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
 from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
@@ -41,7 +41,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     """Prevents wrong positions of a tree's tokens after a round, K/V of an accepted branch that are not moved to the
     row's end or that a round loses, and branches that read others than their own: each tree is that of an account."""
     pair = pairs[name]
-    env = {**pair.env, **(two_cores() if mode == "ranks" else {})}
+    env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
     (ids,) = pair.texts()

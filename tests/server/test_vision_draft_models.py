@@ -12,9 +12,9 @@ import pytest
 import transformers
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import MODES, WITH_LAYER, Pair, drafts_with_account
+from draft_pairs import MODES, WITH_LAYER, Pair, cores_of, drafts_with_account
 from family_servers import prepared
-from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt, two_cores
+from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt
 from repeating_model import in_circle, make_repeating
 from sets import wide
 from state_family import build_whole_qwen
@@ -90,7 +90,7 @@ def test_logits_and_drafts(probed, asked, name, mode):
     """Prevents wrong positions of drafted and verified tokens after an image and a round, K/V of accepted ones, or of
     the image, that a round loses, and a draft model that reads of an image something else than its encoder returns."""
     one = asked(name)
-    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE, env=two_cores() if mode == "groups" else None)
+    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE, env=cores_of(mode))
     page_size = client.setting("page_size")
     client.flush()
     steps()

@@ -25,6 +25,7 @@ from harness import (
     prompt,
     python_path,
     served_logprobs,
+    two_cores,
 )
 from latent_family import LatentOracle
 from layered_drafts import LAYERED, Layers, holding_of_layers
@@ -47,6 +48,13 @@ MODES = {
     "overlap off": ("--disable-overlap-schedule",),
     "groups": (*TWO_GROUPS, "--page-size", "1", "--triattention-selection", "shared-mean"),
 }
+
+
+def cores_of(mode: str) -> dict[str, str]:
+    """The environment in which a server in this mode runs: its ranks have two cores by turns."""
+    return two_cores() if "--tp-size" in MODES[mode] else {}
+
+
 # Models with a draft layer of their own.
 WITH_LAYER = {
     "NEXTN": "glm-4.5-mtp",

@@ -176,18 +176,21 @@ def test_look_ups_of_a_small_model():
         assert f"{name} {plain['right']:.2f} to {row['right']:.2f}{mark(row['low'], row['high'])}" in text
 
 
+def solved(traced: dict, worked: dict, *, sure: bool = True) -> list[str]:
+    """The cells of one policy: programs, their lines and word problems, with marks of certainty where `sure`."""
+    problems = [
+        f"{row['right']}/{row['problems']}{mark(row['low'], row['high']) if sure else ''}" for row in (traced, worked)
+    ]
+    return [problems[0], f"{traced['lines']}/{traced['of']}", problems[1]]
+
+
 def test_look_ups_that_solve():
     """Prevents figures of another policy: in that run, `default` is a server that leaves a fifth to scores."""
     rows = {(row["task"], row["policy"]): row for row in results("solve-look-ups-qwen-1.5b")["rows"]}
     lines = table(DOCS / "quality.md", "Look-ups", "kept")
     policies = ("dense", "settings:weights=no", "default", "settings:value_share=1")
     for policy, line in zip(policies, lines, strict=True):
-        traced, worked = rows["programs", policy], rows["shop", policy]
-        assert line[2:] == [
-            f"{traced['right']}/{traced['problems']}",
-            f"{traced['lines']}/{traced['of']}",
-            f"{worked['right']}/{worked['problems']}",
-        ]
+        assert line[2:] == solved(rows["programs", policy], rows["shop", policy], sure=False)
 
 
 def test_the_ceiling_of_what_is_solved():
@@ -206,14 +209,8 @@ def test_the_ceiling_of_what_is_solved():
     expected = [("all", "dense", "dense", 0.25)]
     expected += [(kept, name, policy, share) for kept, share in shares.items() for policy, name in names.items()]
     for kept, name, policy, share in expected:
-        cells = []
-        for task in ("programs", "shop"):
-            row = rows[task, policy, share]
-            sure = "" if policy == "dense" else mark(row["low"], row["high"])
-            cells.append(f"{row['right']}/{row['problems']}{sure}")
-            if task == "programs":
-                cells.append(f"{row['lines']}/{row['of']}")
-        assert next(lines) == [kept, name, *cells]
+        traced, worked = rows["programs", policy, share], rows["shop", policy, share]
+        assert next(lines) == [kept, name, *solved(traced, worked, sure=policy != "dense")]
     assert next(lines, None) is None
 
 
@@ -223,16 +220,7 @@ def test_what_weights_are_fitted_on():
     for name, file in (("one", "solve-fitted-on-problems"), ("two", "solve-fitted-on-more-problems")):
         rows = {(row["task"], row["policy"]): row for row in results(f"{file}-qwen-1.5b")["rows"]}
         for policy, called in (("settings:weights=no", "default"), ("settings:value_share=1", "look-ups")):
-            traced, worked = rows["programs", policy], rows["shop", policy]
-            expected.append(
-                [
-                    name,
-                    called,
-                    f"{traced['right']}/{traced['problems']}{mark(traced['low'], traced['high'])}",
-                    f"{traced['lines']}/{traced['of']}",
-                    f"{worked['right']}/{worked['problems']}{mark(worked['low'], worked['high'])}",
-                ]
-            )
+            expected.append([name, called, *solved(rows["programs", policy], rows["shop", policy])])
     assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
 
 
