@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_triattn.compatibility.draft_rules import CHAIN, check_draft_numbers
 from sglang_triattn.compatibility.resolve import resolve
-from sglang_triattn.compatibility.rules import CHAIN, ENVIRONMENT, SETTING_FIELDS, check_draft_numbers
+from sglang_triattn.compatibility.rules import ENVIRONMENT, SETTING_FIELDS
 from sglang_triattn.config import AUTO
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_triattn.compatibility.draft_rules import CHAIN
 from sglang_triattn.compatibility.rule import Server
-from sglang_triattn.compatibility.rules import CHAIN, FIRST_RULES, RULES, refusals
+from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, refusals
 from sglang_triattn.compatibility.served_code import SERVED_CODE
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.compatibility.uncovered import LONG_ROPE, refused_model, why_uncovered

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import PREFIX, Config
+
+DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Ways of drafting tokens by a model of its own that work with rounds. SGLang takes NEXTN for EAGLE."""
+WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,15 @@ class Server:
         return None if algorithm is None else str(algorithm).upper()
 
     @property
+    def has_draft_model(self) -> bool:
+        """Whether tokens are drafted by a model, or by a layer of the served one."""
+        return self.drafts in DRAFT_MODELS
+
+    @property
+    def is_decode_server(self) -> bool:
+        return self.settings.get("disaggregation_mode") == "decode"
+
+    @property
     def drafts_in_layers(self) -> bool:
         """Whether SGLang drafts each token with a layer of the model's own, see `Family.layered_drafts`."""
         # Of itself, it does so for EAGLE alone.
@@ -46,6 +59,10 @@ class Server:
     def drafts_with_states(self) -> bool:
         """Whether tokens are drafted for layers that keep a state instead of KV."""
         return self.traits.linear_states and self.drafts is not None
+
+
+def is_set(value: object) -> bool:
+    return bool(value)
 
 
 def many(value: int | None) -> bool:
@@ -97,3 +114,10 @@ class Rule:
         shown = name if value is True else f"{name} {value}"
         remedy = self.remedy or f"leave {name} out, or start without --enable-triattention"
         return f"{shown} does not work with {others}, because {self.reason}: {remedy}."
+
+
+def only(
+    rules: tuple[Rule, ...], when: Callable[[Server], bool], other: str = "", *, names_model: bool = False
+) -> tuple[Rule, ...]:
+    """The rules, for the servers for which `when` holds."""
+    return tuple(replace(rule, when=when, other=other, names_model=names_model) for rule in rules)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_triattn.compatibility.draft_rules import check_draft_numbers
 from sglang_triattn.compatibility.resolve import resolve, with_draft_defaults
-from sglang_triattn.compatibility.rules import check_draft_numbers
 from sglang_triattn.compatibility.traits import Traits, traits_of_file, uncovered_in_file
 from sglang_triattn.compatibility.uncovered import why_uncovered
 from sglang_triattn.config import Config

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from draft_heads import build_eagle, llama_config
+from draft_heads import build_eagle
 from draft_pairs import (
     KEEP_STATES,
     MODES,
     WITH_LAYER,
     Pair,
+    Pairs,
     cores_of,
     drafts_with_account,
     fitting_account,
@@ -42,7 +42,6 @@ from repeating_model import build_repeating_model, in_circle
 from sets import wide
 from step_drafts import CHAINED
 from storm import FLAGS, RETRACTING, assert_withstood, storm
-from tiny_model import TinyModel
 
 CASES = [
     wide("STANDALONE", "moved"),
@@ -93,37 +92,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def repeating(tmp_path_factory):
     return build_repeating_model(tmp_path_factory.mktemp("repeating"))
-
-
-class Pairs(dict[str, Pair]):
-    """A Pair for each way of drafting, by its name, built when a test first asks for it."""
-
-    def __init__(self, tiny: TinyModel, repeating: TinyModel, folder: Path) -> None:
-        super().__init__()
-        self.tiny, self.repeating, self.folder = tiny, repeating, folder
-
-    def __missing__(self, name: str) -> Pair:
-        self[name] = self._built(name)
-        return self[name]
-
-    def _built(self, name: str) -> Pair:
-        if name.startswith("NEXTN") and name.endswith("layers windows"):
-            return replace(self[name.replace("NEXTN", "EAGLE")], name=name)
-        # Two variants of one family have one name.
-        folder = self.folder / name.replace(" ", "-")
-        folder.mkdir()
-        if name in WITH_LAYER:
-            return Pair(name, *prepared(folder, WITH_LAYER[name]), None)
-        if name == "EAGLE3 windows":
-            target, account = prepared(folder, "gpt-oss", repeating=True)
-            return Pair(
-                name, target, account, build_eagle(folder, target, third=True, noise=0.45, config=llama_config())
-            )
-        if name == "STANDALONE":
-            return Pair(name, self.tiny, oracle_of(self.tiny), self.tiny.path)
-        third = name == "EAGLE3"
-        head = build_eagle(folder, self.repeating, third=third, noise=0.25 if third else 0.9)
-        return Pair(name, self.repeating, oracle_of(self.repeating), head)
 
 
 @pytest.fixture(scope="module")

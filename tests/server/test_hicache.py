@@ -12,8 +12,9 @@ from itertools import cycle
 import pytest
 
 from draft_heads import build_eagle
-from draft_pairs import MODES, drafts_with_account
+from draft_pairs import KEEP_STATES, MODES, Pairs, drafts_with_account
 from draft_trees import TreePair
+from families import WINDOW
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
 from harness import (
     BUDGET,
@@ -27,21 +28,20 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from ngram_account import NGRAM, PAGES, answer_by_account
 from oracle import TOLERANCE, oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 # Tokens of which an answer consists, so that drafts of it hold.
 FEW = (10, 11, 12)
-HOST_TIER = ("--enable-hierarchical-cache", "--enable-cache-report", "--max-total-tokens", "1024")
 # Page size, when the tree's nodes are copied to the host (at once, or when they are evicted), layout on the host.
 WAYS = {
     "write_through": ("--page-size", "1", "--hicache-mem-layout", "layer_first"),
     "write_back": ("--page-size", "16"),
 }
-# SGLang reserves memory for everything that a request may still generate; here several must share a small pool.
-RESERVE = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "32"}
 
 
 @pytest.fixture
@@ -58,25 +58,11 @@ def by_default(way: str):
     return pytest.mark.parametrize("tiered", [each if each == way else wide(each) for each in WAYS], indirect=True)
 
 
-def hits(response: dict) -> dict[str, int]:
-    """Cached tokens of a prompt by tier."""
-    found = response["meta_info"]["cached_tokens_details"] or {}
-    tiers = {tier: found.get(tier, 0) for tier in ("device", "host", "storage")}
-    assert sum(tiers.values()) == response["meta_info"]["cached_tokens"]
-    return tiers
-
-
 def assert_same_answer(one: dict, other: dict) -> None:
     assert one["output_ids"] == other["output_ids"]
     pairs = zip(one["meta_info"]["output_top_logprobs"], other["meta_info"]["output_top_logprobs"], strict=True)
     for these, those in pairs:
         assert [entry[0] for entry in these] == pytest.approx([entry[0] for entry in those], abs=2e-3)
-
-
-def fill_the_pool(client: Client, seed: int) -> None:
-    """Pushes everything else out of the KV pool."""
-    for index in range(4):
-        client.generate(prompt(seed + index, 400), 1)
 
 
 def ask_in_turn(client: Client, texts: list[list[int]], until: list[Future]) -> list[tuple[int, dict]]:
@@ -186,8 +172,6 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
 
 WRITE_BACK = ("--hicache-write-policy", "write_back")
 STAGES = ("--pp-size", "2")
-# A pool of states that five prompts outgrow.
-FEW_STATES = ("--max-mamba-cache-size", "16")
 OTHER_POOLS = [
     wide("deepseek-v3", WAYS["write_back"]),
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
@@ -287,19 +271,74 @@ def test_trees_of_drafts_after_a_prompt_from_the_host(serve, probed, tmp_path, m
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("family", "page_size"), [("gpt-oss", 16), ("olmo3", 1)])
-def test_prompts_of_drafting_requests_return_from_the_host(serve, probed, tmp_path, family, page_size):
-    """Prevents a window's K/V from coming back over slots for drafts, and drafts that are verified at wrong places
-    after a prompt that has come back."""
+@pytest.mark.parametrize(
+    ("family", "page_size", "flags"),
+    [
+        ("gpt-oss", 16, ()),
+        ("olmo3", 1, ()),
+        ("qwen3-next", 16, (*WITH_BUFFER, *FEW_STATES)),
+        ("falcon-h1", 1, (*WITH_BUFFER, *FEW_STATES)),
+    ],
+)
+def test_prompts_of_drafting_requests_return_from_the_host(serve, probed, tmp_path, family, page_size, flags):
+    """Prevents a window's K/V or states from coming back over slots for drafts, and drafts that are verified at wrong
+    places after a prompt that has come back."""
     tiny, account = prepared(tmp_path, family)
-    flags = (*NGRAM, *PAGES[page_size], *KEYS_ALONE, *HOST_TIER, "--hicache-ratio", "4")
+    flags = (*NGRAM, *PAGES[page_size], *KEYS_ALONE, *HOST_TIER, "--hicache-ratio", "4", *flags)
     client, steps = started(probed, tiny, family, *flags, env=RESERVE)
-    ids = prompt(300, 256)
-    client.generate([*ids, 5], 1)
+    stem = prompt(300, 256)
+    client.generate(stem, 1)
     fill_the_pool(client, 340)
+    ids = stem + prompt(301, 16)
     answer = answer_by_account(client, steps, account, page_size, "overlap", ids, 300, FEW, flush=False)
     assert hits(answer.response)["host"] >= 192
     assert answer.rounds >= 4
     assert max(answer.accepted) > 1
     assert_pool_is_whole(client)
+    serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "mode", "policy"),
+    [
+        ("NEXTN states", "moved", "write_back"),
+        ("NEXTN axes", "pages", "write_through"),
+        ("EAGLE layers windows", "pages", "write_through"),
+        ("EAGLE3 windows", "moved", "write_back"),
+    ],
+)
+def test_drafts_after_a_prompt_from_the_host(probed, tiny, tmp_path, name, mode, policy):
+    """Prevents K/V of draft layers, a window's or states from coming back altered, or over slots for drafts, and drafts
+    from K/V of other tokens: each is that of an account."""
+    pair = Pairs(tiny, tiny, tmp_path)[name]
+    few = FEW_STATES if name in KEEP_STATES else ()
+    tier = (*HOST_TIER, "--hicache-ratio", "4", "--hicache-write-policy", policy, *few)
+    flags = (*pair.args, *MODES[mode], *pair.settings, *tier, *KEYS_ALONE)
+    client, steps = probed(*flags, model=pair.target, env={**pair.env, **RESERVE})
+    stem = prompt(5, 218) + in_circle(38)
+    client.generate(stem, 1)
+    fill_the_pool(client, 340)
+    steps()
+    ids = stem + in_circle(10, 38)
+    answer = client.generate(ids, 300, logprobs=True)
+    assert hits(answer)["host"] >= 192
+    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % client.setting("page_size"))
+    assert compression(answer)["rounds"] >= 6
+    assert len(found) > 40
+    assert sum(found) > 0
+    assert_pool_is_whole(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("NEXTN states", "pages"), ("EAGLE layers windows", "moved")])
+def test_storm_of_drafts(serve, tiny, tmp_path, name, mode):
+    """Prevents slots, copies or states that are lost or owned twice where requests that draft are aborted, retracted,
+    resumed and compacted while prompts go to the host and come back."""
+    pair = Pairs(tiny, tiny, tmp_path)[name]
+    flags = (*pair.args, *MODES[mode], *pair.settings, *HOST_TIER, "--hicache-ratio", "4", *FLAGS)
+    client = serve(*flags, model=pair.target, env={**pair.env, **RETRACTING})
+    budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
+    _, finished = storm(client, 7, 40, budgets, 1500, conversations=0 if name in KEEP_STATES else 6)
+    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
     serve.stop(client)

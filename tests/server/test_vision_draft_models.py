@@ -14,7 +14,8 @@ import transformers
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, WITH_LAYER, Pair, cores_of, drafts_with_account
 from family_servers import prepared
-from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, prompt
+from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from repeating_model import in_circle, make_repeating
 from sets import wide
 from state_family import build_whole_qwen
@@ -146,3 +147,26 @@ def test_storm(serve, asked, name):
     _, finished = storm(client, 1, 40, (24, BUDGET), 1500, fields=with_images(one.pair.target))
     assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
     serve.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("NEXTN published", "moved"), ("EAGLE3 deepstack", "pages")])
+def test_drafts_after_an_image_from_the_host(probed, asked, name, mode):
+    """Prevents K/V of an image, of a draft model or states from coming back altered, and drafts from K/V of other
+    tokens: each is that of an account."""
+    one = asked(name)
+    few = FEW_STATES if name == "NEXTN published" else ()
+    flags = (*MODES[mode], *KEYS_ALONE, *HOST_TIER, "--hicache-ratio", "4", *few)
+    client, steps = one.started(probed, *flags, env=RESERVE)
+    one.answer(client, 1)
+    fill_the_pool(client, 340)
+    steps()
+    response = one.answer(client, 250)
+    print(hits(response), len(one.ids))
+    found = drafts_with_account(
+        one.pair, mode, one.ids, response, steps(), len(one.ids) - len(one.ids) % client.setting("page_size")
+    )
+    assert compression(response)["rounds"] >= 5
+    assert len(found) > 40
+    assert sum(found) > 0
+    assert_pool_is_whole(client)

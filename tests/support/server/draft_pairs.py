@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from draft_account import Watched, WatchedLatent, WatchedVision, holding, holding_of_head
-from draft_heads import AUXILIARY, load_eagle
-from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, remote_code
+from draft_heads import AUXILIARY, build_eagle, llama_config, load_eagle
+from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, prepared, remote_code
 from harness import (
     BUDGET,
     DRAFTS,
@@ -32,7 +32,7 @@ from layered_drafts import LAYERED, Layers, holding_of_layers
 from lora_adapter import MODULES, build_adapter, install_unpinned, merge, serving
 from mtp_family import MtpHead
 from ngram_account import computed_before
-from oracle import TOLERANCE, Oracle
+from oracle import TOLERANCE, Oracle, oracle_of
 from repeating_model import in_circle
 from step_drafts import CHAINED, ChainedLayers
 from tiny_model import TinyModel
@@ -176,6 +176,37 @@ class Pair:
 
     def _layer(self) -> MtpHead:
         return MtpHead(self.target.path, WITH_LAYER[self.name])
+
+
+class Pairs(dict[str, Pair]):
+    """A Pair for each way of drafting, by its name, built when a test first asks for it."""
+
+    def __init__(self, tiny: TinyModel, repeating: TinyModel, folder: Path) -> None:
+        super().__init__()
+        self.tiny, self.repeating, self.folder = tiny, repeating, folder
+
+    def __missing__(self, name: str) -> Pair:
+        self[name] = self._built(name)
+        return self[name]
+
+    def _built(self, name: str) -> Pair:
+        if name.startswith("NEXTN") and name.endswith("layers windows"):
+            return replace(self[name.replace("NEXTN", "EAGLE")], name=name)
+        # Two variants of one family have one name.
+        folder = self.folder / name.replace(" ", "-")
+        folder.mkdir()
+        if name in WITH_LAYER:
+            return Pair(name, *prepared(folder, WITH_LAYER[name]), None)
+        if name == "EAGLE3 windows":
+            target, account = prepared(folder, "gpt-oss", repeating=True)
+            return Pair(
+                name, target, account, build_eagle(folder, target, third=True, noise=0.45, config=llama_config())
+            )
+        if name == "STANDALONE":
+            return Pair(name, self.tiny, oracle_of(self.tiny), self.tiny.path)
+        third = name == "EAGLE3"
+        head = build_eagle(folder, self.repeating, third=third, noise=0.25 if third else 0.9)
+        return Pair(name, self.repeating, oracle_of(self.repeating), head)
 
 
 def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:

@@ -132,7 +132,6 @@ def test_images_where_tokens_are_drafted(run_check, model, algorithm, reason):
     ("flags", "reason"),
     [
         (("--disaggregation-mode", "decode"), "draft model is not tested on such a server"),
-        (("--enable-hierarchical-cache",), "copies of K/V of its draft model are not tested"),
         (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "not tested in groups of ranks"),
     ],
 )
@@ -160,6 +159,7 @@ def test_draft_layers_for_one_token_each(run_check):
     for model in ("mimo-v2-flash", "step-3.5-flash"):
         assert run_check(model, *eagle)[0] == 0
         assert run_check(model, *nextn, switch)[0] == 0
+    assert run_check("mimo-v2-flash", *eagle, "--enable-hierarchical-cache")[0] == 0
     for model, flags, reason in (
         ("step-3.5-flash", nextn, "a sliding window are not tested with such a draft model"),
         ("step-3.5-flash", (*eagle, "--attention-backend", "flashinfer"), "shows a row's first tokens"),
@@ -171,7 +171,8 @@ def test_draft_layers_for_one_token_each(run_check):
         ("mimo-v2-flash", nextn, "a sliding window are not tested with such a draft model"),
         ("mimo-v2-flash", ("--speculative-algorithm", "STANDALONE"), "a sliding window are not tested"),
         ("mimo-v2-flash", (*eagle, "--disaggregation-mode", "decode"), "draft model is not tested on such a server"),
-        ("mimo-v2-flash", (*eagle, "--enable-hierarchical-cache"), "copies of K/V of its draft model"),
+        ("step-3.5-flash", (*eagle, "--enable-hierarchical-cache"), "keeps no pool of window layers"),
+        ("mimo-v2-flash", (*eagle, "--disable-hybrid-swa-memory"), "keeps no pool of window layers"),
         ("gpt-oss-20b", (*eagle, switch), "draft models of several layers are not tested with rounds"),
     ):
         status, output, _ = run_check(model, *flags)

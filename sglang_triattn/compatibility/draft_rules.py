@@ -1,0 +1,245 @@
+"""What is refused where tokens are drafted: a table of SGLang's settings, and how its numbers go together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_triattn.compatibility.rule import (
+    DRAFT_MODELS,
+    WITHOUT_CONVERSATIONS,
+    Rule,
+    Server,
+    flag,
+    is_set,
+    many,
+    only,
+)
+from sglang_triattn.errors import TriAttentionError
+
+CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+"""A draft that does not branch, by SGLang's settings."""
+
+_USE_CHAIN = "use " + " ".join(f"{flag(field)} {number}" for field, number in CHAIN.items())
+# The attention that SGLang lets branches have in pages too, and the CPU's.
+_FOR_BRANCHES = ("flashinfer", "fa3", "triton", "torch_reference")
+
+
+def _drafts_fit_windows(server: Server) -> bool:
+    """Whether rounds leave the draft model of a model with windows whole."""
+    if server.drafts == "EAGLE3":
+        # It has no window, and K/V for the slots of the other pool.
+        return server.traits.window_pool
+    return server.drafts_in_layers
+
+
+DRAFT_RULES = (
+    *only(
+        (
+            Rule(
+                "enable_deterministic_inference",
+                is_set,
+                "the numbers that a seed draws follow from the row's length there, which a round changes",
+            ),
+        ),
+        lambda server: server.drafts is not None,
+        "speculative_algorithm",
+    ),
+    *only(
+        (
+            Rule("speculative_draft_window_size", is_set, "draft models with a window are not tested with rounds"),
+            *(
+                Rule(
+                    f"{kind}attention_backend",
+                    lambda value: value == "aiter",
+                    "it takes the positions of drafted tokens for the lengths of rows, which rounds shorten",
+                    "use triton",
+                )
+                for kind in ("", "decode_", "speculative_draft_")
+            ),
+        ),
+        lambda server: server.has_draft_model,
+        "speculative_algorithm",
+    ),
+    *only(
+        (
+            Rule(
+                "speculative_eagle_topk",
+                many,
+                "drafts that branch are not tested with a model that drafts by itself",
+                _USE_CHAIN,
+            ),
+        ),
+        lambda server: server.drafts == "STANDALONE",
+        "speculative_algorithm",
+    ),
+    *(
+        Rule(
+            field,
+            applies,
+            f"drafts {which} are not tested {where}",
+            remedy,
+            lambda server, also=when: server.has_draft_model and also(server),
+            other,
+            names_model=not other,
+        )
+        for field, applies, which, remedy in (
+            ("speculative_eagle_topk", many, "that branch", _USE_CHAIN),
+            ("speculative_adaptive", is_set, "whose length changes", ""),
+        )
+        for where, other, when in (
+            ("on a decode server", "disaggregation_mode", lambda server: server.is_decode_server),
+            (
+                "with windows, latents, states or images",
+                "",
+                lambda server: (
+                    server.traits.has_windows
+                    or server.traits.latent
+                    or server.traits.linear_states
+                    or server.traits.images
+                ),
+            ),
+        )
+    ),
+    *only(
+        (
+            Rule("attn_dp_size", many, "drafts that branch are not tested in groups of ranks"),
+            *(
+                Rule(
+                    f"{kind}attention_backend",
+                    lambda value: value not in (None, *_FOR_BRANCHES),
+                    "it is not known to read each branch of a draft by the lengths of rows",
+                    f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
+                )
+                for kind in ("", "prefill_", "decode_", "speculative_draft_")
+            ),
+        ),
+        lambda server: server.has_draft_model and server.is_above_one("speculative_eagle_topk"),
+        "speculative_eagle_topk",
+    ),
+    *only(
+        (Rule("enable_multi_layer_eagle", is_set, "draft models of several layers are not tested with rounds"),),
+        lambda server: server.has_draft_model and not server.traits.layered_drafts,
+        "speculative_algorithm",
+    ),
+    # Of drafts that read no hidden states, SGLang turns it off by itself.
+    *only(
+        (
+            Rule(
+                "enable_mixed_chunk",
+                is_set,
+                "what decodes in a step with a prefill takes its logical length for its row's there",
+            ),
+        ),
+        lambda server: server.has_draft_model and server.drafts != "STANDALONE",
+        "speculative_algorithm",
+    ),
+    *(
+        Rule(
+            f"{kind}attention_backend",
+            lambda value: value == "flashinfer",
+            "where tokens are drafted or verified, a sliding window shows a row's first tokens in place of the newest",
+            "use triton",
+            when,
+            "speculative_algorithm",
+            names_model=True,
+        )
+        for kinds, when in (
+            (("", "prefill_", "decode_"), lambda server: server.drafts is not None and server.traits.has_windows),
+            (("speculative_draft_",), lambda server: server.drafts_in_layers),
+        )
+        for kind in kinds
+    ),
+    *only(
+        (
+            Rule("attn_dp_size", many, "its draft model is not tested in groups of ranks"),
+            Rule(
+                "disaggregation_mode", lambda mode: mode == "decode", "its draft model is not tested on such a server"
+            ),
+        ),
+        lambda server: (
+            server.drafts_in_layers
+            or (server.traits.images and server.has_draft_model and not server.drafts_with_states)
+        ),
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    *(
+        Rule(
+            field,
+            is_set,
+            "SGLang then keeps no pool of window layers, which rounds would leave whole for its draft layers",
+            when=when,
+            other="speculative_algorithm",
+            names_model=True,
+        )
+        for field, when in (
+            ("disable_hybrid_swa_memory", lambda server: server.drafts_in_layers),
+            # SGLang turns that on by itself for this model.
+            (
+                "enable_hierarchical_cache",
+                lambda server: server.drafts_in_layers and server.traits.architecture == "Step3p5ForCausalLM",
+            ),
+        )
+    ),
+    Rule(
+        "speculative_algorithm",
+        is_set,
+        "queued steps move the states of its layers beyond the rows that wait for a next turn",
+        WITHOUT_CONVERSATIONS,
+        lambda server: server.config.conversations == "auto" and server.drafts_with_states,
+        "triattention_conversations",
+        names_model=True,
+    ),
+    *(
+        Rule(
+            "speculative_algorithm", is_set, reason, f"{other}leave --speculative-algorithm out", when, names_model=True
+        )
+        for reason, other, when in (
+            (
+                "its layers with a sliding window are not tested with such a draft model",
+                "use --speculative-algorithm NGRAM, or ",
+                lambda server: server.traits.has_windows and server.has_draft_model and not _drafts_fit_windows(server),
+            ),
+            (
+                "its layers that keep a state instead of KV are not tested with such drafts",
+                "",
+                lambda server: server.drafts_with_states and server.drafts not in server.traits.state_drafts,
+            ),
+            (
+                "such a draft model is not tested with images",
+                "use --speculative-algorithm NGRAM, or ",
+                lambda server: (
+                    server.traits.images and server.has_draft_model and server.drafts not in server.traits.image_drafts
+                ),
+            ),
+            (
+                "drafted tokens are not tested with a model of which compression covers text alone",
+                "",
+                lambda server: server.traits.images and server.drafts == "NGRAM" and not server.traits.image_prompts,
+            ),
+            (
+                "drafted tokens may lie beyond the context in which LongRoPE keeps its frequencies",
+                "",
+                lambda server: server.traits.rope_limit is not None,
+            ),
+        )
+    ),
+)
+
+
+def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
+    """Raises TriAttentionError for numbers of a draft model's drafts that lack one which SGLang then demands.
+
+    Args:
+        given: settings that the user gave, by field; others are absent or None.
+    """
+    numbers = {field: given[field] for field in CHAIN if given.get(field) is not None}
+    missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
+    if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
+        return
+    name, lacking = flag(next(iter(numbers))), flag(missing[0])
+    raise TriAttentionError(
+        f"{name} {next(iter(numbers.values()))} does not work without {lacking}, because SGLang takes the numbers of a "
+        f"draft together: {_USE_CHAIN}."
+    )
