@@ -294,7 +294,8 @@ def shift_inputs(
     Stands for `rotate_input_ids` (sglang/kernels/ops/speculative/multi_layer_eagle.py).
     """
     follows = topk_index.flatten().to(input_ids.dtype)
-    for number, (start, length) in enumerate(zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=True)):
+    # Requests that fill a batch up, which groups of ranks do, have lengths alone.
+    for number, (start, length) in enumerate(zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=False)):
         if length:
             own = input_ids[start : start + length]
             own[:-1] = own[1:].clone()

@@ -62,14 +62,13 @@ class ReferenceBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._spans: list[Span] = []
-        # Slots of the step's new tokens in the pool of the window layers, where these have one.
+        # Slots of the step's new tokens, and what these are in the pool of the window layers.
+        self._new_slots: torch.Tensor | None = None
         self._window_slots: torch.Tensor | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         self._spans = spans_of(forward_batch)
-        self._window_slots = None
-        if isinstance(self.token_to_kv_pool, SWAKVPool) and forward_batch.out_cache_loc is not None:
-            self._window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+        self._new_slots = None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -110,7 +109,7 @@ class ReferenceBackend(AttentionBackend):
         _check(layer)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
-            places = KVWriteLoc.for_batch(forward_batch, swa_loc=self._window_slots)
+            places = KVWriteLoc.for_batch(forward_batch, swa_loc=self._in_windows(forward_batch.out_cache_loc))
             # The parameter is declared a tensor; all pools take either.
             pool.set_kv_buffer(layer, places, k, v)  # pyright: ignore[reportArgumentType]
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -141,6 +140,16 @@ class ReferenceBackend(AttentionBackend):
 
     # A decode step is one query per request.
     forward_decode = forward_extend  # pyright: ignore[reportAssignmentType]
+
+    def _in_windows(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """The step's slots in the pool of the window layers, where these have one; kept for the next layer."""
+        pool = self.token_to_kv_pool
+        if not isinstance(pool, SWAKVPool):
+            return None
+        # Groups of ranks fill some batches up after `init_forward_metadata`.
+        if slots is not self._new_slots:
+            self._new_slots, self._window_slots = slots, pool.translate_loc_from_full_to_swa(slots)
+        return self._window_slots
 
     def _slots(self, span: Span, layer: RadixAttention) -> torch.Tensor:
         """[length - first_key] int64: slots of the tokens that the span's queries may see, in the layer's pool."""

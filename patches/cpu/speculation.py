@@ -69,8 +69,24 @@ def _install_draft_model() -> None:
     factory: Any = draft_utils.DraftBackendFactory
     factory.create_decode_backend = draft_model.for_drafts
     factory.create_draft_extend_backend = draft_model.for_verified
+    _count_all_logits()
     # Some models wait for CUDA, GPU or not, when the target's embeddings are given to the draft model.
     setattr(torch.cuda, "synchronize", lambda device=None: None)  # noqa: B010
+
+
+def _count_all_logits() -> None:
+    """Has groups of ranks exchange the logits of all tokens that a draft model of several layers reads.
+
+    SGLang computes them all there, as its graphs know, but without graphs counts one for each request.
+    """
+    from sglang.srt.speculative import multi_layer_eagle_worker_v2 as worker
+    from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
+
+    def all_counted(*, num_tokens_per_req: int, **others: Any) -> EagleDraftExtendInput:
+        others["num_tokens_for_logprob_per_req"] = num_tokens_per_req
+        return EagleDraftExtendInput(num_tokens_per_req=num_tokens_per_req, **others)
+
+    setattr(worker, "EagleDraftExtendInput", all_counted)  # noqa: B010
 
 
 def _move_by_torch(self: MHATokenToKVPool) -> None:

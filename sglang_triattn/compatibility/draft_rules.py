@@ -33,6 +33,16 @@ def _drafts_fit_windows(server: Server) -> bool:
     return server.drafts_in_layers
 
 
+def _drafts_after_images_by_another(server: Server) -> bool:
+    """Whether a draft model other than the layer of a model with states may read images."""
+    return server.traits.images and server.has_draft_model and not server.drafts_with_states
+
+
+def _is_step_3_5(server: Server) -> bool:
+    """Whether Step-3.5's own layers draft."""
+    return server.drafts_in_layers and server.traits.architecture == "Step3p5ForCausalLM"
+
+
 DRAFT_RULES = (
     *only(
         (
@@ -150,19 +160,35 @@ DRAFT_RULES = (
         )
         for kind in kinds
     ),
-    *only(
-        (
-            Rule("attn_dp_size", many, "its draft model is not tested in groups of ranks"),
-            Rule(
-                "disaggregation_mode", lambda mode: mode == "decode", "its draft model is not tested on such a server"
+    *(
+        Rule(
+            field,
+            applies,
+            reason,
+            when=when,
+            other="speculative_algorithm",
+            names_model=True,
+        )
+        for field, applies, reason, when in (
+            (
+                "attn_dp_size",
+                many,
+                "its draft model is not tested in groups of ranks",
+                _drafts_after_images_by_another,
             ),
-        ),
-        lambda server: (
-            server.drafts_in_layers
-            or (server.traits.images and server.has_draft_model and not server.drafts_with_states)
-        ),
-        "speculative_algorithm",
-        names_model=True,
+            (
+                "attn_dp_size",
+                many,
+                "SGLang's code of its draft layers adds up over all ranks, whose batches differ there",
+                _is_step_3_5,
+            ),
+            (
+                "disaggregation_mode",
+                lambda mode: mode == "decode",
+                "its draft model is not tested on such a server",
+                lambda server: server.drafts_in_layers or _drafts_after_images_by_another(server),
+            ),
+        )
     ),
     *(
         Rule(
@@ -178,7 +204,7 @@ DRAFT_RULES = (
             # SGLang turns that on by itself for this model.
             (
                 "enable_hierarchical_cache",
-                lambda server: server.drafts_in_layers and server.traits.architecture == "Step3p5ForCausalLM",
+                _is_step_3_5,
             ),
         )
     ),

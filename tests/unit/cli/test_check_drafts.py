@@ -159,7 +159,9 @@ def test_draft_layers_for_one_token_each(run_check):
     for model in ("mimo-v2-flash", "step-3.5-flash"):
         assert run_check(model, *eagle)[0] == 0
         assert run_check(model, *nextn, switch)[0] == 0
-    assert run_check("mimo-v2-flash", *eagle, "--enable-hierarchical-cache")[0] == 0
+    groups = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    for flags in (("--enable-hierarchical-cache",), groups):
+        assert run_check("mimo-v2-flash", *eagle, *flags)[0] == 0
     for model, flags, reason in (
         ("step-3.5-flash", nextn, "a sliding window are not tested with such a draft model"),
         ("step-3.5-flash", (*eagle, "--attention-backend", "flashinfer"), "shows a row's first tokens"),
@@ -172,6 +174,7 @@ def test_draft_layers_for_one_token_each(run_check):
         ("mimo-v2-flash", ("--speculative-algorithm", "STANDALONE"), "a sliding window are not tested"),
         ("mimo-v2-flash", (*eagle, "--disaggregation-mode", "decode"), "draft model is not tested on such a server"),
         ("step-3.5-flash", (*eagle, "--enable-hierarchical-cache"), "keeps no pool of window layers"),
+        ("step-3.5-flash", (*eagle, *groups), "adds up over all ranks"),
         ("mimo-v2-flash", (*eagle, "--disable-hybrid-swa-memory"), "keeps no pool of window layers"),
         ("gpt-oss-20b", (*eagle, switch), "draft models of several layers are not tested with rounds"),
     ):
