@@ -23,6 +23,7 @@ CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_n
 _USE_CHAIN = "use " + " ".join(f"{flag(field)} {number}" for field, number in CHAIN.items())
 # The attention that SGLang lets branches have in pages too, and the CPU's.
 _FOR_BRANCHES = ("flashinfer", "fa3", "triton", "torch_reference")
+_NO_WINDOW_POOL = "SGLang then keeps no pool of window layers, which rounds would leave whole for its draft layers"
 
 
 def _drafts_fit_windows(server: Server) -> bool:
@@ -161,51 +162,13 @@ DRAFT_RULES = (
         for kind in kinds
     ),
     *(
-        Rule(
-            field,
-            applies,
-            reason,
-            when=when,
-            other="speculative_algorithm",
-            names_model=True,
-        )
+        Rule(field, applies, reason, when=when, other="speculative_algorithm", names_model=True)
         for field, applies, reason, when in (
-            (
-                "attn_dp_size",
-                many,
-                "its draft model is not tested in groups of ranks",
-                _drafts_after_images_by_another,
-            ),
-            (
-                "attn_dp_size",
-                many,
-                "SGLang's code of its draft layers adds up over all ranks, whose batches differ there",
-                _is_step_3_5,
-            ),
-            (
-                "disaggregation_mode",
-                lambda mode: mode == "decode",
-                "its draft model is not tested on such a server",
-                lambda server: server.drafts_in_layers or _drafts_after_images_by_another(server),
-            ),
-        )
-    ),
-    *(
-        Rule(
-            field,
-            is_set,
-            "SGLang then keeps no pool of window layers, which rounds would leave whole for its draft layers",
-            when=when,
-            other="speculative_algorithm",
-            names_model=True,
-        )
-        for field, when in (
-            ("disable_hybrid_swa_memory", lambda server: server.drafts_in_layers),
+            ("attn_dp_size", many, "its draft model is not tested in groups of ranks", _drafts_after_images_by_another),
+            ("attn_dp_size", many, "its draft layers add up over all ranks, whose batches differ there", _is_step_3_5),
+            ("disable_hybrid_swa_memory", is_set, _NO_WINDOW_POOL, lambda server: server.drafts_in_layers),
             # SGLang turns that on by itself for this model.
-            (
-                "enable_hierarchical_cache",
-                _is_step_3_5,
-            ),
+            ("enable_hierarchical_cache", is_set, _NO_WINDOW_POOL, _is_step_3_5),
         )
     ),
     Rule(

@@ -158,15 +158,6 @@ _DECODE_SERVERS = (
         names_model=True,
     ),
     Rule(
-        "speculative_algorithm",
-        is_set,
-        "states of drafted tokens are not tested on a decode server",
-        "",
-        lambda server: server.is_decode_server and server.drafts_with_states,
-        "disaggregation_mode",
-        names_model=True,
-    ),
-    Rule(
         "dp_size",
         many,
         _NOT_ON_DECODE_SERVERS,

@@ -14,13 +14,13 @@ import transformers
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, WITH_LAYER, Pair, cores_of, drafts_with_account
 from family_servers import prepared
-from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, greedy, prompt
 from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from repeating_model import in_circle, make_repeating
 from sets import wide
 from state_family import build_whole_qwen
 from storm import FLAGS, RETRACTING, assert_withstood, storm
-from vision_account import Accounts
+from vision_account import Accounts, encoded
 from vision_families import VisionModel
 from vision_servers import ask, with_images, words
 
@@ -170,3 +170,29 @@ def test_drafts_after_an_image_from_the_host(probed, asked, name, mode):
     assert len(found) > 40
     assert sum(found) > 0
     assert_pool_is_whole(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("NEXTN published", "overlap off"), ("EAGLE3 axes", "moved"), ("EAGLE3 deepstack", "pages")],
+)
+def test_on_a_decode_server(serve_pairs, probed_pairs, asked, name, mode):
+    """Prevents K/V of an image, of a draft model or states that arrive elsewhere than in the row, and drafts from K/V
+    of other tokens: each is that of an account."""
+    one = asked(name)
+    client, steps = one.started(probed_pairs, *MODES[mode], *KEYS_ALONE)
+    steps()
+    # The router takes one prompt at a time.
+    text, picture = one.pair.target.with_image(STEM, TAIL), encoded(one.pair.target.picture(1))
+    asking = {"sampling_params": greedy(250), "return_logprob": True, "top_logprobs_num": 5}
+    answer = client.post("/generate", text=text, image_data=picture, **asking)
+    assert answer.status_code == 200, answer.text
+    response = answer.json()
+    frozen = len(one.ids) - len(one.ids) % client.setting("page_size")
+    found = drafts_with_account(one.pair, mode, one.ids, response, steps(), frozen)
+    assert compression(response)["rounds"] >= 5
+    assert len(found) > 40
+    assert sum(found) > 0
+    assert_pool_is_whole(client)
+    serve_pairs.stop(client)

@@ -209,15 +209,16 @@ class Pairs(dict[str, Pair]):
         return Pair(name, self.repeating, oracle_of(self.repeating), head)
 
 
-def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None) -> list[int]:
-    """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it."""
+def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None, first=0) -> list[int]:
+    """How many drafts held at each step whose outcome an account is sure of; holds answer and drafts to it, drafts
+    from the place `first` on."""
     account, done, runs = fitting_account(pair, mode, ids, response, steps, frozen, chunk)
     everything, found = ids + response["output_ids"][:-1], []
     # Where the last recorded step ended is not known for certain.
     for (start, end), held in list(zip(runs, pair.holding(everything, account, done), strict=True))[
         : len(computed_before(steps, len(ids))) - 1
     ]:
-        if held is not None:
+        if held is not None and start >= first:
             assert end - start == held + 1, start
             found.append(held)
     return found
