@@ -141,23 +141,6 @@ _DECODE_SERVERS = (
         "disaggregation_mode",
     ),
     Rule(
-        "disaggregation_decode_enable_radix_cache",
-        is_set,
-        "prefixes that a decode server shares are not tested with drafted tokens",
-        "",
-        lambda server: server.is_decode_server and server.drafts is not None,
-        "speculative_algorithm",
-    ),
-    Rule(
-        "disaggregation_decode_enable_radix_cache",
-        is_set,
-        "prefixes that a decode server shares are not tested with a window's K/V or states",
-        "",
-        lambda server: server.is_decode_server and (server.traits.window_pool or server.traits.linear_states),
-        "disaggregation_mode",
-        names_model=True,
-    ),
-    Rule(
         "dp_size",
         many,
         _NOT_ON_DECODE_SERVERS,

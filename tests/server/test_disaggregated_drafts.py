@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from disaggregated_servers import RETRACT, storm
+from disaggregated_servers import RETRACT, TREE, storm
 from draft_pairs import KEEP_STATES, MODES, Pairs, drafts_with_account
 from families import WINDOW
 from harness import INTERVAL, KEYS_ALONE, STEPS, assert_pool_is_whole, compression
-from repeating_model import build_repeating_model
+from repeating_model import build_repeating_model, in_circle
 from sets import wide
 
 
@@ -56,20 +56,57 @@ def test_logits_and_drafts(serve_pairs, probed_pairs, pairs, name, mode):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("name", "page_size"),
+    ("name", "page_size", "tree"),
     [
-        ("EAGLE", 1),
-        ("EAGLE", 16),
-        ("EAGLE3 windows", 16),
-        ("EAGLE layers windows", 16),
-        ("NEXTN states", 1),
+        ("EAGLE", 1, ()),
+        ("EAGLE", 16, ()),
+        ("EAGLE", 16, TREE),
+        ("EAGLE3 windows", 16, ()),
+        ("EAGLE3 windows", 16, TREE),
+        ("EAGLE layers windows", 16, ()),
+        ("NEXTN states", 1, ()),
+        ("NEXTN states", 1, TREE),
     ],
 )
-def test_storm(serve_pairs, pairs, name, page_size):
+def test_storm(serve_pairs, pairs, name, page_size, tree):
     """Prevents leaks of reserves where requests are aborted, and retracted while a step of drafts is queued."""
     pair = pairs[name]
     schedule = MODES["overlap off"] if name in KEEP_STATES else ()
-    flags = (*pair.args, *pair.settings, *schedule, "--page-size", str(page_size), "--max-total-tokens", "2048")
+    flags = (*pair.args, *pair.settings, *schedule, *tree, "--page-size", str(page_size), "--max-total-tokens", "2048")
     client = serve_pairs(*flags, model=pair.target, env={**pair.env, **RETRACT})
     storm(client, pair.account.budget + INTERVAL + 2 * (STEPS + 1) + page_size, requests=15)
+    serve_pairs.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("EAGLE", "moved"),
+        ("EAGLE3", "pages"),
+        ("NEXTN latent", "pages"),
+        ("EAGLE3 windows", "pages"),
+        ("NEXTN states", "overlap off"),
+    ],
+)
+def test_prefixes_in_its_tree(serve_pairs, probed_pairs, pairs, name, mode):
+    """Prevents a shared prefix, or the draft model's K/V of it, that a round changes, and drafts from K/V of other
+    tokens after a prefix of the decode server's own: each is that of an account."""
+    pair = pairs[name]
+    flags = (*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, *TREE)
+    client, steps = probed_pairs(*flags, model=pair.target, env=pair.env)
+    page_size = client.setting("page_size")
+    (stem,) = pair.texts()
+    first = client.generate(stem, 40)
+    # The prefill server has the prompt alone, the tree also what followed.
+    ids = [*stem, *first["output_ids"], *in_circle(9, 5)]
+    steps()
+    answer = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
+    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % page_size)
+    assert compression(answer)["rounds"] >= 6
+    assert len(found) > 60
+    # Of windows, SGLang shares nothing beyond the prompt.
+    cached = answer["meta_info"]["cached_tokens"]
+    assert cached == len(stem) - len(stem) % page_size if pair.has_windows else cached > len(stem)
+    assert_pool_is_whole(client)
     serve_pairs.stop(client)

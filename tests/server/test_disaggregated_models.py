@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disaggregated_servers import RETRACT, Pairs, Retractions, Separated, hold_to_account, storm
+from disaggregated_servers import RETRACT, TREE, Pairs, Retractions, Separated, hold_to_account, storm
 from family_servers import LATENTS, prepared, selecting, started
 from harness import INTERVAL, KEYS_ALONE, TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
 from sets import wide
@@ -35,7 +35,9 @@ def servers_of(
         wide("qwen3-moe-all", 16, "per-layer-head", TWO_GROUPS),
         ("gpt-oss", 16, "per-layer-head", ()),
         wide("gpt-oss", 1, "per-layer-head", ()),
+        wide("gpt-oss", 16, "per-layer-head", TREE),
         wide("qwen3-next", 1, "shared-mean", IN_TURN),
+        wide("qwen3-next", 1, "shared-mean", (*IN_TURN, *TREE)),
     ],
 )
 def test_logits(serve_pairs, tmp_path, family, page_size, selection, flags):
@@ -78,7 +80,9 @@ def test_answers_longer_than_either_pool(serve_pairs, tmp_path, page_size):
         ("deepseek-v3", 1, TWO_GROUPS),
         ("gpt-oss", 16, ("--swa-full-tokens-ratio", "0.4")),
         ("gpt-oss", 1, ("--swa-full-tokens-ratio", "0.4")),
+        ("gpt-oss", 16, TREE),
         ("qwen3-next", 1, IN_TURN),
+        ("qwen3-next", 1, (*IN_TURN, *TREE)),
     ],
 )
 def test_storm(serve_pairs, tmp_path, family, page_size, flags):

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from disaggregated_servers import RETRACT, Retractions, assert_account, hold_to_account, storm
+from disaggregated_servers import RETRACT, TREE, Retractions, assert_account, hold_to_account, storm
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path
 from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import oracle_of
 
-TREE = ("--disaggregation-decode-enable-radix-cache",)
 HOST = (*TREE, "--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
 POOL = ("--max-total-tokens", "2048")
 

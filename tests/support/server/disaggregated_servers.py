@@ -34,6 +34,8 @@ from storm import retractions
 from tiny_model import TinyModel
 
 TRANSFER = ("--disaggregation-transfer-backend", "process_memory")
+# A tree of the decode server's own.
+TREE = ("--disaggregation-decode-enable-radix-cache",)
 # In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
 # five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
