@@ -3,6 +3,7 @@
 The center c is that of `kernels.score.value_size`. All sums are of logarithms, so they rank by the products:
 
     look-ups            log |v - c| + w |k_f| + u v         (w, u of `calibration/lookups.py`)
+    look-ups-near       the same - DECAY log t              (t is the token's age)
     read-again          log |v - c| + log(s + EPSILON)      (s is what those weights predict)
     oracle              the same with s of later queries    (`foresight.py`)
     value-attention     log |v - c| + log a                 (a is the attention of `snapkv`, from the newest queries)
@@ -23,7 +24,7 @@ from sglang_triattn.calibration.lookups import EPSILON, features
 from sglang_triattn.kernels.score.value_size import value_size_torch
 from sglang_triattn.stats.query_stats import QueryStats
 
-COPY = 0.9
+COPY, DECAY = 0.9, 0.25
 
 
 class ValueDistance(Control):
@@ -49,6 +50,17 @@ class LookUps(ValueDistance):
         found = features(keys, values, self.row.rope)
         weights = cast(torch.Tensor, cast(QueryStats, self.row.stats).lookups).to(found.device)
         return (found @ weights[..., None])[..., 0]
+
+
+class LookUpsNear(LookUps):
+    """The same, less for older tokens: attention falls off with distance.
+
+    No server can have it: rounds move kept tokens, and a row does not say how old they are.
+    """
+
+    def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:
+        age = (next_position - self.positions(slots)).clamp_min(1)
+        return super().strength(slots, next_position) - DECAY * age.log()
 
 
 class ReadAgain(LookUps):
@@ -113,6 +125,7 @@ class ValueCopies(ValueDistance):
 
 VALUE_CONTROLS: dict[str, type[Control]] = {
     "look-ups": LookUps,
+    "look-ups-near": LookUpsNear,
     "read-again": ReadAgain,
     "oracle": Oracle,
     "value-attention": ValueAttention,

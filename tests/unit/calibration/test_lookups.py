@@ -83,6 +83,37 @@ def test_planted_weights_are_found(model):
     torch.testing.assert_close(sums.weights(), planted, atol=0.03, rtol=0.06)
 
 
+def test_older_tokens_count_less(model):
+    """Prevents ages of other tokens, and a decay that rules alone or not at all."""
+    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+    dense = compute_dense(model, ids)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
+    found = {}
+    for name in ("look-ups", "look-ups-near"):
+        choice = read_choice(f"{name}:recent=8")
+        cache = CompactedCache.for_model(
+            model, [choice.setting(choice.config(48, 80), facts)], stats, capacity=len(ids), prompt_length=20
+        )
+        found[name] = []
+        cache.rows.after_round = lambda row, plan, cache=cache, kept=found[name]: kept.append(
+            cache.rows.positions_of(0)[..., 20:-8]
+        )
+        replay(cache, dense)
+        cache.rows.run_due_rounds()
+    (far,), (near,) = found.values()
+    assert near.float().mean() > far.float().mean() + 1
+    keys = torch.stack([layer.keys[0, :, 20:] for layer in dense.layers])
+    values = torch.stack([layer.values[0, :, 20:] for layer in dense.layers])
+    half = keys.shape[-1] // 2
+    known = torch.cat([torch.hypot(keys[..., :half], keys[..., half:]), values], -1)
+    worth = torch.einsum("lhnf,lhf->lhn", known, stats.lookups)
+    worth += (values - values[:, :, -8:].mean(2, keepdim=True)).norm(dim=-1).log() - 0.25 * torch.arange(
+        128, 0, -1
+    ).log()
+    best = worth[..., :-8].topk(40).values.sort(dim=-1).values
+    torch.testing.assert_close(worth.gather(-1, near - 20).sort(dim=-1).values, best, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("recent", [0, 8])
 def test_the_servers_scorer_agrees_with_the_control(model, recent):
     """Prevents a center of other values, strengths of another head, and a sum that one part rules."""

@@ -224,6 +224,29 @@ def test_what_weights_are_fitted_on():
     assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
 
 
+def test_age_that_solves():
+    """Prevents figures of another policy, a comparison of two defaults, and marks that the intervals do not bear."""
+    fitted, aged = (
+        {(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]}
+        for name in ("fitted-on-problems", "by-age")
+    )
+    for key in aged.keys() & fitted.keys():
+        assert [aged[key][name] for name in ("right", "lines")] == [fitted[key][name] for name in ("right", "lines")]
+    names = {
+        "dense": "dense",
+        "settings:weights=no": "default",
+        "settings:value_share=1": "look-ups",
+        "look-ups-near": "`look-ups-near`",
+    }
+    expected = []
+    for policy, name in names.items():
+        traced, worked = ((fitted | aged)[task, policy] for task in ("programs", "shop"))
+        lines = [f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in (traced, worked)]
+        programs, _, problems = solved(traced, worked)
+        expected.append([name, programs, lines[0], problems, lines[1]])
+    assert list(table(DOCS / "quality.md", "How old a token is", "policy")) == expected
+
+
 def test_policies_that_solve():
     """Prevents figures of another policy, and marks of certainty that the intervals do not bear."""
     lines = iter(table(DOCS / "quality.md", "What a share costs", "kept"))
