@@ -245,6 +245,17 @@ def test_age_that_solves():
         programs, _, problems = solved(traced, worked)
         expected.append([name, programs, lines[0], problems, lines[1]])
     assert list(table(DOCS / "quality.md", "How old a token is", "policy")) == expected
+    asked = {(row["task"], row["policy"]): row["right"] for row in results("quality-look-ups-by-age-qwen-1.5b")["rows"]}
+    shown = " ".join(section(DOCS / "quality.md", "How old a token is").split())
+    for task, name in (
+        ("early", "early numbers"),
+        ("facts", ", numbers"),
+        ("words", "words"),
+        ("agent", "identifiers"),
+        ("text", "prose and code"),
+    ):
+        far, near = (asked[task, policy] for policy in ("settings:value_share=1", "look-ups-near"))
+        assert f"{name} {far:.2f} to {near:.2f}" in shown
 
 
 def test_policies_that_solve():
