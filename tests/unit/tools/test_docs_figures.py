@@ -277,23 +277,24 @@ def test_policies_that_solve():
 
 def test_tool_loop():
     """Prevents figures of a tool loop that are not those of its run."""
-    found = results("tool-loop-qwen2.5-coder-0.5b")
-    answers = {(row["history"], row["policy"], row["kind"]): row for row in found["answers"]}
-    turns = {(row["history"], row["policy"], row["turn"]): row for row in found["turns"]}
-    rows = table(DOCS / "agents.md", "A long loop, measured", "policy")
-    for name, *cells in rows:
-        policy, _, stripped = name.strip("`").partition("`, ")
-        key = ("stripped" if stripped else "kept", policy)
-        kinds = [answers[*key, kind] for kind in ("identifier", "state", "instruction", "own")]
-        last, second = (turns[*key, turn] for turn in (12, 2))
-        assert cells == [
-            *(f"{row['right']}/{row['questions']}" for row in kinds),
-            "" if policy == "dense" else "[{low:.2f}, {high:.2f}]".format(**answers[*key, "inputs"]),
-            f"{last['held']:,.0f}",
-            f"{last['prefilled']:.0f}",
-            f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
-        ], name
-    assert len(rows) == 8
+    for size, column in (("0.5b", "policy"), ("1.5b", "policy, 1.5B")):
+        found = results(f"tool-loop-qwen2.5-coder-{size}")
+        answers = {(row["history"], row["policy"], row["kind"]): row for row in found["answers"]}
+        turns = {(row["history"], row["policy"], row["turn"]): row for row in found["turns"]}
+        rows = table(DOCS / "agents.md", "A long loop, measured", column)
+        for name, *cells in rows:
+            policy, _, stripped = name.strip("`").partition("`, ")
+            key = ("stripped" if stripped else "kept", policy)
+            kinds = [answers[*key, kind] for kind in ("identifier", "state", "instruction", "own")]
+            last, second = (turns[*key, turn] for turn in (12, 2))
+            assert cells == [
+                *(f"{row['right']}/{row['questions']}" for row in kinds),
+                "" if policy == "dense" else "[{low:.2f}, {high:.2f}]".format(**answers[*key, "inputs"]),
+                f"{last['held']:,.0f}",
+                f"{last['prefilled']:.0f}",
+                f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
+            ], name
+        assert len(rows) == 8
 
 
 def test_what_the_own_text_is_read_for():
