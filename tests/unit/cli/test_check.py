@@ -437,6 +437,7 @@ def test_models_that_a_decode_server_refuses(run_check):
         status, output, _ = run_check("qwen3-32b", *decoding, *flags)
         assert (status, "SGLang hands the first drafts over" in output) == (refused, refused == 1)
     flags = ("--disable-overlap-schedule", *DRAFTS, "--speculative-algorithm", "NEXTN")
+    assert run_check("qwen3-next-80b-a3b", *flags)[0] == 0
     assert run_check("qwen3-next-80b-a3b", *decoding, *flags)[0] == 0
     status, output, _ = run_check("qwen3-next-80b-a3b", *decoding)
     assert (status, "use --disable-overlap-schedule" in output) == (1, True)
