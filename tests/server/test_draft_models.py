@@ -11,7 +11,6 @@ import pytest
 
 from draft_heads import build_eagle
 from draft_pairs import (
-    KEEP_STATES,
     MODES,
     WITH_LAYER,
     Pair,
@@ -20,8 +19,8 @@ from draft_pairs import (
     drafts_with_account,
     fitting_account,
     hold_adapter,
+    weather_storm,
 )
-from families import WINDOW
 from family_servers import STATE_FLAGS, prepared
 from harness import (
     BUDGET,
@@ -41,7 +40,7 @@ from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
 from step_drafts import CHAINED
-from storm import FLAGS, RETRACTING, assert_withstood, storm
+from storm import FLAGS, RETRACTING
 
 CASES = [
     wide("STANDALONE", "moved"),
@@ -316,9 +315,5 @@ def test_storm(serve, pairs, tmp_path, name, mode):
     pool = ("--max-total-tokens", "1024", *FLAGS, *(adapting(tmp_path) if name.endswith("adaptive") else ()))
     env = {**pair.env, **RETRACTING, **cores_of(mode)}
     client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env=env)
-    budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
-    # States keep no conversation's row while tokens are drafted.
-    names = 0 if name in KEEP_STATES else 6
-    _, finished = storm(client, 7, 40, budgets, 1500, conversations=names)
-    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    weather_storm(client, pair)
     serve.stop(client)

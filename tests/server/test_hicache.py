@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 
 import pytest
 
 from draft_heads import build_eagle
-from draft_pairs import KEEP_STATES, MODES, Pairs, drafts_with_account
+from draft_pairs import KEEP_STATES, MODES, Pair, Pairs, drafts_with_account, weather_storm
 from draft_trees import TreePair
-from families import WINDOW
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
 from harness import (
     BUDGET,
@@ -33,7 +33,7 @@ from ngram_account import NGRAM, PAGES, answer_by_account
 from oracle import TOLERANCE, oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
-from storm import FLAGS, RETRACTING, assert_withstood, storm
+from storm import FLAGS, RETRACTING
 
 # Tokens of which an answer consists, so that drafts of it hold.
 FEW = (10, 11, 12)
@@ -247,6 +247,23 @@ def test_drafts_return_from_the_host(serve, tiny, flags):
     serve.stop(client)
 
 
+def hold_drafts_to_account(
+    client: Client, steps: Callable[[], list[dict]], pair: Pair, mode: str, earlier: list[int], ids: list[int]
+) -> None:
+    """Holds an answer to `ids`, and the drafts of it, to their account, once what they share with `earlier` has come
+    back from the host."""
+    client.generate(earlier, 1)
+    fill_the_pool(client, 340)
+    steps()
+    answer = client.generate(ids, 300, logprobs=True)
+    assert hits(answer)["host"] >= 192
+    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % client.setting("page_size"))
+    assert compression(answer)["rounds"] >= 6
+    assert len(found) > 40
+    assert sum(found) > 0
+    assert_pool_is_whole(client)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(("mode", "policy"), [("pages", "write_through"), ("moved", "write_back")])
 def test_trees_of_drafts_after_a_prompt_from_the_host(serve, probed, tmp_path, mode, policy):
@@ -257,16 +274,7 @@ def test_trees_of_drafts_after_a_prompt_from_the_host(serve, probed, tmp_path, m
     tier = (*HOST_TIER, "--hicache-ratio", "4", "--hicache-write-policy", policy)
     client, steps = probed(*pair.args, *MODES[mode], *tier, *KEYS_ALONE, model=target, env={**pair.env, **RESERVE})
     ids = prompt(5, 218) + in_circle(38)
-    client.generate([*ids, 5], 1)
-    fill_the_pool(client, 340)
-    steps()
-    answer = client.generate(ids, 300, logprobs=True)
-    assert hits(answer)["host"] >= 192
-    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % client.setting("page_size"))
-    assert compression(answer)["rounds"] >= 6
-    assert len(found) > 40
-    assert sum(found) > 0
-    assert_pool_is_whole(client)
+    hold_drafts_to_account(client, steps, pair, mode, [*ids, 5], ids)
     serve.stop(client)
 
 
@@ -317,17 +325,7 @@ def test_drafts_after_a_prompt_from_the_host(probed, tiny, tmp_path, name, mode,
     flags = (*pair.args, *MODES[mode], *pair.settings, *tier, *KEYS_ALONE)
     client, steps = probed(*flags, model=pair.target, env={**pair.env, **RESERVE})
     stem = prompt(5, 218) + in_circle(38)
-    client.generate(stem, 1)
-    fill_the_pool(client, 340)
-    steps()
-    ids = stem + in_circle(10, 38)
-    answer = client.generate(ids, 300, logprobs=True)
-    assert hits(answer)["host"] >= 192
-    found = drafts_with_account(pair, mode, ids, answer, steps(), len(ids) - len(ids) % client.setting("page_size"))
-    assert compression(answer)["rounds"] >= 6
-    assert len(found) > 40
-    assert sum(found) > 0
-    assert_pool_is_whole(client)
+    hold_drafts_to_account(client, steps, pair, mode, stem, stem + in_circle(10, 38))
 
 
 @pytest.mark.wide
@@ -338,7 +336,5 @@ def test_storm_of_drafts(serve, tiny, tmp_path, name, mode):
     pair = Pairs(tiny, tiny, tmp_path)[name]
     flags = (*pair.args, *MODES[mode], *pair.settings, *HOST_TIER, "--hicache-ratio", "4", *FLAGS)
     client = serve(*flags, model=pair.target, env={**pair.env, **RETRACTING})
-    budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
-    _, finished = storm(client, 7, 40, budgets, 1500, conversations=0 if name in KEEP_STATES else 6)
-    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    weather_storm(client, pair)
     serve.stop(client)

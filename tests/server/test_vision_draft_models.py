@@ -149,6 +149,16 @@ def test_storm(serve, asked, name):
     serve.stop(client)
 
 
+def hold_to_account(one: Asked, mode: str, client: Client, response: dict[str, Any], steps: list[dict]) -> None:
+    """Holds an answer of several rounds, and the drafts of it, to their account, and the server to a whole pool."""
+    frozen = len(one.ids) - len(one.ids) % client.setting("page_size")
+    found = drafts_with_account(one.pair, mode, one.ids, response, steps, frozen)
+    assert compression(response)["rounds"] >= 5
+    assert len(found) > 40
+    assert sum(found) > 0
+    assert_pool_is_whole(client)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "mode"), [("NEXTN published", "moved"), ("EAGLE3 deepstack", "pages")])
 def test_drafts_after_an_image_from_the_host(probed, asked, name, mode):
@@ -162,14 +172,8 @@ def test_drafts_after_an_image_from_the_host(probed, asked, name, mode):
     fill_the_pool(client, 340)
     steps()
     response = one.answer(client, 250)
-    print(hits(response), len(one.ids))
-    found = drafts_with_account(
-        one.pair, mode, one.ids, response, steps(), len(one.ids) - len(one.ids) % client.setting("page_size")
-    )
-    assert compression(response)["rounds"] >= 5
-    assert len(found) > 40
-    assert sum(found) > 0
-    assert_pool_is_whole(client)
+    assert hits(response)["host"] >= 64
+    hold_to_account(one, mode, client, response, steps())
 
 
 @pytest.mark.wide
@@ -189,10 +193,5 @@ def test_on_a_decode_server(serve_pairs, probed_pairs, asked, name, mode):
     answer = client.post("/generate", text=text, image_data=picture, **asking)
     assert answer.status_code == 200, answer.text
     response = answer.json()
-    frozen = len(one.ids) - len(one.ids) % client.setting("page_size")
-    found = drafts_with_account(one.pair, mode, one.ids, response, steps(), frozen)
-    assert compression(response)["rounds"] >= 5
-    assert len(found) > 40
-    assert sum(found) > 0
-    assert_pool_is_whole(client)
+    hold_to_account(one, mode, client, response, steps())
     serve_pairs.stop(client)

@@ -11,6 +11,7 @@ import torch
 
 from draft_account import Watched, WatchedLatent, WatchedVision, holding, holding_of_head
 from draft_heads import AUXILIARY, build_eagle, llama_config, load_eagle
+from families import WINDOW
 from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, prepared, remote_code
 from harness import (
     BUDGET,
@@ -20,6 +21,7 @@ from harness import (
     RECENT,
     STEPS,
     TWO_GROUPS,
+    Client,
     compression,
     only_models,
     prompt,
@@ -35,6 +37,7 @@ from ngram_account import computed_before
 from oracle import TOLERANCE, Oracle, oracle_of
 from repeating_model import in_circle
 from step_drafts import CHAINED, ChainedLayers
+from storm import assert_withstood, storm
 from tiny_model import TinyModel
 from vision_account import VisionOracle
 from vision_families import VisionModel
@@ -259,3 +262,12 @@ def hold_adapter(probed, pair, mode, folder, monkeypatch) -> None:
     response = client.generate(ids, 430, logprobs=True, lora="other")
     assert drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
     assert compression(response)["rounds"] >= 9
+
+
+def weather_storm(client: Client, pair: Pair) -> None:
+    """Sends a server that drafts a storm, and holds it to having withstood it."""
+    budgets = (WINDOW + 1, pair.account.budget) if pair.has_windows else (24, BUDGET)
+    # States keep no conversation's row while tokens are drafted.
+    names = 0 if pair.name in KEEP_STATES else 6
+    _, finished = storm(client, 7, 40, budgets, 1500, conversations=names)
+    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)

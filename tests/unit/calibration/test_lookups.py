@@ -83,65 +83,56 @@ def test_planted_weights_are_found(model):
     torch.testing.assert_close(sums.weights(), planted, atol=0.03, rtol=0.06)
 
 
-def test_older_tokens_count_less(model):
-    """Prevents ages of other tokens, and a decay that rules alone or not at all."""
-    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
-    dense = compute_dense(model, ids)
-    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
-    found = {}
-    for name in ("look-ups", "look-ups-near"):
-        choice = read_choice(f"{name}:recent=8")
-        cache = CompactedCache.for_model(
-            model, [choice.setting(choice.config(48, 80), facts)], stats, capacity=len(ids), prompt_length=20
-        )
-        found[name] = []
-        cache.rows.after_round = lambda row, plan, cache=cache, kept=found[name]: kept.append(
-            cache.rows.positions_of(0)[..., 20:-8]
-        )
-        replay(cache, dense)
-        cache.rows.run_due_rounds()
-    (far,), (near,) = found.values()
-    assert near.float().mean() > far.float().mean() + 1
-    keys = torch.stack([layer.keys[0, :, 20:] for layer in dense.layers])
-    values = torch.stack([layer.values[0, :, 20:] for layer in dense.layers])
-    half = keys.shape[-1] // 2
-    known = torch.cat([torch.hypot(keys[..., :half], keys[..., half:]), values], -1)
-    worth = torch.einsum("lhnf,lhf->lhn", known, stats.lookups)
-    worth += (values - values[:, :, -8:].mean(2, keepdim=True)).norm(dim=-1).log() - 0.25 * torch.arange(
-        128, 0, -1
-    ).log()
-    best = worth[..., :-8].topk(40).values.sort(dim=-1).values
-    torch.testing.assert_close(worth.gather(-1, near - 20).sort(dim=-1).values, best, rtol=1e-5, atol=1e-5)
+def kept_by(model, setting, stats, ids):
+    """[L, H_kv, kept]: positions of the private tokens that a row's first round keeps, the prompt's 20 left out."""
+    cache = CompactedCache.for_model(model, [setting], stats, capacity=len(ids), prompt_length=20)
+    replay(cache, compute_dense(model, ids))
+    cache.rows.run_due_rounds()
+    return cache.rows.positions_of(0)[..., 20:]
 
 
-@pytest.mark.parametrize("recent", [0, 8])
-def test_the_servers_scorer_agrees_with_the_control(model, recent):
-    """Prevents a center of other values, strengths of another head, and a sum that one part rules."""
-    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+def looked_up(model, ids, stats, recent):
+    """[L, H_kv, n]: by the formula, how strongly private tokens may be looked up, times their values' distance."""
     dense = compute_dense(model, ids)
-    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
-    choice = read_choice(f"look-ups:recent={recent}")
-    assert choice.looks_up
-    server = read_choice(f"settings:value_share=1,recent={recent}").config(48, 80)
-    kept = []
-    for setting in (choice.setting(choice.config(48, 80), facts), Setting(server)):
-        cache = CompactedCache.for_model(model, [setting], stats, capacity=len(ids), prompt_length=20)
-        cache.rows.after_round = lambda row, plan, cache=cache: kept.append(cache.rows.positions_of(0)[..., 20:])
-        replay(cache, dense)
-        cache.rows.run_due_rounds()
     keys = torch.stack([layer.keys[0, :, 20:] for layer in dense.layers])
     values = torch.stack([layer.values[0, :, 20:] for layer in dense.layers])
     half = keys.shape[-1] // 2
     found = torch.cat([torch.hypot(keys[..., :half], keys[..., half:]), values], -1)
     strength = torch.einsum("lhnf,lhf->lhn", found, stats.lookups)
     center = values[:, :, 128 - recent :].mean(2, keepdim=True) if recent else torch.zeros(())
-    importance = strength + (values - center).norm(dim=-1).log()
+    return strength + (values - center).norm(dim=-1).log()
+
+
+def assert_best(kept, importance, recent):
+    """The newest tokens stay, and the best of the others."""
+    importance = importance.clone()
     importance[..., 128 - recent :] = torch.inf
     # Equal tokens have keys and values of one size in the first layer, so they are compared by what they are worth.
     expected = importance.topk(48).values.sort(dim=-1).values
-    for found in kept:
-        worth = importance.gather(-1, found - 20).sort(dim=-1).values
-        torch.testing.assert_close(worth, expected, rtol=1e-5, atol=1e-5)
+    worth = importance.gather(-1, kept - 20).sort(dim=-1).values
+    torch.testing.assert_close(worth, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_older_tokens_count_less(model):
+    """Prevents ages of other tokens, and a decay that rules alone or not at all."""
+    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
+    choices = [read_choice(f"{name}:recent=8") for name in ("look-ups", "look-ups-near")]
+    far, near = (kept_by(model, each.setting(each.config(48, 80), facts), stats, ids) for each in choices)
+    assert near.float().mean() > far.float().mean() + 1
+    assert_best(near, looked_up(model, ids, stats, 8) - 0.25 * torch.arange(128, 0, -1).log(), 8)
+
+
+@pytest.mark.parametrize("recent", [0, 8])
+def test_the_servers_scorer_agrees_with_the_control(model, recent):
+    """Prevents a center of other values, strengths of another head, and a sum that one part rules."""
+    ids, stats = torch.tensor(words(6, 148)), with_weights(model)
+    facts = RowFacts("seed", len(ids), 20, shape_of(model).rope, None, stats)
+    choice = read_choice(f"look-ups:recent={recent}")
+    assert choice.looks_up
+    server = read_choice(f"settings:value_share=1,recent={recent}").config(48, 80)
+    for setting in (choice.setting(choice.config(48, 80), facts), Setting(server)):
+        assert_best(kept_by(model, setting, stats, ids), looked_up(model, ids, stats, recent), recent)
 
 
 def test_weights_are_left_out(model):
@@ -154,10 +145,7 @@ def test_weights_are_left_out(model):
     for setting, given in zip(
         [*settings, settings[1]], [stats, dataclasses.replace(stats, lookups=None), stats], strict=True
     ):
-        cache = CompactedCache.for_model(model, [setting], given, capacity=len(ids), prompt_length=20)
-        replay(cache, compute_dense(model, ids))
-        cache.rows.run_due_rounds()
-        kept.append(cache.rows.positions_of(0))
+        kept.append(kept_by(model, setting, given, ids))
     assert torch.equal(kept[0], kept[1])
     assert not torch.equal(kept[0], kept[2])
 
