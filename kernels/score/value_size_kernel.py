@@ -130,13 +130,18 @@ def value_settings(dtype: torch.dtype, width: int, keys: tuple[int, int, int] = 
     """
     padded, align = triton.next_power_of_2(width), ALIGNMENT // dtype.itemsize
     held = max(padded, 2 * TILE) if keys[0] else padded
+    aligned = not any(step % align for step in keys)
+    if not aligned and padded > TILE:
+        # Each number of a key then has an address of its own in registers. Fewer of the shortest heads would leave a
+        # thread less than 16 bytes of values to copy.
+        held *= 2
     return {
         "KIND": KINDS[dtype],
         "ALIGN": align,
         "WIDTH": padded,
         "FT": TILE if keys[0] else 0,
         "INTERLEAVED": style == "interleaved",
-        "KEY_ALIGN": 1 if any(step % align for step in keys) else align,
+        "KEY_ALIGN": align if aligned else 1,
         "BLOCK": min(TOKENS, max(1, NUMBERS_IN_FLIGHT * 2 // max(dtype.itemsize, 2) // held)),
         "LEAST": LEAST,
         "TOKENS": TOKENS,
