@@ -38,7 +38,7 @@ def compact_rows(
         mover: needed unless `strategy` is "remap".
         slots, lengths, next_positions, num_kept, recent: as for `Scorer.keep`.
         strategy: "remap", "slide" or "fill", see `compact`.
-        cut: for "fill", as for `list_moves`; the caller removes the emptied stretch from the row.
+        cut: as for `list_moves`; the caller removes the emptied stretch from the row.
         follower: of a draft model, whose K/V lie in slots of the same numbers; None if there is none.
 
     Returns:

@@ -65,7 +65,7 @@ class Follower:
         else:
             sets, lists = one_set(kept), None
         num_kept = kept.shape[-1]
-        place = num_kept if cut is None or strategy == "slide" else cut
+        place = num_kept if cut is None else cut
         # Nothing comes to column 0 if all before the emptied stretch is empty, and nothing comes from it otherwise.
         first = slots[:, :1] if place == 0 else torch.full_like(slots[:, :1], PADDING_SLOT)
         self.mover.move(torch.cat([first, slots[:, :-1]], 1), sets, strategy, cut=cut, lengths=lengths, lists=lists)

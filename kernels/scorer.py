@@ -109,6 +109,7 @@ class Scorer:
         value_share: share, from 0 to 1, of the kept tokens other than the newest that are chosen for the largest
             values, see `select_torch`. If it is 1, no key is scored.
         lookups: weights of `tables`' style by which value sizes are weighed, [L, H_kv, F] float32 on the pool's device.
+        recency: power of a token's rank by which values are divided, see `value_size`; rows must be in order.
         reduce_ranks: merges the importance [R, 1, N] of the tensor-parallel ranks, each with its own heads, into one
             that is equal on all of them; used for selections with one kept set. None on a single rank.
         memory: [at least plan.bytes() / 4] float32 on the pool's device to work in, allocated where None.
@@ -135,6 +136,7 @@ class Scorer:
         v_buffers: Sequence[torch.Tensor] | None = None,
         value_share: float = 0.0,
         lookups: torch.Tensor | None = None,
+        recency: float = 0.0,
         reduce_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         memory: torch.Tensor | None = None,
         kernels: bool | None = None,
@@ -151,7 +153,7 @@ class Scorer:
         self._k_buffers, self._tables = k_buffers, tables
         self._aggregation = aggregation
         # Empty if `value_share` is 0, so that nothing reads them.
-        self._v_buffers, self._value_share = v_buffers or (), value_share
+        self._v_buffers, self._value_share, self._recency = v_buffers or (), value_share, recency
         self.has_kernels = k_buffers[0].is_cuda if kernels is None else kernels
         """Whether the Triton kernels run, and not the references."""
         if self.has_kernels:
@@ -298,7 +300,7 @@ class Scorer:
         if not alone:
             scores = score_torch(self._k_buffers, slots, next_positions, self._tables, aggregation=self._aggregation)
         if alone or large > 0:
-            sizes = value_size_torch(self._v_buffers, slots, lengths, recent, self.lookups)
+            sizes = value_size_torch(self._v_buffers, slots, lengths, recent, self.lookups, self._recency)
         return select_torch(
             scores, lengths, num_kept, recent, selection=self._chosen.name, num_kv_heads=self._tables.num_kv_heads,
             reduce_ranks=self._reduce_ranks, sizes=sizes, value_share=0.0 if sizes is None else self._value_share,
@@ -418,7 +420,7 @@ class Scorer:
         sizes = None
         if self._value_share:
             lookups = None if self.lookups is None else self.lookups[span]
-            sizes = ValueSizeKernel(self._value_pools[span], pools, lookups)
+            sizes = ValueSizeKernel(self._value_pools[span], pools, lookups, self._recency)
         return _Kernels(score, merge, sizes)
 
     def _views(self, requests: int, num_tokens: int, layers: int, num_kept: int, moves: int) -> dict[str, torch.Tensor]:

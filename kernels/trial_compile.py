@@ -18,7 +18,7 @@ POINTERS = {
     "moments": "*fp32", "importance": "*fp32", "kept": "*i32", "sources": "*i32", "targets": "*i32", "sizes": "*fp32",
     "columns": "*bf16", "holes": "*i32", "marks": "*fp32", "key_addresses": "*i64", "weights": "*fp32",
 }  # fmt: skip
-FLOATS = ("min_std", "factor", "beyond")
+FLOATS = ("min_std", "factor", "beyond", "power")
 
 
 def compile_score_kernel(architecture: int) -> int:

@@ -54,6 +54,8 @@ class Config:
     `keep_share` is the least share of a request's private tokens so far, evicted ones included, that a round keeps: the
     budget is what it keeps of short answers, and grows with long ones.
 
+    With a `recency`, values that choose count less the more newer tokens a row holds, which rounds then keep in order.
+
     `value_share` is the share of the kept tokens, without the newest, that are chosen by how far their values lie
     from the mean value of the newest tokens.
 
@@ -87,6 +89,7 @@ class Config:
     turn_inputs: str | None = None
     name_fields: str | None = None
     keep_share: float = 0
+    recency: float = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
@@ -133,16 +136,25 @@ class Config:
                 f"{flag('keep_share')} is {quoted(keeps)}, but it must be 0 or a number from {LEAST_SHARE} to "
                 f"{MOST_SHARE}."
             )
-        share = self.value_share
-        if share is not None and (
-            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
-        ):
-            raise TriAttentionError(f"{flag('value_share')} is {quoted(share)}, but it must be a number from 0 to 1.")
+        self._check_values()
+
+    def _check_values(self) -> None:
+        """Refuses what `value_share` or `recency` cannot be, and where no value could choose."""
+        share, power = self.value_share, self.recency
+        for name, value in (("value_share", share), ("recency", power)):
+            if value is not None and not _is_fraction(value):
+                raise TriAttentionError(f"{flag(name)} is {quoted(value)}, but it must be a number from 0 to 1.")
         if share and not selection_named(self.selection).per_layer:
             raise TriAttentionError(
                 f"{flag('value_share')} is {share} and {flag('selection')} is {self.selection}, but only where each KV "
                 "head of each layer keeps tokens of its own can it choose by its values: add "
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
+            )
+        if power and (share == 0 or not selection_named(self.selection).per_layer):
+            name = "value_share" if share == 0 else "selection"
+            raise TriAttentionError(
+                f"{flag('recency')} is {power} and {flag(name)} is {getattr(self, name)}, but it weighs values, which "
+                "then choose nothing: leave one of the two out."
             )
 
     @property
@@ -160,6 +172,10 @@ class Config:
         if not selection_named(self.selection).per_layer:
             return 0.0
         return 1.0 if weighed else VALUE_SHARE
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def is_keep_share(value: object, most: float) -> bool:
@@ -247,6 +263,13 @@ OPTIONS = (
         "tokens' mean, per layer and KV head, from 0 to 1; needs the selection per-layer-head",
         default_note=f"{VALUE_SHARE} with the selection per-layer-head, or 1 if the statistics have look-up weights; "
         "else 0; 0 for latent KV",
+    ),
+    Option(
+        "recency",
+        float,
+        "POWER",
+        "power, from 0 to 1, of the number of newer tokens in the row by which values are divided where they choose; "
+        "with one, rounds keep rows in order, which copies more K/V",
     ),
     Option(
         "rounds_per_step",

@@ -92,8 +92,9 @@ def round_bytes(
     values = sum(count * layer.v_head_dim for count, layer in zip(heads, layers, strict=True))
     selection = selection_named(rules.selection)
     remaps = page_size == 1 and selection.shared
-    # As many as `moves_of` the strategy "fill".
-    moved = 0 if remaps else min(max(plan.kept_private - rules.recent, 0), plan.evicted_tokens)
+    # As many as `moves_of` the strategy "fill"; all older ones where rounds keep the order.
+    older = max(plan.kept_private - rules.recent, 0)
+    moved = 0 if remaps else older if rules.recency else min(older, plan.evicted_tokens)
     sets = selection.sets(len(layers), heads[0])
     by_value = value_count(plan.kept_private, rules.recent, rules.value_share)
     # Slots once for keys and once for values; importance and sizes written and read; a mark for each large value.

@@ -143,12 +143,14 @@ def moves_kernel(
     p_kept = kept + i_set * num_kept
     o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_m = o_m < moves
+    emptied = tl.load(lengths + i_r).to(tl.int32) - num_kept
     if ORDERED:
-        b_source = tl.load(p_kept + o_m, mask=m_m, other=0)
-        b_target = o_m
+        # Tokens that go to the right come last, and from the last one on.
+        b_rank = tl.where(o_m < cut, o_m, cut + num_kept - 1 - o_m)
+        b_source = tl.load(p_kept + b_rank, mask=m_m, other=0)
+        b_target = tl.where(o_m < cut, b_rank, b_rank + emptied)
     else:
         # Kept tokens of the emptied columns go to the holes of the others, in order.
-        emptied = tl.load(lengths + i_r).to(tl.int32) - num_kept
         b_end = tl.zeros_like(o_m) + cut
         b_first = _count(p_kept, num_kept, steps, b_end - 1, 0)  # pyright: ignore[reportArgumentType]
         b_behind = _count(p_kept, num_kept, steps, b_end + emptied - 1, 0)  # pyright: ignore[reportArgumentType]

@@ -4,24 +4,24 @@ Three ways to empty as many of a request's private slots as it loses tokens:
 
     remap   permutes the row so that the kept slots come first; moves no K/V. Needs slots that can be freed one by
             one (page size 1) and one kept set for all heads.
-    slide   copies every kept token's K/V forward to the first free place; tokens stay in order.
-    fill    empties one stretch of the row and copies only the kept tokens of that stretch into the holes around it.
+    slide   empties one stretch of the row and copies every other kept token's K/V to the place that keeps its order.
+    fill    empties the same stretch and copies only the kept tokens in it, into the holes around it.
 
 Attention over a set of keys does not depend on their order, and neither does a score (a key's position is in its
 phase). What does depend on order is which tokens are the newest. Those stay in every head, so their slots are the same
-for all heads and `fill` can leave their K/V alone: it cuts a stretch out of the row that ends before them, and they
-move up in the row, which is only a list of slots. The private part of a row, cut at column num_kept - recent, where
-`fill` copies least:
+for all heads and their K/V can be left alone: a stretch that ends before them is cut out of the row, and they move up
+in the row, which is only a list of slots. The private part of a row, cut at column num_kept - recent, where both copy
+least:
 
     before  0                      cut                     length - recent              length
-            |-- older, any order ---|-- emptied -------------|-- newest, in order -------|
+            |-- older --------------|-- emptied -------------|-- newest, in order -------|
                     holes  <-- kept tokens of all heads
-    after   |-- older, any order ---|-- newest, in order ----|      the slots between are free
+    after   |-- older --------------|-- newest, in order ----|      the slots between are free
 
 Whole pages can be cut out only where the cut starts a page and the request loses a multiple of the page size; see
 `cut_column`. The cut may lie before num_kept - recent; the stretch that starts there is then emptied, with holes on
 both sides of it. Where no cut is possible, K/V is taken from the end of the row, where the newest tokens are, and
-their order is lost; see `needs_order`.
+`fill` loses their order, too; see `needs_order`.
 
 Kept sets are [R, num_kept] (one set for all heads), [R, H_kv, num_kept] or [R, L, H_kv, num_kept], ascending.
 Symbols: R requests, L layers, H_kv KV heads, N private tokens of the longest request, M moves of one kept set.
@@ -37,7 +37,7 @@ STRATEGIES = ("slide", "fill")
 
 
 def cut_column(num_kept: int, recent: int, frozen: int, evicted: int, page_size: int) -> int | None:
-    """The last private column at which `fill` can cut whole pages out of a row without copying its newest tokens.
+    """The last private column at which whole pages can be cut out of a row without copying its newest tokens.
 
     Args:
         num_kept: private tokens that stay, including the newest `recent`.
@@ -115,9 +115,8 @@ def list_moves(
         slots: [R, N] int32 or int64, private slots of each request in row order, right-padded.
         kept: [R, num_kept], [R, H_kv, num_kept] or [R, L, H_kv, num_kept] int64.
         strategy: "slide" or "fill".
-        cut: first private column of the stretch that `fill` empties, at most `num_kept`; the stretch is as long as the
-            number of tokens that the request loses. None means `num_kept`: the end of the row. `slide` always empties
-            the end.
+        cut: first private column of the stretch that is emptied, at most `num_kept`; the stretch is as long as the
+            number of tokens that the request loses. None means `num_kept`: the end of the row.
         lengths: [R] int64, private tokens of each request. None means N, which makes no difference where the end is
             emptied.
 
@@ -132,13 +131,24 @@ def list_moves(
     num_kept, num_tokens = kept.shape[-1], slots.shape[1]
     most = moves_of(strategy, num_kept, num_tokens)
     place = torch.arange(num_kept, device=kept.device).expand_as(kept)
-    if strategy == "slide":
-        source, target = kept, place
-    else:
-        lengths = kept.new_full((len(kept),), num_tokens) if lengths is None else lengths
-        source, target = _fill(kept, place, most, num_kept if cut is None else cut, lengths - num_kept)
+    lengths = kept.new_full((len(kept),), num_tokens) if lengths is None else lengths
+    find = _slide if strategy == "slide" else _fill
+    source, target = find(kept, place, most, num_kept if cut is None else cut, lengths - num_kept)
     rows = slots.view(slots.shape[0], *[1] * (kept.ndim - 2), -1).expand(*kept.shape[:-1], -1)
     return rows.gather(-1, source), rows.gather(-1, target)
+
+
+def _slide(
+    kept: torch.Tensor, place: torch.Tensor, most: int, cut: int, emptied: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sources and targets [R, ..., M] as indices into the private tokens.
+
+    The first `cut` kept tokens go to the left, from the first one on. The others go to the right, from the last one on,
+    to columns after the emptied ones; no token crosses these.
+    """
+    rank = torch.where(place < cut, place, cut + most - 1 - place)
+    emptied = emptied.view(len(emptied), *[1] * (kept.ndim - 1))
+    return kept.gather(-1, rank), rank + emptied * (rank >= cut)
 
 
 def _fill(

@@ -19,6 +19,10 @@ complex components K_f, but does not change their sizes. With weights,
 
 which is, up to a constant of the row, the logarithm of a squared product.
 
+Attention also falls off with distance. Where rounds keep a row in order, a token's rank, one more than the number of
+newer tokens in the row, says how old it is: the age in a short row, and less in a long one, whose older tokens are
+mostly evicted. With a recency p, sizes are those of values that are divided by the p-th power of their rank.
+
 Shape symbols: R requests, L layers, H_kv KV heads, F frequencies (half the rotated dims), N tokens.
 """
 
@@ -113,6 +117,7 @@ def value_size_torch(
     lengths: torch.Tensor,
     recent: int,
     lookups: LookUps | None = None,
+    recency: float = 0.0,
 ) -> torch.Tensor:
     """Squared sizes of the values of R requests in all layers and KV heads; with `lookups` their logarithms, weighed.
 
@@ -122,6 +127,7 @@ def value_size_torch(
             columns are meaningless.
         lengths: [R] int64, private tokens of each request, at least `recent`.
         recent: newest tokens of each request, which stay.
+        recency: power of a token's rank by which its value is divided; 0 for rows that are not in order.
 
     Returns:
         [R, L, H_kv, N] float32.
@@ -149,6 +155,10 @@ def value_size_torch(
             found.copy_(values.square_().sum(-1).transpose(1, 2))
             if strength is not None:
                 found.clamp_min_(LEAST).log_().add_(strength, alpha=2)
+    if recency:
+        ranks = lengths[:, None] - torch.arange(num_tokens, device=slots.device)
+        fall = (-2 * recency * ranks.clamp_min(1).float().log())[:, None, None]
+        sizes = sizes.mul_(fall.exp()) if lookups is None else sizes.add_(fall)
     return sizes
 
 

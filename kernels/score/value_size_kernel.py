@@ -39,12 +39,19 @@ class ValueSizeKernel:
         pools: of values, from `key_pools`; `check_movable` must accept them.
         keys: of keys, of the same dtype; needed by `lookups`.
         lookups: weights of these layers, with which sizes are weighed.
+        recency: as for `value_size_torch`.
 
     Raises:
         ValueError: values have too few or too many dims to be weighed.
     """
 
-    def __init__(self, pools: KeyPools, keys: KeyPools | None = None, lookups: LookUps | None = None) -> None:
+    def __init__(
+        self,
+        pools: KeyPools,
+        keys: KeyPools | None = None,
+        lookups: LookUps | None = None,
+        recency: float = 0.0,
+    ) -> None:
         pool = pools.buffers[0]
         heads, width = pool.shape[1:]
         steps, style = (0, 0, 0), "half"
@@ -63,6 +70,8 @@ class ValueSizeKernel:
         self._programs = len(pools.buffers) * heads
         self._widths = tuple(each // settings["ALIGN"] for each in (width, pool.stride(0), pool.stride(1)))
         self._float8 = FLOAT8.get(pool.dtype, (0, 0, 0.0, 0.0))
+        # Of the squared distance.
+        self._power = -2.0 * recency
 
     def measure(self, slots: torch.Tensor, lengths: torch.Tensor, recent: int, sizes: torch.Tensor) -> None:
         """Fills `sizes`, which are as `value_size_triton` returns them.
@@ -86,6 +95,7 @@ class ValueSizeKernel:
             *self._key_widths,
             slots.stride(0),
             *self._float8,
+            self._power,
         )
 
 
@@ -98,11 +108,12 @@ def value_size_triton(
     sizes: torch.Tensor | None = None,
     keys: KeyPools | None = None,
     lookups: LookUps | None = None,
+    recency: float = 0.0,
 ) -> torch.Tensor:
     """Squared sizes of the values of R requests in all layers and KV heads; with `lookups` their logarithms, weighed.
 
     Args:
-        pools, keys, lookups: as for `ValueSizeKernel`.
+        pools, keys, lookups, recency: as for `ValueSizeKernel`.
         slots: [R, N] int32, private slots of each request in row order; columns from `lengths[r]` on are never used.
             An int64 tensor is copied to int32.
         lengths: [R] int64, private tokens of each request.
@@ -117,7 +128,7 @@ def value_size_triton(
         shape = (requests, len(pools.buffers), pools.buffers[0].shape[1], num_tokens)
         sizes = slots.new_empty(shape, dtype=torch.float32)
     # One integer type, so that there is one compiled kernel; no pool has 2^31 slots.
-    ValueSizeKernel(pools, keys, lookups).measure(slots.to(torch.int32), lengths, recent, sizes)
+    ValueSizeKernel(pools, keys, lookups, recency).measure(slots.to(torch.int32), lengths, recent, sizes)
     return sizes
 
 
@@ -150,7 +161,7 @@ def value_settings(dtype: torch.dtype, width: int, keys: tuple[int, int, int] = 
 
 
 # As in `score_triton`, nothing is specialised on a run-time value.
-@triton.jit(do_not_specialize=list(range(21)))
+@triton.jit(do_not_specialize=list(range(22)))
 def value_size_kernel(
     addresses,  # [L] int64
     key_addresses,  # [L] int64
@@ -173,6 +184,7 @@ def value_size_kernel(
     limit,
     factor,
     beyond,
+    power,
     KIND: tl.constexpr,
     ALIGN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -187,7 +199,7 @@ def value_size_kernel(
 
     `sample` newest tokens make the center. `width`, `stride_slot` and `stride_head` count ALIGN elements,
     `frequencies`, `key_slot` and `key_head` KEY_ALIGN; FT of the frequencies are held at once, and none are read if it
-    is 0. `shift` to `beyond` decode float8.
+    is 0. `shift` to `beyond` decode float8. Sizes grow with the `power` of a token's rank.
     """
     i_lj, i_t, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, i_j = i_lj // heads, i_lj % heads
@@ -238,4 +250,6 @@ def value_size_kernel(
                 )  # fmt: skip
                 b_weight = 2 * tl.load(p_weight + o_f, mask=m_f, other=0.0)  # pyright: ignore[reportPossiblyUnboundVariable]
                 b_size += tl.sum(tl.sqrt(b_kre * b_kre + b_kim * b_kim) * b_weight[None, :], axis=1)
+        b_fall = power * tl.log(tl.maximum(candidates + recent - o_n, 1).to(tl.float32))
+        b_size = b_size + b_fall if FT else b_size * tl.exp(b_fall)
         tl.store(p_size + o_n, b_size, mask=m_n)

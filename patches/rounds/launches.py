@@ -170,7 +170,8 @@ class Launch:
 def shape_for(
     settings: RoundRules, plan: Plan, recent: int, *, moves: bool, page_size: int, ordered: bool = False
 ) -> RoundShape:
-    """Chooses how a round goes: by the strategy that copies least, unless something relies on the order that it loses.
+    """Chooses how a round goes: by the strategy that copies least, unless something relies on the order that it loses,
+    as a `recency` does.
 
     Args:
         recent: newest private tokens that are certain to stay, in order now.
@@ -183,7 +184,7 @@ def shape_for(
         if cut is None and (settings.window or settings.round_to > 1):
             raise RuntimeError("a round would copy the newest tokens, on whose places window layers or drafts rely")
         needed = ordered or needs_order(settings.recent, settings.interval)
-        strategy = "slide" if cut is None and needed else "fill"
+        strategy = "slide" if settings.recency or (cut is None and needed) else "fill"
     return RoundShape(num_kept, recent, strategy, num_kept if cut is None else cut, width_for(plan.private_length))
 
 

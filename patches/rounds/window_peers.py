@@ -30,7 +30,7 @@ def free_peers(windows: WindowPool, launches: Iterable[Launch]) -> list[tuple[Re
         for row, plan in launch.rounds:
             newest = plan.old_length - shape.recent
             emptied = newest if shape.strategy == "remap" else plan.frozen + shape.cut + plan.evicted_tokens
-            if shape.recent <= windows.reach or shape.strategy == "slide" or emptied > newest:
+            if shape.recent <= windows.reach or emptied > newest:
                 raise RuntimeError(
                     f"a round of request {row.request.rid} would touch the newest {windows.reach + 1} tokens, whose "
                     "K/V window layers still read"

@@ -151,6 +151,8 @@ def strategy_words(rules: RoundRules, page_size: int) -> str:
     """How rounds close up what they keep."""
     if page_size == 1 and selection_named(rules.selection).shared:
         return "remap"
+    if rules.recency:
+        return "slide"
     return "fill" if rules.window else "fill or slide"
 
 

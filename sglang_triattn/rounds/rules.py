@@ -134,6 +134,11 @@ def complete(
             f"{flag('value_share')} is {config.value_share}, but this model has latent KV, in which key and value are "
             f"one: leave {flag('value_share')} out, or set it to 0."
         )
+    if latent and config.recency:
+        raise TriAttentionError(
+            f"{flag('recency')} is {config.recency}, but this model has latent KV, of which no token is chosen by its "
+            f"value: leave {flag('recency')} out."
+        )
     if weighed and config.stats_after_update == "measure":
         raise TriAttentionError(
             f"{flag('stats_after_update')} is measure, but {config.stats} holds look-up weights, which a server does "

@@ -98,6 +98,7 @@ def build_scorer(
         lookups=lookup_weights(stats, k_buffers[0].shape[1], k_buffers[0].device, heads)
         if config.value_share
         else None,
+        recency=config.recency,
         reduce_ranks=reduce_ranks,
         memory=memory,
         kernels=kernels,

@@ -107,21 +107,25 @@ class KernelCase:
         drawn = torch.randn(layers, kv_heads, self.frequencies + width, generator=torch.Generator().manual_seed(seed))
         return LookUps(drawn.to(self.pools[0].device), self.pools, self.style)
 
-    def expected_sizes(self, request: int, recent: int, lookups: LookUps | None = None) -> torch.Tensor:
+    def expected_sizes(
+        self, request: int, recent: int, lookups: LookUps | None = None, recency: float = 0.0
+    ) -> torch.Tensor:
         """[L, H_kv, n] float64: squared distances of a request's values, as the pool holds them, from the center; with
-        `lookups` their logarithms and twice what the weights say of keys and of these values."""
+        `lookups` their logarithms and twice what the weights say of keys and of these values. Values are divided by the
+        power `recency` of their rank."""
         slots = self.slots[request, : int(self.lengths[request])].cpu()
         values = torch.stack([pool.cpu().float()[slots] for pool in self.value_pools]).double()  # [L, n, H_kv, d]
         if recent:
             values = values - values[:, -min(recent, NEWEST) :].mean(1, keepdim=True)
+        ranks = torch.arange(len(slots), 0, -1).double()
         found = values.square().sum(-1).transpose(1, 2)
         if lookups is None:
-            return found
+            return found / ranks.pow(2 * recency)
         keys = torch.stack([pool.cpu().float()[slots] for pool in self.pools]).double()[..., : 2 * self.frequencies]
         pairs = keys.unflatten(-1, (2, -1)) if self.style == "half" else keys.unflatten(-1, (-1, 2)).mT
         features = torch.cat([torch.hypot(*pairs.unbind(-2)), values], -1)
         strengths = torch.einsum("lnhf,lhf->lhn", features, lookups.weights.cpu().double())
-        return found.clamp_min(LEAST).log() + 2 * strengths
+        return found.clamp_min(LEAST).log() + 2 * (strengths - recency * ranks.log())
 
     def expected(self, request: int, aggregation: str) -> torch.Tensor:
         """[L, H_q, n] float64: the score term by term, from the keys as the pool holds them."""

@@ -58,10 +58,12 @@ def test_moves_equal_the_reference(device, sets, strategy):
     matrix([(1, 32), (13, 20), (13, 17), (20, 0)], ["shared", "per-head", "per-layer-head"], strength=1),
 )
 def test_moves_around_a_cut_equal_the_reference(device, where, sets):
-    """Prevents rows of unequal length from being cut at another row's end, and newest tokens from moving."""
+    """Prevents rows of unequal length from being cut at another row's end, newest tokens from moving, and tokens that
+    go to the right from being overwritten before they are read."""
     (recent, cut), lengths = where, [40, 34, 90]
     case = make_case(device, lengths=lengths, keep=33, sets=sets, recent=recent)
-    check(*case, "fill", cut=cut, lengths=torch.tensor(lengths, device=device))
+    for strategy in ("slide", "fill"):
+        check(*case, strategy, cut=cut, lengths=torch.tensor(lengths, device=device))
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), matrix([64, 80, 96, 128, 256], DTYPES, strength=1), ids=str)
@@ -128,8 +130,9 @@ def test_lists_of_several_blocks(device, length, keep, strategy):
         assert torch.equal(one.cpu(), other)
 
 
+@pytest.mark.parametrize("strategy", ["slide", "fill"])
 @pytest.mark.parametrize(("keep", "recent", "cut"), [(BLOCK + 3, 7, BLOCK - 4), (BLOCK, 100, 300), wide(700, 690, 3)])
-def test_cuts_of_several_blocks(device, keep, recent, cut):
+def test_cuts_of_several_blocks(device, keep, recent, cut, strategy):
     """Prevents seams between programs on both sides of a cut, and lengths read from another request."""
     generator = torch.Generator().manual_seed(keep)
     lengths = [keep + 1, keep + 2 * BLOCK, keep + 77]
@@ -141,8 +144,8 @@ def test_cuts_of_several_blocks(device, keep, recent, cut):
         older[0, 0] = torch.arange(keep - recent)
         kept.append(torch.cat([older, torch.arange(length - recent, length).expand(2, 2, -1)], -1).sort(-1).values)
     kept, lengths = torch.stack(kept), torch.tensor(lengths)
-    expected = list_moves(slots, kept, "fill", cut=cut, lengths=lengths)
+    expected = list_moves(slots, kept, strategy, cut=cut, lengths=lengths)
     options = {"cut": cut, "lengths": lengths.to(device)}
-    found = list_moves_triton(slots.to(device), kept.to(device), "fill", **options)
+    found = list_moves_triton(slots.to(device), kept.to(device), strategy, **options)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other.cpu())

@@ -16,6 +16,7 @@ from test_compact_kernel import make_case
         ("fill", 13, "per-head"),
         ("fill", 0, "shared"),
         ("slide", None, "per-layer-head"),
+        ("slide", 13, "per-layer-head"),
         ("remap", None, "shared"),
     ],
 )

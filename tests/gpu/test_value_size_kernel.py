@@ -25,26 +25,26 @@ SHAPES = {
 }
 
 
-def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None, lookups=None) -> torch.Tensor:
+def sizes_of(case: KernelCase, recent: int, slots=None, buffers=None, lookups=None, recency=0.0) -> torch.Tensor:
     """Sizes by the kernel, in memory that shows what was not written."""
     slots = case.slots if slots is None else slots
     buffers = buffers or case.value_pools
     shape = (len(slots), len(buffers), buffers[0].shape[1], slots.shape[1])
     sizes = torch.full(shape, SENTINEL, device=slots.device)
     keys = None if lookups is None else key_pools(lookups.k_buffers)
-    pools = key_pools(buffers)
-    return value_size_triton(pools, slots, case.lengths, recent, sizes=sizes, keys=keys, lookups=lookups)
+    options = {"sizes": sizes, "keys": keys, "lookups": lookups, "recency": recency}
+    return value_size_triton(key_pools(buffers), slots, case.lengths, recent, **options)
 
 
-def check(case: KernelCase, recent: int = 8, lookups=None) -> None:
-    sizes = sizes_of(case, recent, lookups=lookups)
-    assert torch.equal(sizes, sizes_of(case, recent, lookups=lookups))
+def check(case: KernelCase, recent: int = 8, lookups=None, recency: float = 0.0) -> None:
+    sizes = sizes_of(case, recent, lookups=lookups, recency=recency)
+    assert torch.equal(sizes, sizes_of(case, recent, lookups=lookups, recency=recency))
     slots = torch.where(case.slots < len(case.value_pools[0]), case.slots, 0)
-    reference = value_size_torch(case.value_pools, slots, case.lengths, recent, lookups).cpu()
+    reference = value_size_torch(case.value_pools, slots, case.lengths, recent, lookups, recency).cpu()
     sizes = sizes.cpu()
     assert reference.shape == sizes.shape
     for r, length in enumerate(case.lengths.tolist()):
-        expected = case.expected_sizes(r, recent, lookups)
+        expected = case.expected_sizes(r, recent, lookups, recency)
         candidates = length - recent
         # Sums of weighed sizes are as exact as their largest terms.
         close = functools.partial(torch.testing.assert_close, rtol=3e-6, atol=1e-6 if lookups is None else 1e-4)
@@ -81,6 +81,14 @@ def test_look_ups(device, head_dim, rotary_dim, style, dtype):
         style=style, dtype=dtype,
     )  # fmt: skip
     check(case, lookups=case.lookups())
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("recency", [0.25, 1.0])
+def test_recency(device, recency, weighed):
+    """Prevents ranks that count from a batch's longest row, or that leave out the newest tokens."""
+    case = KernelCase(lengths=[37, 11, TOKENS + 20], device=device, head_dim=48, value_dim=32)
+    check(case, lookups=case.lookups() if weighed else None, recency=recency)
 
 
 def test_look_ups_of_equal_values(device):

@@ -60,6 +60,7 @@ OTHER_SETTINGS = [
     {"selection": "per-head"},
     {"selection": "per-layer-head", "budget_scope": "total"},
     {"selection": "per-layer-head", "value_share": 0.75},
+    {"selection": "per-layer-head", "value_share": 1.0, "recency": 0.5},
     # More recent tokens than are appended between rounds: their order matters.
     {"selection": "shared-mean", "recent": 10},
     {"selection": "per-head", "recent": 9, "budget": 12, "interval": 5},

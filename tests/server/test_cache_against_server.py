@@ -79,7 +79,7 @@ class Watched:
         self.scorer = build_scorer(config, stats, pools.k_buffers, pools.v_buffers, context=len(pools.k_buffers[0]))
 
     def keep(self, slots, lengths, next_positions, keep, recent):
-        sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent, self.scorer.lookups)
+        sizes = value_size_torch(self.pools.v_buffers, slots, lengths, recent, self.scorer.lookups, self.config.recency)
         sizes = sizes.sqrt() if self.scorer.lookups is None else sizes
         importance = torch.zeros_like(sizes)
         if self.config.value_share != 1:
@@ -116,10 +116,11 @@ CASES = {
     # Statistics with weights, which choose alone by default, or with scores.
     "look-ups": ((), {}, 1, prompt(18, 50)),
     "look-ups-half": ((), {"value_share": 0.5}, 1, prompt(16, 50)),
+    "look-ups-recency": ((), {"recency": 0.5}, 1, prompt(18, 50)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["default", *map(wide, [*list(CASES)[1:-2], "look-ups-half"]), "look-ups"])
+@pytest.mark.parametrize("name", ["default", *map(wide, list(CASES)[1:-1]), "look-ups-recency"])
 def test_a_live_server_keeps_the_same_positions(watched, tiny, tmp_path, name):
     """Prevents a benchmark of the cache from measuring decisions other than the server's."""
     more, changes, page_size, ids = CASES[name]

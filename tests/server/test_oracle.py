@@ -58,12 +58,15 @@ def test_an_answer_that_ends_in_the_step_of_a_round(serve, oracle, overlap):
          {"aggregation": "max", "total": True}),
         wide(["--triattention-value-share", "0"], {"value_share": 0.0}),
         (["--triattention-value-share", "0.4", "--page-size", "16"], {"value_share": 0.4}),
+        (["--triattention-recency", "0.5", "--page-size", "1"], {"recency": 0.5}),
+        wide(["--triattention-recency", "1", "--page-size", "16"], {"recency": 1.0}),
         wide(["--triattention-selection", "shared-mean"], {"selection": "shared-mean"}),
         (["--triattention-keep-share", "0.5", "--triattention-budget", "32", "--triattention-interval", "8",
           "--triattention-recent", "8", "--page-size", "16"],
          {"keep_share": 0.5, "budget": 32, "interval": 8, "recent": 8}),
     ],
-    ids=["max-total", "scores alone", "fewer-values-pages", "shared-mean", "share"],
+    ids=["max-total", "scores alone", "fewer-values-pages", "recency", "recency-pages", "shared-mean",
+         "share"],
 )  # fmt: skip
 def test_logits_with_other_settings(serve, oracle, flags, settings):
     """Prevents a setting that is accepted and ignored, or that changes more than it says."""

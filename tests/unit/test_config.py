@@ -103,6 +103,11 @@ def test_flags_and_keywords_agree():
         ({"triattention_value_share": float("nan")}, "--triattention-value-share is nan"),
         ({"triattention_value_share": True}, "--triattention-value-share is true"),
         ({"triattention_value_share": "half"}, "--triattention-value-share is 'half'"),
+        ({"triattention_recency": -0.1}, "--triattention-recency is -0.1, but it must be a number from 0 to 1"),
+        ({"triattention_recency": True}, "--triattention-recency is true"),
+        ({"triattention_recency": "near"}, "--triattention-recency is 'near'"),
+        ({"triattention_recency": 0.25, "triattention_value_share": 0}, "--triattention-value-share is 0"),
+        ({"triattention_recency": 0.25, "triattention_selection": "union"}, "--triattention-selection is union"),
         (
             {"triattention_value_share": 0.5, "triattention_selection": "per-head"},
             "add --triattention-selection per-layer-head",
@@ -189,6 +194,8 @@ def test_latents_have_no_values():
     assert complete(Config(), latent=True).value_share == 0
     assert complete(Config(value_share=0), latent=True) == complete(Config(), latent=True)
     assert complete(Config(selection="shared-mean"), latent=True).value_share == 0
+    with pytest.raises(TriAttentionError, match=r"recency is 0\.5, but this model has latent KV"):
+        complete(Config(recency=0.5), latent=True)
     # The number that is the default of other models is a setting too, once a user gives it.
     for share in (0.5, 0.8):
         with pytest.raises(TriAttentionError, match=f"value-share is {share}, but this model has latent KV"):

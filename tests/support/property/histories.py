@@ -56,6 +56,7 @@ SETTINGS = st.fixed_dictionaries(
         "prompt": st.sampled_from(["frozen", "compact"]),
         "sinks": st.sampled_from([0, 2, 4, 12]),
         "value_share": st.sampled_from([0.0, 0.4, 0.75, 1.0]),
+        "recency": st.sampled_from([0.0, 0.5]),
         "conversations": st.sampled_from(["named", "auto"]),
     }
 )
@@ -92,6 +93,8 @@ class Histories(RuleBasedStateMachine):
         if chosen.get("selection") != "per-layer-head":
             # It has no meaning for other selections.
             chosen.pop("value_share", None)
+        if not chosen.get("value_share"):
+            chosen.pop("recency", None)
         self.sim = Simulation(**chosen)
         self.counts["histories"] += 1
 

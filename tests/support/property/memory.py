@@ -134,6 +134,7 @@ class Memory:
                 selection=self.config.selection,
                 v_buffers=self.pool.v_buffer,
                 value_share=self.config.value_share,
+                recency=self.config.recency,
                 kernels=kernels,
             ),
             make_mover(self.config, self.page_size, self.pool, range(self.pool.layer_num), kernels=kernels),

@@ -57,6 +57,7 @@ class Oracle:
         overlap: whether the server queues a step before the last one has ended, as it does with overlap scheduling: a
             round that is due when an answer ends then comes for nothing.
         keep_share: least share of the private tokens so far that a round keeps.
+        recency: power of its rank by which a value is divided where it chooses; the newest token has rank 1.
         value_share: share of the kept tokens, the newest not counted, that each head of each layer chooses by the
             distance of their values from the mean of the newest; None for the server's default.
     """
@@ -85,6 +86,7 @@ class Oracle:
     stages: tuple[int, ...] = ()
     overlap: bool = True
     keep_share: float = 0.0
+    recency: float = 0.0
 
     def __post_init__(self) -> None:
         if self.scored is None:
@@ -282,7 +284,8 @@ class Oracle:
                 near = all_visible[layer, j].nonzero().flatten() if self.window else place
                 near = self._values(cache, layer, j, frozen + near[len(near) - min(entries, 64) :])
                 center = near.mean(0) if self.recent else 0.0
-                sizes = (values[: len(best)] - center).norm(dim=-1).tolist()
+                ranks = torch.arange(len(place), len(place) - len(best), -1).double()
+                sizes = ((values[: len(best)] - center).norm(dim=-1) / ranks.pow(self.recency)).tolist()
                 by_value = sorted(range(len(best)), key=lambda index: (-sizes[index], index))
                 large = by_value[: round(value_share * (keep - recent))]
                 others = set(range(len(best))) - set(large)

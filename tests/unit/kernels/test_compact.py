@@ -109,6 +109,26 @@ def test_a_cut_leaves_the_newest_where_they_are(lengths, sets, cut):
         assert torch.equal(pool[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("cut", [0, 2, 5])
+@pytest.mark.parametrize("sets", SETS)
+def test_order_is_kept_on_both_sides_of_a_cut(sets, cut):
+    """Prevents tokens that change places, newest tokens that are copied, and a source that an earlier move has
+    overwritten."""
+    lengths, keep, recent = (13, 12, 20, 40), 12, 7
+    slots, kept, pools = random_case(cut, sets, keep, lengths, recent)
+    after, sources, targets = moved(pools, slots, kept, "slide", cut=cut, lengths=torch.tensor(lengths))
+    for row_sources, row_targets in zip(sources.flatten(0, -2), targets.flatten(0, -2), strict=True):
+        assert not any(row_sources[m] in row_targets[:m] for m in range(len(row_sources)))
+    for r, length in enumerate(lengths):
+        moving = sources[r] != targets[r]
+        stays = torch.cat([slots[r, :cut], slots[r, cut + length - keep : length]])
+        assert set(targets[r][moving].tolist()) <= set(stays[:-recent].tolist())
+        for p, pool in enumerate(pools):
+            for head in range(HEADS):
+                expected = pool[slots[r][every_head(kept)[r, p % LAYERS, head]], head]
+                assert torch.equal(after[p][stays, head], expected)
+
+
 @pytest.mark.parametrize("sets", SETS)
 def test_a_cut_never_copies_more_than_the_end_of_the_row(sets):
     """Prevents cutting a row elsewhere when emptying its end would cost less."""

@@ -64,7 +64,7 @@ def sets(kind: str, length: int) -> torch.Tensor:
     return {"shared": kept[:, 0, 0], "per-head": kept[:, 0], "per-layer-head": kept}[kind]
 
 
-MOVES = [("fill", KEPT - RECENT), ("fill", 5), ("fill", None), ("slide", None)]
+MOVES = [("fill", KEPT - RECENT), ("fill", 5), ("fill", None), ("slide", None), ("slide", 5), ("slide", KEPT - RECENT)]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ TRITON = {
 }  # fmt: skip
 LANGUAGE = {
     "PropagateNan", "PropagateNan.ALL", "arange", "bfloat16", "cdiv", "constexpr", "cumsum", "debug_barrier", "dot",
-    "float16", "float32", "full", "histogram", "int32", "int64", "load", "log", "maximum", "minimum", "multiple_of",
-    "num_programs", "pointer_type", "program_id", "reduce", "reshape", "split", "sqrt", "static_range", "store", "sum",
-    "uint32", "uint8", "where", "zeros", "zeros_like",
+    "exp", "float16", "float32", "full", "histogram", "int32", "int64", "load", "log", "maximum", "minimum",
+    "multiple_of", "num_programs", "pointer_type", "program_id", "reduce", "reshape", "split", "sqrt", "static_range",
+    "store", "sum", "uint32", "uint8", "where", "zeros", "zeros_like",
 }  # fmt: skip
 KEYWORDS = {
     ("compile", "options"), ("compile", "target"), ("cumsum", "axis"),

@@ -49,6 +49,15 @@ def test_the_end_of_a_row_is_emptied_where_its_order_is_not_needed():
     assert (shape.strategy, shape.cut) == ("remap", 64)
 
 
+@pytest.mark.parametrize(("page_size", "length", "cut"), [(1, 103, 16), (16, 112, 16), (16, 109, 64)])
+def test_rows_whose_order_counts_slide(page_size, length, cut):
+    """Prevents a rank that says nothing of a token's age, and newest tokens that are copied for nothing."""
+    settings = complete(Config("s", budget=64, interval=32, recent=48, recency=0.5))
+    frozen = 16 if page_size > 1 else 7
+    shape = shape_for(settings, plan_of(frozen, length, page_size), 48, moves=True, page_size=page_size)
+    assert (shape.strategy, shape.cut) == ("slide", cut)
+
+
 def test_newest_tokens_of_window_layers_are_never_copied():
     """Prevents window layers from reading the K/V of other tokens after a round."""
     check_newest_stay(complete(Config("s", budget=64, interval=32, recent=48), window=48, page_size=16))
@@ -68,7 +77,7 @@ def check_newest_stay(settings):
 @pytest.mark.parametrize(
     ("strategy", "cut", "before", "after"),
     [("fill", 16, 0, 32), ("fill", 10, 0, 32), ("fill", 64, 0, 80), ("slide", 64, 0, 0), ("slide", 64, 90, 80),
-     ("slide", 64, 40, 40), ("remap", 64, 40, 40)],
+     ("slide", 64, 40, 40), ("slide", 16, 0, 0), ("slide", 16, 40, 40), ("remap", 64, 40, 40)],
 )  # fmt: skip
 def test_what_is_known_of_the_order_after_a_round(strategy, cut, before, after):
     """Prevents old tokens from being taken for the newest, and early rounds from waiting for a known order."""
