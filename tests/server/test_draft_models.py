@@ -15,6 +15,7 @@ from draft_pairs import (
     WITH_LAYER,
     Pair,
     Pairs,
+    choosing,
     cores_of,
     drafts_with_account,
     fitting_account,
@@ -48,9 +49,11 @@ CASES = [
     wide("STANDALONE", "remapped"),
     ("EAGLE", "moved"),
     wide("EAGLE", "pages"),
+    wide("EAGLE", "ordered"),
     wide("EAGLE3", "pages"),
     ("EAGLE3 windows", "pages"),
     wide("EAGLE3 windows", "moved"),
+    wide("EAGLE3 windows", "ordered"),
     wide("EAGLE3 windows", "remapped"),
     wide("EAGLE3 windows", "overlap off"),
     wide("EAGLE3 windows", "ranks"),
@@ -105,7 +108,7 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     and a draft model that attends to other tokens than it should: each of its drafts is that of an account."""
     pair = pairs[name]
     env = {**pair.env, **cores_of(mode)}
-    client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
+    client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *choosing(mode), model=pair.target, env=env)
     page_size = client.setting("page_size")
     found = []
     for ids in pair.texts():

@@ -18,6 +18,12 @@ def test_logits_on_two_ranks(serve, tmp_path, family, selection):
     compare_with_account(serve, tmp_path, family, 1, selection, "--tp-size", "2", env=two_cores())
 
 
+@pytest.mark.parametrize("page_size", [1, wide(16)])
+def test_rows_that_stay_in_order(serve, tmp_path, page_size):
+    """Prevents K/V of window layers from going elsewhere where rounds move all older tokens."""
+    compare_with_account(serve, tmp_path, "gpt-oss", page_size, "per-layer-head", "--triattention-recency", "0.5")
+
+
 @pytest.mark.parametrize("selection", ["per-layer-head", wide("shared-mean")])
 def test_turn_that_resumes_and_prompt_that_is_compacted(serve, tmp_path, selection):
     """Prevents a window that is cut short where SGLang counts all tokens of a request and its row holds fewer: in a

@@ -94,9 +94,10 @@ class Watched(Oracle):
 
     def _closed_up(self, row: list[int], kept: torch.Tensor, frozen: int, keep: int) -> list[int]:
         """Tokens in the order of their columns after a round, which cuts out a stretch of whole pages before the newest
-        tokens and brings what stays of it to the columns that others leave, in order."""
+        tokens and brings what stays of it to the columns that others leave, in order; with a recency, the row stays in
+        order."""
         stays = {token: bool(kept[token - frozen]) for token in row}
-        if self.remaps:
+        if self.remaps or self.recency:
             return [token for token in row if stays[token]]
         cut = keep - self.recent
         cut -= (frozen + cut) % self.page_size

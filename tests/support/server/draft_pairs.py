@@ -50,7 +50,13 @@ MODES = {
     "ranks": ("--tp-size", "2", "--triattention-selection", "union"),
     "overlap off": ("--disable-overlap-schedule",),
     "groups": (*TWO_GROUPS, "--page-size", "1", "--triattention-selection", "shared-mean"),
+    "ordered": ("--page-size", "1", "--triattention-recency", "0.5"),
 }
+
+
+def choosing(mode: str) -> tuple[str, ...]:
+    """Flags by which scores alone choose, unless the mode needs values."""
+    return () if mode == "ordered" else tuple(KEYS_ALONE)
 
 
 def cores_of(mode: str) -> dict[str, str]:
@@ -150,7 +156,8 @@ class Pair:
             sizes |= {"budget": BUDGET, "interval": INTERVAL, "recent": RECENT}
         kinds = {LatentOracle: WatchedLatent, VisionOracle: WatchedVision}
         account = kinds.get(type(self.account), Watched)
-        return account(**{**vars(self.account), **sizes, "value_share": 0.0, "selection": selection})
+        chosen = {"value_share": None, "recency": 0.5} if mode == "ordered" else {"value_share": 0.0}
+        return account(**{**vars(self.account), **sizes, **chosen, "selection": selection})
 
     def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
         """How many of the tokens drafted at each step hold by an account, see `draft_account`."""

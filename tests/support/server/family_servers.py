@@ -219,6 +219,8 @@ def under_flags(account: Oracle, page_size: int, selection: str, flags: tuple[st
     account = replace(account, selection=selection, overlap="--disable-overlap-schedule" not in flags)
     if "--triattention-value-share" in flags:
         account.value_share = float(flags[flags.index("--triattention-value-share") + 1])
+    if "--triattention-recency" in flags:
+        account.recency = float(flags[flags.index("--triattention-recency") + 1])
     if page_size > 16 and account.window:
         # A row also keeps at least the rest of the page in which its newest tokens begin; a round frees a page.
         account.budget, account.interval = RECENT + page_size - 1, page_size
