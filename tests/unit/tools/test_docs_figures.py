@@ -224,38 +224,41 @@ def test_what_weights_are_fitted_on():
     assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
 
 
-def test_age_that_solves():
-    """Prevents figures of another policy, a comparison of two defaults, and marks that the intervals do not bear."""
-    fitted, aged = (
-        {(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]}
-        for name in ("fitted-on-problems", "by-age")
-    )
-    for key in aged.keys() & fitted.keys():
-        assert [aged[key][name] for name in ("right", "lines")] == [fitted[key][name] for name in ("right", "lines")]
+def test_recency_that_solves():
+    """Prevents figures of another policy, a sum that the rows do not bear, and marks that the intervals do not bear."""
     names = {
         "dense": "dense",
         "settings:weights=no": "default",
+        "settings:weights=no,recency=0.25": "default, recency 0.25",
         "settings:value_share=1": "look-ups",
+        "settings:recency=0.25": "look-ups, recency 0.25",
         "look-ups-near": "`look-ups-near`",
     }
+    first, aged, others = (
+        {(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]}
+        for name in ("recency", "by-age", "recency-others")
+    )
+    assert all(aged[key]["lines"] == first[key]["lines"] for key in aged.keys() & first.keys())
     expected = []
-    for policy, name in names.items():
-        traced, worked = ((fitted | aged)[task, policy] for task in ("programs", "shop"))
-        lines = [f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in (traced, worked)]
-        programs, _, problems = solved(traced, worked)
-        expected.append([name, programs, lines[0], problems, lines[1]])
-    assert list(table(DOCS / "quality.md", "How old a token is", "policy")) == expected
-    asked = {(row["task"], row["policy"]): row["right"] for row in results("quality-look-ups-by-age-qwen-1.5b")["rows"]}
+    for label, rows in (("first", aged | first), ("others", others)):
+        for policy, name in names.items():
+            if ("shop", policy) not in rows:
+                continue
+            pair = [rows[task, policy] for task in ("programs", "shop")]
+            lines = [f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in pair]
+            programs, _, problems = solved(*pair)
+            expected.append([label, name, programs, lines[0], problems, lines[1]])
+    assert list(table(DOCS / "quality.md", "How old a token is", "problems")) == expected
+
+    def sums(policy: str) -> tuple[int, int]:
+        found = [rows[task, policy] for rows in (first, others) for task in ("programs", "shop")]
+        return sum(row["right"] for row in found), sum(row["lines"] for row in found)
+
     shown = " ".join(section(DOCS / "quality.md", "How old a token is").split())
-    for task, name in (
-        ("early", "early numbers"),
-        ("facts", ", numbers"),
-        ("words", "words"),
-        ("agent", "identifiers"),
-        ("text", "prose and code"),
-    ):
-        far, near = (asked[task, policy] for policy in ("settings:value_share=1", "look-ups-near"))
-        assert f"{name} {far:.2f} to {near:.2f}" in shown
+    (aged_right, aged_lines), (right, lines) = sums("settings:recency=0.25"), sums("settings:value_share=1")
+    (plain_right, plain_lines), (all_right, all_lines) = sums("settings:weights=no"), sums("dense")
+    assert f"solve {aged_right}** and get {aged_lines} of 348 lines right, without one {right} and {lines}" in shown
+    assert f"the default {plain_right} and {plain_lines}; everything kept solves {all_right}, with {all_lines}" in shown
 
 
 def test_policies_that_solve():
