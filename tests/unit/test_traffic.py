@@ -140,6 +140,14 @@ def test_rounds_that_rewrite_rows_move_nothing():
         assert (found.moves, found.values) == (moved, 0)
 
 
+def test_rows_that_stay_in_order_move_all_older_tokens():
+    """Prevents the cost of a recency from being left out of a plan."""
+    plan = Plan(frozen=0, old_length=2176, new_length=2048, next_position=2176, freed_slots=128)
+    rules = complete(Config(recency=0.25))
+    found = round_bytes(read_layout(LLAMA3_8B), rules, plan, kv_dtype="bfloat16", ranks=1, page_size=1)
+    assert found.moves == (2048 - rules.recent) * 131072 * 2
+
+
 @pytest.mark.parametrize(
     ("name", "row", "expected"),
     [

@@ -118,6 +118,7 @@ def test_flags_reach_the_answer(run_check):
     rounds = fact(run_check("qwen3-32b", union, "--triattention-budget", "999")[1], "rounds")
     assert rounds == "budget 999, interval 128, newest 199 kept; union at page size 1: remap"
     assert "union at page size 64: fill" in run_check("qwen3-32b", union, "--page-size", "64")[1]
+    assert "page size 64: slide" in run_check("qwen3-32b", "--triattention-recency=0.5", "--page-size", "64")[1]
     assert "nothing, because the value share 1" in run_check("qwen3-32b", "--triattention-value-share", "1")[1]
     assert run_check("qwen3-32b", "--json-model-override-args", '{"attention_chunk_size": 8192}')[0] == 1
     _, output, _ = run_check("qwen3-32b", "--enable-triattention", "--trust-remote-code", "--lora-paths", "a", "b")
