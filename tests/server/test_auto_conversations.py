@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
+from harness import assert_pool_is_whole, compression, cores_for, prompt, served_logprobs
 from oracle import TOLERANCE, oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
@@ -62,7 +62,7 @@ def talk(client, answers: tuple[int, ...] = ANSWERS, **sampling) -> tuple[list[d
 def test_logits_of_turns_that_are_found(serve, tiny, flags):
     """Prevents a turn from being computed from the start because nothing names it, and wrong positions, kept sets or
     tokens after a row that is cut where the history was edited."""
-    client = serve(*flags, *AUTO, env=two_cores() if "--tp-size" in flags else None)
+    client = serve(*flags, *AUTO, env=cores_for(flags))
     account = oracle_of(tiny)
     account.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
     responses, prompts, inputs = talk(client)
@@ -248,8 +248,8 @@ def test_a_turn_that_fails_after_a_round(serve, tiny, tmp_path, family, flags, n
     served, account = (tiny, oracle_of(tiny)) if family is None else prepared(tmp_path, family)
     if family in STATE_FAMILIES:
         account.window = 0
-    env = {"env": two_cores()} if "--tp-size" in flags else {}
-    client = serve(*flags, *AUTO, **env) if family is None else started(serve, served, family, *flags, *AUTO)
+    plain = family is None
+    client = serve(*flags, *AUTO, env=cores_for(flags)) if plain else started(serve, served, family, *flags, *AUTO)
     params = {} if name is None else {"custom_params": {"triattention": {"conversation": name}}}
     ids, answer = prompt(31, PROMPT), ANSWERS[0] if family is None else ANSWER
     first = client.generate(ids, answer, logprobs=True, **params)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness import assert_pool_is_whole, compression, prompt, served_logprobs, two_cores
+from harness import assert_pool_is_whole, compression, cores_for, prompt, served_logprobs
 from oracle import TOLERANCE, oracle_of
 from sets import wide
 
@@ -36,7 +36,7 @@ def follow(ids: list[int], response: dict, seed: int, length: int = 12) -> list[
 )
 def test_resumed_turns_equal_one_long_request(serve, tiny, flags):
     """Prevents wrong positions, kept sets or tokens after a parked row: a turn must resume as if never ended."""
-    client = serve(*flags, env=two_cores() if "--tp-size" in flags else None)
+    client = serve(*flags, env=cores_for(flags))
     oracle = oracle_of(tiny)
     oracle.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
     ids = prompt(31, 48)

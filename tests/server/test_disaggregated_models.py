@@ -6,7 +6,7 @@ import pytest
 
 from disaggregated_servers import RETRACT, TREE, Pairs, Retractions, Separated, hold_to_account, storm
 from family_servers import LATENTS, prepared, selecting, started
-from harness import INTERVAL, KEYS_ALONE, TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
+from harness import INTERVAL, KEYS_ALONE, TWO_GROUPS, assert_pool_is_whole, compression, cores_for, prompt
 from sets import wide
 from tiny_model import TinyModel
 
@@ -22,7 +22,7 @@ def servers_of(
 ) -> Separated:
     """A prefill and a decode server, of which the latter retracts requests now and then."""
     args = (*selecting(page_size, selection), *KEYS_ALONE, *flags)
-    cores = two_cores() if "--tp-size" in flags else {}
+    cores = cores_for(flags)
     return started(serve_pairs, model, family, *args, env={**cores, **RETRACT, **env})
 
 

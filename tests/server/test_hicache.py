@@ -24,9 +24,9 @@ from harness import (
     Client,
     assert_pool_is_whole,
     compression,
+    cores_for,
     prompt,
     served_logprobs,
-    two_cores,
 )
 from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from ngram_account import NGRAM, PAGES, answer_by_account
@@ -194,7 +194,7 @@ def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
     """
     tiny, account = prepared(tmp_path, family)
     account.value_share = 0.0 if KEYS_ALONE[0] in flags else account.value_share
-    env = {**RESERVE, **(two_cores() if STAGES[0] in flags else {})}
+    env = {**RESERVE, **cores_for(flags)}
     client = started(serve, tiny, family, *HOST_TIER, "--hicache-ratio", "4", *flags, env=env)
     stems = [prompt(300 + i, 256) for i in range(5)]
     texts = [stem + prompt(400 + i, 20) for i, stem in enumerate(stems)]

@@ -10,7 +10,7 @@ import torch
 import harness
 import kept_probe
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, greedy, prompt, two_cores
+from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, cores_for, greedy, prompt
 from oracle import oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
@@ -54,7 +54,7 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
 def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
     """Prevents a round from evicting, scoring or counting what a resumed turn brought, wrong positions of what comes
     after it, and another kept set of what was generated."""
-    client = serve(*flags, env=two_cores() if "--tp-size" in flags else None)
+    client = serve(*flags, env=cores_for(flags))
     account = oracle_of(tiny)
     account.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
     if "--triattention-recent" in flags:

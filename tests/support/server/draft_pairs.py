@@ -23,11 +23,11 @@ from harness import (
     TWO_GROUPS,
     Client,
     compression,
+    cores_for,
     only_models,
     prompt,
     python_path,
     served_logprobs,
-    two_cores,
 )
 from latent_family import LatentOracle
 from layered_drafts import LAYERED, Layers, holding_of_layers
@@ -61,7 +61,7 @@ def choosing(mode: str) -> tuple[str, ...]:
 
 def cores_of(mode: str) -> dict[str, str]:
     """The environment in which a server in this mode runs: its ranks have two cores by turns."""
-    return two_cores() if "--tp-size" in MODES[mode] else {}
+    return cores_for(MODES[mode])
 
 
 # Models with a draft layer of their own.

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ def two_cores(ranks: int = 2) -> dict[str, str]:
     """The environment in which ranks run on two cores by turns, each on one."""
     cores = sorted(os.sched_getaffinity(0))
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[-(rank % 2)]) for rank in range(ranks))}
+
+
+def cores_for(flags: Sequence[str]) -> dict[str, str]:
+    """The environment of a server with these flags: `two_cores` if it has ranks or stages."""
+    return two_cores() if {"--tp-size", "--pp-size"}.intersection(flags) else {}
 
 
 def unused_architectures(*used: str) -> str:
