@@ -196,7 +196,6 @@ _LEVEL = only(
 
 _AUTO_CONVERSATIONS = only(
     (
-        Rule("pp_size", many, "rows that stages find by tokens are not tested", WITHOUT_CONVERSATIONS),
         Rule(
             "disaggregation_mode",
             lambda value: value == "decode",

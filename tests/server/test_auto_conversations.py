@@ -19,6 +19,7 @@ from turn_account import hold_to_account
 from word_tokenizer import text
 
 AUTO = ("--triattention-conversations", "auto")
+STAGES = ("--pp-size", "2")
 PROMPT, ANSWER = 48, 150
 ANSWERS, LESS, INPUTS = (145, 149, 150), (1, 5), (95, 96)
 """Tokens of three turns' answers; how many of their last ones the next turn does not find in the row, which have come
@@ -55,6 +56,7 @@ def talk(client, answers: tuple[int, ...] = ANSWERS, **sampling) -> tuple[list[d
         wide(("--page-size", "16")),
         wide(("--page-size", "1", "--triattention-selection", "shared-mean")),
         wide(("--page-size", "1", "--tp-size", "2")),
+        wide(("--page-size", "1", *STAGES)),
         wide(("--page-size", "16", "--disable-radix-cache")),
     ],
     ids=" ".join,
@@ -83,6 +85,7 @@ def test_logits_of_turns_that_are_found(serve, tiny, flags):
         wide("qwen3-next", WITHOUT_BUFFER),
         wide("deepseek-v3", ()),
         wide("gemma3", ()),
+        wide("gpt-oss", STAGES),
     ],
 )
 def test_logits_of_turns_that_are_found_in_other_models(serve, tmp_path, family, flags):
@@ -90,7 +93,7 @@ def test_logits_of_turns_that_are_found_in_other_models(serve, tmp_path, family,
     tiny, account = prepared(tmp_path, family)
     if family in STATE_FAMILIES:
         account.window = 0  # it has no layers with one
-    client = started(serve, tiny, family, "--page-size", "1", *flags, *AUTO)
+    client = started(serve, tiny, family, "--page-size", "1", *flags, *AUTO, env=cores_for(flags))
     # No round is due at an answer's end, where it depends on the scheduling whether it still runs.
     # Greedy answers of the random Gemma repeat a few tokens, and between equal values it is chance that decides.
     sampling = {"temperature": 1} if family == "gemma3" else {}
@@ -240,6 +243,7 @@ def abort_after_a_round(client, ids: list[int], params: dict) -> None:
         wide("gpt-oss", ("--page-size", "16"), None),
         wide("deepseek-v3", ("--page-size", "1"), None),
         wide(None, ("--page-size", "1", "--tp-size", "2"), "failing"),
+        wide(None, ("--page-size", "1", *STAGES), None),
     ],
 )
 def test_a_turn_that_fails_after_a_round(serve, tiny, tmp_path, family, flags, name):
@@ -274,13 +278,21 @@ def test_a_turn_that_fails_after_a_round(serve, tiny, tmp_path, family, flags, n
         serve.stop(client)
 
 
-@pytest.mark.parametrize(("page_size", "pool", "conversations"), [(1, 1408, 8), wide(1, 4096, 24), wide(16, 4096, 24)])
-def test_a_storm_of_turns(serve, page_size, pool, conversations):
+@pytest.mark.parametrize(
+    ("page_size", "pool", "conversations", "flags"),
+    [
+        (1, 1408, 8, ()),
+        wide(1, 4096, 24, ()),
+        wide(16, 4096, 24, ()),
+        wide(1, 1408, 8, STAGES),
+        wide(16, 4096, 24, STAGES),
+    ],
+)
+def test_a_storm_of_turns(serve, page_size, pool, conversations, flags):
     """Prevents slots from being lost or owned twice where rows are found, cut, raced for, aborted and dropped in a pool
     that cannot hold them all."""
-    client = serve(
-        "--page-size", str(page_size), "--max-total-tokens", str(pool), "--chunked-prefill-size", "64", *AUTO
-    )
+    sizes = ("--page-size", str(page_size), "--max-total-tokens", str(pool), "--chunked-prefill-size", "64")
+    client = serve(*sizes, *AUTO, *flags, env=cores_for(flags))
 
     def converse(number: int) -> list[str]:
         rng, starts = random.Random(number), []

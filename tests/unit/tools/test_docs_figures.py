@@ -259,6 +259,19 @@ def test_recency_that_solves():
     (plain_right, plain_lines), (all_right, all_lines) = sums("settings:weights=no"), sums("dense")
     assert f"solve {aged_right}** and get {aged_lines} of 348 lines right, without one {right} and {lines}" in shown
     assert f"the default {plain_right} and {plain_lines}; everything kept solves {all_right}, with {all_lines}" in shown
+    asked = {
+        (row["task"], row["policy"]): row
+        for name in ("quality-recency-mixed-qwen-1.5b", "quality-recency-qwen-1.5b")
+        for row in results(name)["rows"]
+    }
+    order = {"early": "early numbers", "facts": "numbers", "words": "words", "agent": "identifiers"}
+    for far, near in (
+        ("settings:value_share=1", "settings:recency=0.25"),
+        ("settings:weights=no", "settings:weights=no,recency=0.25"),
+    ):
+        for task, name in (order | {"text": "prose and code"}).items():
+            assert f"{name} {asked[task, far]['right']:.2f} to {asked[task, near]['right']:.2f}" in shown
+    assert asked["early", "settings:recency=0.25"]["high"] < 0, "surely fewer"
 
 
 def test_policies_that_solve():
