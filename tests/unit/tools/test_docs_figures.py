@@ -272,6 +272,11 @@ def test_recency_that_solves():
         for task, name in (order | {"text": "prose and code"}).items():
             assert f"{name} {asked[task, far]['right']:.2f} to {asked[task, near]['right']:.2f}" in shown
     assert asked["early", "settings:recency=0.25"]["high"] < 0, "surely fewer"
+    small = {(row["task"], row["policy"]): row for row in results("quality-recency-qwen2.5-coder-0.5b")["rows"]}
+    for task, name in (("early", "early numbers"), ("agent", "identifiers")):
+        far, near = small[task, "default"], small[task, "settings:recency=0.25"]
+        assert f"{name} ({far['right']:.2f} to {near['right']:.2f})" in shown
+        assert near["high"] < 0, "surely fewer"
 
 
 def test_policies_that_solve():
