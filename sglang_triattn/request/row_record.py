@@ -44,7 +44,7 @@ class RowRecord:
         """Records a round, and reads the position of the round before the last, whose copy finished long ago.
 
         Args:
-            tail: newest entries whose tokens follow one another, as far as that is known.
+            tail: newest entries whose tokens follow one another if they did before, as far as that is known.
         """
         if len(self.unread) == 2:
             oldest = self.unread[0]()
@@ -55,7 +55,8 @@ class RowRecord:
         self.inputs = plan.inputs_after(self.inputs)
         self.evicted_tokens += plan.evicted_tokens
         self.unordered_len = unordered_len
-        self.scattered_len = plan.new_length - tail
+        # Input tokens that an earlier round has moved away may be missing among the newest.
+        self.scattered_len = max(plan.new_length - tail, self.scattered_len - plan.evicted_tokens)
         self.unread = (*self.unread[-1:], first_evicted)
 
     def _note_first(self, position: int) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import openai
 import pytest
@@ -148,6 +149,25 @@ def test_what_is_not_found(serve):
     assert exact["meta_info"]["cached_tokens"] >= len(whole) - 1
     client.flush()
     assert_pool_is_whole(client)
+
+
+def test_an_edit_before_inputs_that_have_moved(serve, tiny):
+    """Prevents a row from being cut before a message that lies at its front by now, and would stay."""
+    client = serve("--page-size", "1", "--triattention-budget", "96", "--triattention-recent", "80", *AUTO)
+    account = replace(oracle_of(tiny), budget=96, recent=80)
+    ids = prompt(43, PROMPT)
+    first = client.generate(ids, ANSWER)
+    said = ids + first["output_ids"]
+    second = client.generate(said + prompt(44, 20), 60)
+    assert start_of(second) == "resumed"
+    assert compression(second)["rounds"] >= 2
+    held = len(said) - 2
+    edited = [*said[:held], 7, *prompt(45, 60)]
+    # The copy of the row as the first turn has left it.
+    third = client.generate(edited, 60, logprobs=True)
+    assert start_of(third) == "resumed"
+    assert third["meta_info"]["cached_tokens"] == held
+    hold_to_account(account, [first, third], [ids, edited], [(held, len(edited))])
 
 
 def test_a_client_that_knows_nothing_of_it(serve, chat_model):

@@ -164,6 +164,24 @@ def test_exact_prefix_ends_at_the_first_eviction_of_all_rounds(first):
     assert record.exact_prefix_len() == min(first, default=None)
 
 
+def test_what_inputs_have_left_is_no_longer_whole():
+    """Prevents a row from being cut, for another end of its text, among tokens between which moved inputs are missing:
+    it would keep tokens that the other text does not have."""
+    record, newest = RowRecord(PROMPT), 9
+    # Four tokens came after the inputs that move.
+    moving = Plan(frozen=14, old_length=38, new_length=33, next_position=38, freed_slots=5, moved=((30, 34),))
+    record.add_round(moving, lambda: 14, 0, 4)
+    assert record.scattered_len == 29
+    # Two more have come, so that six of the newest nine follow one another.
+    pressed = Plan(frozen=14, old_length=35, new_length=30, next_position=40, freed_slots=5)
+    record.add_round(pressed, lambda: 14, 0, newest)
+    assert record.scattered_len == 24
+    # Once more than nine have come, all of the newest do.
+    later = Plan(frozen=14, old_length=42, new_length=30, next_position=52, freed_slots=12)
+    record.add_round(later, lambda: 14, 0, newest)
+    assert record.scattered_len == 30 - newest
+
+
 def served(length: int, protected: int = 8) -> SimpleNamespace:
     """An SGLang request with 10 prompt tokens that holds `length` entries."""
     kv = SimpleNamespace(kv_committed_len=length, cache_protected_len=protected)
