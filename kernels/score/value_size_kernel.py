@@ -199,7 +199,7 @@ def value_size_kernel(
 
     `sample` newest tokens make the center. `width`, `stride_slot` and `stride_head` count ALIGN elements,
     `frequencies`, `key_slot` and `key_head` KEY_ALIGN; FT of the frequencies are held at once, and none are read if it
-    is 0. `shift` to `beyond` decode float8. Sizes grow with the `power` of a token's rank.
+    is 0. `shift` to `beyond` decode float8. A token's rank to the power `power` multiplies its size.
     """
     i_lj, i_t, i_r = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_l, i_j = i_lj // heads, i_lj % heads

@@ -157,12 +157,12 @@ def test_an_edit_before_inputs_that_have_moved(serve, tiny):
     account = replace(oracle_of(tiny), budget=96, recent=80)
     ids = prompt(43, PROMPT)
     first = client.generate(ids, ANSWER)
-    said = ids + first["output_ids"]
-    second = client.generate(said + prompt(44, 20), 60)
+    history = ids + first["output_ids"]
+    second = client.generate(history + prompt(44, 20), 60)
     assert start_of(second) == "resumed"
     assert compression(second)["rounds"] >= 2
-    held = len(said) - 2
-    edited = [*said[:held], 7, *prompt(45, 60)]
+    held = len(history) - 2
+    edited = [*history[:held], 7, *prompt(45, 60)]
     # The copy of the row as the first turn has left it.
     third = client.generate(edited, 60, logprobs=True)
     assert start_of(third) == "resumed"
