@@ -117,7 +117,7 @@ def test_random_failures_under_random_settings():
 def test_random_failures_with_two_pools(page_size):
     """Prevents the same where window layers have a KV pool of their own, whose cursor must follow the row."""
     lengths = {"budget": 24, "interval": 8, "recent": 14, "pressure_budget": 20, "window": 10}
-    counts = run(8, start=3, page_size=page_size, **lengths)
+    counts = run(24, page_size=page_size, **lengths)
     assert counts["windows"] + counts["move"] + counts["settle"] > 0
 
 
