@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from sglang_triattn.errors import TriAttentionError, quoted, suggestion
 from sglang_triattn.kernels.select import SELECTIONS, selection_named
@@ -174,15 +174,13 @@ class Config:
         return 1.0 if weighed else VALUE_SHARE
 
 
-def _is_fraction(value: object) -> bool:
+def _is_fraction(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def is_keep_share(value: object, most: float) -> bool:
     """Whether `value` can be the setting `keep_share`, which is at most `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return value == 0 or LEAST_SHARE <= value <= most
+    return _is_fraction(value) and (value == 0 or LEAST_SHARE <= value <= most)
 
 
 def is_header(field: str) -> bool:

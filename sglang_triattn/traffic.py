@@ -81,7 +81,8 @@ def round_bytes(
     layout: AttentionLayout, rules: RoundRules, plan: Plan, *, kv_dtype: str, ranks: int, page_size: int
 ) -> RoundBytes:
     """What a round costs on one of `ranks` GPUs; arguments as for the server."""
-    # This imports torch.
+    # These import torch.
+    from sglang_triattn.kernels.compact.reference import moves_of
     from sglang_triattn.kernels.score.value_size import value_count
 
     size = element_bytes(kv_dtype)
@@ -92,9 +93,10 @@ def round_bytes(
     values = sum(count * layer.v_head_dim for count, layer in zip(heads, layers, strict=True))
     selection = selection_named(rules.selection)
     remaps = page_size == 1 and selection.shared
-    # As many as `moves_of` the strategy "fill"; all older ones where rounds keep the order.
+    # The newest tokens stay where they are.
     older = max(plan.kept_private - rules.recent, 0)
-    moved = 0 if remaps else older if rules.recency else min(older, plan.evicted_tokens)
+    strategy = "slide" if rules.recency else "fill"
+    moved = 0 if remaps else moves_of(strategy, older, older + plan.evicted_tokens)
     sets = selection.sets(len(layers), heads[0])
     by_value = value_count(plan.kept_private, rules.recent, rules.value_share)
     # Slots once for keys and once for values; importance and sizes written and read; a mark for each large value.

@@ -55,7 +55,7 @@ class LookUps(ValueDistance):
 class LookUpsNear(LookUps):
     """The same, less for older tokens: attention falls off with distance.
 
-    No server can have it: rounds move kept tokens, and a row does not say how old they are.
+    No server can have it: a row does not say how old kept tokens are. Its `recency` goes by their ranks.
     """
 
     def strength(self, slots: torch.Tensor, next_position: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import assert_pool_is_whole, compression, cores_for, prompt, served_logprobs
+from harness import STAGES, assert_pool_is_whole, compression, cores_for, prompt, served_logprobs
 from oracle import TOLERANCE, oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
@@ -20,7 +20,6 @@ from turn_account import hold_to_account
 from word_tokenizer import text
 
 AUTO = ("--triattention-conversations", "auto")
-STAGES = ("--pp-size", "2")
 PROMPT, ANSWER = 48, 150
 ANSWERS, LESS, INPUTS = (145, 149, 150), (1, 5), (95, 96)
 """Tokens of three turns' answers; how many of their last ones the next turn does not find in the row, which have come

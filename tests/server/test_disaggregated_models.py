@@ -22,8 +22,7 @@ def servers_of(
 ) -> Separated:
     """A prefill and a decode server, of which the latter retracts requests now and then."""
     args = (*selecting(page_size, selection), *KEYS_ALONE, *flags)
-    cores = cores_for(flags)
-    return started(serve_pairs, model, family, *args, env={**cores, **RETRACT, **env})
+    return started(serve_pairs, model, family, *args, env={**cores_for(flags), **RETRACT, **env})
 
 
 @pytest.mark.parametrize(

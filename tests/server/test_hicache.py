@@ -21,6 +21,7 @@ from harness import (
     DRAFTS,
     INTERVAL,
     KEYS_ALONE,
+    STAGES,
     Client,
     assert_pool_is_whole,
     compression,
@@ -171,7 +172,6 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
 
 
 WRITE_BACK = ("--hicache-write-policy", "write_back")
-STAGES = ("--pp-size", "2")
 OTHER_POOLS = [
     wide("deepseek-v3", WAYS["write_back"]),
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),

@@ -6,15 +6,14 @@ from __future__ import annotations
 import pytest
 
 from family_servers import compare_with_account, prepared, started
-from harness import TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
+from harness import STAGES, TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
 
 TWO_RANKS = ("--tp-size", "2")
-TWO_STAGES = ("--pp-size", "2")
 # The last entry says how many ranks choose for themselves.
 CASES = [
-    wide("deepseek-v3", 1, "per-layer-head", TWO_STAGES, 1),
+    wide("deepseek-v3", 1, "per-layer-head", STAGES, 1),
     wide("kimi-k2", 32, "per-layer-head", TWO_RANKS, 2),
     wide("deepseek-v3", 1, "shared-mean", TWO_GROUPS, 1),
 ]

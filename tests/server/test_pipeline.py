@@ -14,6 +14,7 @@ from harness import (
     BUDGET,
     INTERVAL,
     KEYS_ALONE,
+    STAGES,
     Client,
     assert_pool_is_whole,
     compression,
@@ -27,7 +28,6 @@ from harness import (
 from oracle import TOLERANCE, Oracle, oracle_of
 from sglang_triattn.stats.file import load_stats
 
-STAGES = ("--pp-size", "2")
 STORM = (*STAGES, "--page-size", "16", "--triattention-selection", "shared-mean", "--chunked-prefill-size", "64")
 RETRACT = {
     "SGLANG_TEST_RETRACT": "1",

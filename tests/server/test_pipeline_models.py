@@ -6,12 +6,10 @@ import pytest
 
 from families import WINDOW
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, hold_to_account, prepared, selecting, started, under_flags
-from harness import two_cores
+from harness import STAGES, two_cores
 from server import ServerError
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
-
-STAGES = ("--pp-size", "2")
 
 
 @pytest.mark.parametrize(

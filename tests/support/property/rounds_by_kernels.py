@@ -44,6 +44,7 @@ SETTINGS = [
     {"selection": "per-head"},
     {"selection": "per-layer-head", "recent": 10},
     {"selection": "per-layer-head", "value_share": 0.75},
+    {"selection": "per-layer-head", "value_share": 1.0},
     {"selection": "per-layer-head", "value_share": 1.0, "recency": 0.5},
 ]
 

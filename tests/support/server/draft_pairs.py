@@ -56,7 +56,7 @@ MODES = {
 
 def choosing(mode: str) -> tuple[str, ...]:
     """Flags by which scores alone choose, unless the mode needs values."""
-    return () if mode == "ordered" else tuple(KEYS_ALONE)
+    return () if mode == "ordered" else KEYS_ALONE
 
 
 def cores_of(mode: str) -> dict[str, str]:

@@ -81,6 +81,7 @@ MOST_REQUESTS = 256
 KEYS_ALONE = ("--triattention-value-share", "0")
 # Groups of one rank with batches of their own.
 TWO_GROUPS = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+STAGES = ("--pp-size", "2")
 # Tokens that a draft model drafts in a step, one after another.
 STEPS = 3
 DRAFTS = (
