@@ -231,8 +231,10 @@ class LookupSums:
         spread = (variance.clamp_min(0) * count / (count - 1)).sqrt().clamp_min(1e-4)
         scaled = covariance[..., :-1, :-1] / (spread[..., None] * spread[..., None, :])
         scaled = scaled + RIDGE * torch.eye(scaled.shape[-1], dtype=scaled.dtype, device=scaled.device)
-        weights = torch.linalg.solve(scaled, covariance[..., :-1, -1:] / spread[..., None])[..., 0] / spread
-        if not torch.isfinite(weights).all():
+        # Not `solve`, whose factors of many matrices come out wrong on a CPU after `torch.set_num_threads`.
+        factors, failed = torch.linalg.cholesky_ex(scaled)
+        weights = torch.cholesky_solve(covariance[..., :-1, -1:] / spread[..., None], factors)[..., 0] / spread
+        if failed.any() or not torch.isfinite(weights).all():
             raise CalibrationError("The model computes NaN or infinite keys: choose another --dtype.")
         return weights.float().cpu()
 

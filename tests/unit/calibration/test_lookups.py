@@ -25,7 +25,7 @@ from sglang_triattn.calibration.lookups import (
 )
 from sglang_triattn.calibration.records import records
 from sglang_triattn.calibration.transformers_engine import calibrate
-from sglang_triattn.model.rope import rotate
+from sglang_triattn.model.rope import Rope, rotate
 from sglang_triattn.rounds.scoring import lookup_weights
 from sglang_triattn.stats.file import StatsError, load_stats, save_stats
 from sglang_triattn.transformers_cache.cache import CompactedCache, shape_of
@@ -81,6 +81,34 @@ def test_planted_weights_are_found(model):
         sums.add(Measured(turned, values, (strength.exp() - EPSILON).clamp_min(0)))
     # The penalty takes 3 %.
     torch.testing.assert_close(sums.weights(), planted, atol=0.03, rtol=0.06)
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_weights_of_many_heads_are_solved_on_two_threads(two_threads):
+    """Prevents a solver that fails where a program has set its number of threads, as `torch.linalg.solve` does."""
+    drawn = torch.Generator().manual_seed(8)
+    inv_freq = 10_000 ** (-torch.arange(64) / 64)
+    sums = LookupSums(Rope(inv_freq, 1.0, 128, "half"))
+    keys, values = (torch.randn(28, 2, 300, 128, generator=drawn) for _ in "kv")
+    sums.add(Measured(keys, values, torch.rand(28, 2, 300, generator=drawn)))
+    assert sums.weights().shape == (28, 2, 192)
+
+
+def test_nan_keys_are_refused(model):
+    """Prevents a traceback of the solver, or weights that choose nothing."""
+    sums = LookupSums(shape_of(model).rope)
+    keys, values = torch.randn(2, 2, 40, shape_of(model).rope.rotary_dim), torch.randn(2, 2, 40, 6)
+    keys[1, 0, 20] = torch.nan
+    sums.add(Measured(keys, values, torch.rand(2, 2, 40)))
+    with pytest.raises(CalibrationError, match="NaN or infinite keys"):
+        sums.weights()
 
 
 def kept_by(model, setting, stats, ids):
