@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_triattn.config import AUTO
+from sglang_triattn.config import LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.calibration.stats_source import (
@@ -160,10 +160,10 @@ class Compression:
         check_in_place(self._hooks)
         check_reach(self.config, scheduler.max_total_num_tokens, "the KV pool holds")
         self._merge = merge = merge_over_ranks(scheduler, self.config.selection)
-        unknown = self.config.stats == AUTO and has_random_weights(scheduler)
+        unknown = self.config.measures and has_random_weights(scheduler)
         self._has_random_weights = unknown and measures_together(scheduler)
         # Ranks measure together: one that fails alone cannot wait for the others, but must end.
-        alone = scheduler.tp_group.world_size == 1 or self.config.stats != AUTO
+        alone = scheduler.tp_group.world_size == 1 or not self.config.measures
         with agreement(scheduler) if alone and not is_staged(scheduler) else nullcontext():
             stats = served_stats(scheduler, self.config)
         with agreement(scheduler):
@@ -188,7 +188,8 @@ class Compression:
         scheduler, compressor = cast("Scheduler", self._scheduler), cast(Compressor, self.compressor)
         with rehearsal.in_one_sentence():
             shape = served_shape(scheduler)
-            stats = counted_from(measured_stats(scheduler, shape, AFTER_UPDATE), shape.first_position)
+            weighed = self.config.stats == LOOK_UPS
+            stats = counted_from(measured_stats(scheduler, shape, AFTER_UPDATE, weighed), shape.first_position)
             compressor.take_statistics(
                 make_scorer(scheduler, self.config, stats, self._workspace.memory, self._merge), stats.source
             )
@@ -255,6 +256,8 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
     if is_first(scheduler):
         for line in notices.at_launch(scheduler, config):
             logger.warning(line)
+    if config.stats == LOOK_UPS:
+        check_scales(attention_layers(runner.model))
     stats = find_stats(scheduler, config.stats, shape)
     if stats.lookups is not None and config.value_share:
         check_scales(attention_layers(runner.model))

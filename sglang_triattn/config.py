@@ -37,8 +37,8 @@ _CHOICES = {
 PREVIOUS_RESPONSE = "previous_response_id"
 NAME_FIELDS = ("prompt_cache_key", PREVIOUS_RESPONSE, "session_id", "user")
 """Fields of requests that may name a conversation, in addition to `metadata.KEY` and headers."""
-AUTO = "auto"
-"""Statistics from the per-user cache, or else measured at launch."""
+AUTO, LOOK_UPS = "auto", "look-ups"
+"""Statistics from the per-user cache, or else measured at launch; with the second, look-up weights too."""
 
 _METADATA_OR_HEADER = re.compile(r"metadata\..+|(?i:x(-[a-z0-9]+)+)")
 # Smallest value of each whole-number setting.
@@ -94,8 +94,8 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.stats, str) or not self.stats:
             raise TriAttentionError(
-                f"{flag('stats')} is {quoted(self.stats)}, but it must be {AUTO} or the path of a file made by "
-                "`sglang-triattn calibrate`."
+                f"{flag('stats')} is {quoted(self.stats)}, but it must be {AUTO}, {LOOK_UPS} or the path of a file "
+                "made by `sglang-triattn calibrate`."
             )
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -139,7 +139,7 @@ class Config:
         self._check_values()
 
     def _check_values(self) -> None:
-        """Refuses what `value_share` or `recency` cannot be, and where no value could choose."""
+        """Refuses what `value_share` or `recency` cannot be, and what weighs values where none could choose."""
         share, power = self.value_share, self.recency
         for name, value in (("value_share", share), ("recency", power)):
             if value is not None and not _is_fraction(value):
@@ -150,12 +150,20 @@ class Config:
                 "head of each layer keeps tokens of its own can it choose by its values: add "
                 f"{flag('selection')} per-layer-head, or leave {flag('value_share')} out."
             )
-        if power and (share == 0 or not selection_named(self.selection).per_layer):
-            name = "value_share" if share == 0 else "selection"
-            raise TriAttentionError(
-                f"{flag('recency')} is {power} and {flag(name)} is {getattr(self, name)}, but it weighs values, which "
-                "then choose nothing: leave one of the two out."
-            )
+        if share != 0 and selection_named(self.selection).per_layer:
+            return
+        name = "value_share" if share == 0 else "selection"
+        for weighs, given in (("recency", power), ("stats", self.stats == LOOK_UPS)):
+            if given:
+                raise TriAttentionError(
+                    f"{flag(weighs)} is {getattr(self, weighs)} and {flag(name)} is {getattr(self, name)}, but it "
+                    "weighs values, which then choose nothing: leave one of the two out."
+                )
+
+    @property
+    def measures(self) -> bool:
+        """Whether a launch measures statistics that it has not kept, instead of reading a file of the user's."""
+        return self.stats in (AUTO, LOOK_UPS)
 
     @property
     def keeps_inputs(self) -> bool:
@@ -225,9 +233,9 @@ OPTIONS = (
     Option(
         "stats",
         str,
-        "auto|PATH",
+        "auto|look-ups|PATH",
         "query statistics of the model: a file made by `sglang-triattn calibrate`, or auto, which takes them from the "
-        "user's cache or measures them at launch",
+        "user's cache or measures them at launch, or look-ups, which also fits the weights of look-ups then",
     ),
     Option("profile", str, METAVAR, HELP, default_note="none"),
     Option("budget", int, "TOKENS", "tokens of a request that a round keeps"),

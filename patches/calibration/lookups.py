@@ -15,6 +15,7 @@ from sglang_triattn.calibration.lookups import LookupSums, Measured, Reading
 from sglang_triattn.patches.calibration.capture import check_final
 from sglang_triattn.patches.model.eager_batch import EagerBatch
 from sglang_triattn.patches.model.layers import AttentionLayer, Call, numbers_of, watching_queries
+from sglang_triattn.patches.ranks.pipeline import is_staged
 from sglang_triattn.stats.file import ModelShape
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ def fit_lookups(
     room: int,
     on_text: Callable[[int], object],
 ) -> torch.Tensor:
-    """The weights [L, H_kv, F + v_head_dim] float32 of all KV heads of the served model, on the CPU.
+    """The weights [L, H_kv, F + v_head_dim] float32 of all layers and KV heads of the served model, on the CPU.
 
-    Call it on every rank.
+    Call it on every rank of every stage.
 
     Args:
-        layers: the scored ones, and those that read their KV.
+        layers: this stage's scored ones, and those that read their KV.
         room: most tokens of a prefill; texts that do not fit twice are cut.
         on_text: called after each text with the number of tokens that were read.
 
@@ -62,7 +63,8 @@ def fit_lookups(
             measured = Measured(measured.keys, measured.values, most.to(measured.most.device))
         sums.add(measured)
         on_text(2 * len(text) + len(job.lookup_request))
-    return torch.cat(group.all_gather_object(sums.weights())[::copies], dim=1)
+    weights = torch.cat(group.all_gather_object(sums.weights())[::copies], dim=1)
+    return torch.cat(scheduler.pp_group.all_gather_object(weights)) if is_staged(scheduler) else weights
 
 
 def most_of_copies(parts: Sequence[torch.Tensor], copies: int) -> list[torch.Tensor]:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from sglang_triattn.calibration.job import CalibrationJob
+from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
+from sglang_triattn.calibration.lookups import lookup_inputs
 from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.texts import read_windows
-from sglang_triattn.config import AUTO
+from sglang_triattn.config import AUTO, LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
@@ -53,12 +54,13 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     """Statistics that fit the served model; every rank of every stage calls this.
 
     Args:
-        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached.
+        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached; or
+            LOOK_UPS: the same of statistics that hold look-up weights, which are cached in a file of their own.
 
     Raises:
         TriAttentionError: the file does not fit the model, or the model cannot be measured.
     """
-    if wanted != AUTO:
+    if wanted not in (AUTO, LOOK_UPS):
         stats = load_stats(wanted)
         if stats.rope is None:
             logger.warning(
@@ -67,16 +69,19 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
                 wanted,
             )
         return check_stats(stats, shape)
+    weighed = wanted == LOOK_UPS
+    if weighed:
+        shape = dataclasses.replace(shape, variant="-".join(filter(None, (LOOK_UPS, shape.variant))))
     first, random = is_first(scheduler), has_random_weights(scheduler)
     # Only the first rank looks at files, so that all ranks do the same.
     with measuring_alone(shape.fingerprint, shape.variant) if first and not random else nullcontext():
         found = broadcast_from_first_rank(scheduler, load_cached(shape) if first else None)
-        if found is not None:
+        if found is not None and (found.lookups is not None or not weighed):
             _log_found(found, shown_name(scheduler.model_config.model_path))
             return found
         if first and not random:
             _warn_if_not_kept(shape.fingerprint)
-        measured = _measure(scheduler, shown=first)
+        measured = _measure(scheduler, weighed, shown=first)
         path = keep_stats(measured, shape.variant) if first and not random else None
     if random and first:
         logger.warning(
@@ -90,16 +95,17 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
     return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
 
 
-def measured_stats(scheduler: Scheduler, shape: ModelShape, source: str) -> QueryStats:
+def measured_stats(scheduler: Scheduler, shape: ModelShape, source: str, weighed: bool) -> QueryStats:
     """Statistics of the model as it is now, measured and kept nowhere; every rank of every stage calls this.
 
     Args:
         source: what messages call them.
+        weighed: whether to fit look-up weights too.
 
     Raises:
         TriAttentionError: the model cannot be measured.
     """
-    measured = _measure(scheduler, shown=is_first(scheduler))
+    measured = _measure(scheduler, weighed, shown=is_first(scheduler))
     return check_stats(dataclasses.replace(measured, source=source), shape)
 
 
@@ -142,11 +148,14 @@ def _warn_if_not_kept(fingerprint: str | None) -> None:
         )
 
 
-def launch_job(scheduler: Scheduler) -> CalibrationJob:
+def launch_job(scheduler: Scheduler, weighed: bool = False) -> CalibrationJob:
     """The job measured at launch: the package's own text, and the model's answers to the package's prompts.
 
+    Args:
+        weighed: whether to fit look-up weights too, on that text and on records of its words.
+
     Raises:
-        TriAttentionError: there is no tokenizer, or hardly any room.
+        TriAttentionError: there is no tokenizer, hardly any room, or no text for look-ups.
     """
     tokenizer = _tokenizer(scheduler)
     room = room_of(scheduler)
@@ -159,20 +168,34 @@ def launch_job(scheduler: Scheduler) -> CalibrationJob:
         windows = read_windows([str(path)], tokenizer, max_tokens=MAX_TOKENS, window=min(WINDOW, room))
     prompts = trace_prompts(tokenizer, TRACES)
     trace_tokens = min(TRACE_TOKENS, room - max(map(len, prompts)))
-    return CalibrationJob(windows=windows, prompts=prompts if trace_tokens > 0 else (), trace_tokens=trace_tokens)
+    try:
+        texts, request = lookup_inputs(tokenizer, windows) if weighed else ((), ())
+    except CalibrationError as error:
+        raise TriAttentionError(
+            "Look-ups cannot be fitted at launch, because the model's tokenizer makes the package's text one of too "
+            f"few different words: set --triattention-stats to {AUTO}."
+        ) from error
+    return CalibrationJob(
+        windows=windows,
+        prompts=prompts if trace_tokens > 0 else (),
+        trace_tokens=trace_tokens,
+        lookup_texts=texts,
+        lookup_request=request,
+    )
 
 
-def _measure(scheduler: Scheduler, shown: bool) -> QueryStats:
-    job = launch_job(scheduler)
+def _measure(scheduler: Scheduler, weighed: bool, shown: bool) -> QueryStats:
+    job = launch_job(scheduler, weighed)
+    tokens = job.tokens + job.lookup_tokens
     if shown:
         logger.info(
-            "TriAttention has no statistics of these weights yet and measures them now, once, on %d tokens", job.tokens
+            "TriAttention has no statistics of these weights yet and measures them now, once, on %d tokens", tokens
         )
     try:
         seconds = _rehearse(scheduler, job)
         if shown:
             logger.info("TriAttention expects this to take about %d seconds", max(1, round(seconds)))
-        with tqdm(total=job.tokens, unit="token", desc="TriAttention statistics", disable=not shown) as bar:
+        with tqdm(total=tokens, unit="token", desc="TriAttention statistics", disable=not shown) as bar:
             return calibrate_scheduler(scheduler, job, lambda done, most: bar.update(done - bar.n))
     except torch.OutOfMemoryError as error:
         raise TriAttentionError(
@@ -195,7 +218,7 @@ def _rehearse(scheduler: Scheduler, job: CalibrationJob) -> float:
     # The last passes are decode steps of all traces; the first of them may have compiled something.
     steps = [after - before for before, after in zip(times[-_PROBE_STEPS - 1 :], times[-_PROBE_STEPS:], strict=False)]
     per_step = min(steps) if job.prompts else 0.0
-    prefilled = sum(map(len, job.windows)) + sum(map(len, job.prompts))
+    prefilled = sum(map(len, job.windows)) + sum(map(len, job.prompts)) + job.lookup_tokens
     return per_token * prefilled + per_step * job.trace_tokens
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.compatibility.draft_rules import CHAIN, check_draft_numbers
 from sglang_triattn.compatibility.resolve import resolve
 from sglang_triattn.compatibility.rules import ENVIRONMENT, SETTING_FIELDS
-from sglang_triattn.config import AUTO
+from sglang_triattn.config import LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.patches.launch import server_args as args_patch
@@ -36,7 +36,7 @@ def check_files(server_args: ServerArgs) -> None:
     This is the first check: SGLang has neither read the model's configuration nor imported its server yet.
     """
     config = args_patch.config_of(server_args)
-    stats = load_stats(config.stats) if config is not None and config.stats != AUTO else None
+    stats = load_stats(config.stats) if config is not None and not config.measures else None
     # SGLang assembles the fields of the record at run time.
     settings: Any = server_args
     if config is not None:
@@ -96,7 +96,7 @@ def check_resolved(server_args: ServerArgs) -> None:
     values = values_of(settings)
     hook_workers(settings.tokenizer_worker_num)
     check_model_file(settings)
-    weighed = config.stats != AUTO and load_stats(config.stats).lookups is not None
+    weighed = config.stats == LOOK_UPS if config.measures else load_stats(config.stats).lookups is not None
     rules = resolve(config, values, traits_of(model_config_of(server_args)), weighed=weighed)
     check_preferred(settings, rules)
     args_patch.attach_rules(server_args, rules)

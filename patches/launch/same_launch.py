@@ -24,7 +24,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
 from sglang_triattn import __version__
-from sglang_triattn.config import AUTO, OPTIONS, Config, flag
+from sglang_triattn.config import OPTIONS, Config, flag
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook
 from sglang_triattn.patches.launch.handshake import answer_hook
@@ -102,7 +102,7 @@ def _asked(config: Config | None) -> dict[str, Any]:
     if config is None:
         return {"version": __version__, "compresses": False}
     settings = dataclasses.asdict(config)
-    if config.stats != AUTO:
+    if not config.measures:
         # Where the file is may differ.
         with suppress(OSError):
             settings["stats"] = hashlib.sha256(Path(config.stats).read_bytes()).hexdigest()

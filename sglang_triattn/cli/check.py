@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_triattn.compatibility.rules import SETTING_FIELDS
 from sglang_triattn.compatibility.verdict import Verdict, attention_words, judge, scored_words, strategy_words
-from sglang_triattn.config import AUTO, ENABLE, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.config import ENABLE, LOOK_UPS, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
 from sglang_triattn.errors import TriAttentionError, suggestion
 from sglang_triattn.model.fields import Fields
 from sglang_triattn.model.sizes import MODEL_HELP, load_config
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = {**load_config(arguments.model), **_overrides(arguments.json_model_override_args)}
     _check_groups(arguments.tp_size, given.get("attn_dp_size", 1))
     settings = {**given, "page_size": arguments.page_size, "tp_size": arguments.tp_size}
-    weighed, refusal = _read_stats(config.stats, content, Path(arguments.model))
+    weighed, refusal = _read_stats(config, content, Path(arguments.model))
     verdict = judge(content, arguments.model, config, settings, weighed=weighed)
     if verdict.refusal is None:
         verdict = dataclasses.replace(verdict, refusal=refusal)
@@ -91,17 +91,17 @@ def run(arguments: argparse.Namespace) -> int:
     return REFUSED if verdict.refusal is not None else 0
 
 
-def _read_stats(setting: str, content: Fields, model: Path) -> tuple[bool, str | None]:
-    """Whether the statistics hold look-up weights, and why a launch would refuse the file."""
-    if setting == AUTO:
-        return False, None
+def _read_stats(config: Config, content: Fields, model: Path) -> tuple[bool, str | None]:
+    """Whether the statistics will hold look-up weights, and why a launch would refuse the file."""
+    if config.measures:
+        return config.stats == LOOK_UPS, None
     # Importing torch takes longer than everything else here.
     from sglang_triattn.stats.early import check_against_config
     from sglang_triattn.stats.file import load_stats
 
     folder = model if model.is_dir() else model.parent
     try:
-        stats = load_stats(setting)
+        stats = load_stats(config.stats)
         check_against_config(stats, content, folder)
     except TriAttentionError as error:
         return False, str(error)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from sglang_triattn.config import AUTO, Config, flag
+from sglang_triattn.config import AUTO, LOOK_UPS, Config, flag
 from sglang_triattn.errors import TriAttentionError
 
 
@@ -139,10 +139,15 @@ def complete(
             f"{flag('recency')} is {config.recency}, but this model has latent KV, of which no token is chosen by its "
             f"value: leave {flag('recency')} out."
         )
-    if weighed and config.stats_after_update == "measure":
+    if latent and config.stats == LOOK_UPS:
         raise TriAttentionError(
-            f"{flag('stats_after_update')} is measure, but {config.stats} holds look-up weights, which a server does "
-            "not measure: set it to keep, or calibrate without --look-ups."
+            f"{flag('stats')} is {LOOK_UPS}, but this model has latent KV, whose look-ups cannot be predicted: set it "
+            f"to {AUTO}."
+        )
+    if weighed and not config.measures and config.stats_after_update == "measure":
+        raise TriAttentionError(
+            f"{flag('stats_after_update')} is measure, but {config.stats} holds look-up weights, which would be lost: "
+            f"set it to keep, or {flag('stats')} to {LOOK_UPS}, with which a server fits them itself."
         )
     share = config.default_value_share(weighed) if config.value_share is None else config.value_share
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(Config)}

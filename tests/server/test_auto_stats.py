@@ -8,6 +8,9 @@ import doctest
 import inspect
 import logging
 import random
+import re
+from collections import Counter
+from importlib import resources
 
 import pytest
 import torch
@@ -20,9 +23,10 @@ from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.kernels.score.reference import score_torch
 from sglang_triattn.kernels.select import SELECTIONS
 from sglang_triattn.kernels.select.reference import select_torch
+from sglang_triattn.patches.calibration import stats_source
 from sglang_triattn.rounds.scoring import score_tables
 from sglang_triattn.stats.file import load_stats
-from word_tokenizer import with_tokenizer
+from word_tokenizer import NAMED, with_tokenizer
 
 LENGTHS = {"budget": 96, "interval": 32, "recent": 16}
 ANSWER = LENGTHS["budget"] + 2 * LENGTHS["interval"]
@@ -86,6 +90,25 @@ def test_the_next_launch_finds_them(forkserver, first_launch, worded, cache, tmp
     assert served == first_launch[0]
     assert "found the statistics of this model" in log
     assert "expects this to take" not in log
+
+
+def test_a_launch_can_fit_look_ups(forkserver, tiny, tmp_path):
+    """Prevents weights that are fitted at every launch, that other servers take for their own, or that leave a part to
+    scores."""
+    text = Counter(re.findall(r"\b[a-z]{3,9}\b", (resources.files("sglang_triattn") / stats_source.TEXT).read_text()))
+    words = [word for word, _ in text.most_common(200) if word not in NAMED]
+    model = with_tokenizer(tiny, tmp_path / "model", words).path
+    files = []
+    for name, wanted in (("first", "look-ups"), ("next", "look-ups"), ("other", "auto")):
+        log = tmp_path / f"{name}.log"
+        served, logged = serve_and_ask(forkserver, model, tmp_path, log, *SMALL, "--triattention-stats", wanted)
+        files.append(served)
+        assert ("expects this to take about" in logged) == (name != "next")
+        # Of a model with random weights, scores predict little, of which a log line warns where they choose.
+        assert ("--triattention-value-share" in logged) == (name == "other")
+    assert files[0] == files[1] != files[2]
+    assert load_stats(files[0]).lookups is not None
+    assert load_stats(files[2]).lookups is None
 
 
 @pytest.mark.wide

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt
+from harness import BUDGET, INTERVAL, Client, assert_pool_is_whole, compression, prompt, served_logprobs
+from measured_statistics import LOOKUP_JOB, measuring
 
 
 def update(client: Client, folder) -> None:
@@ -39,12 +41,14 @@ def test_updates_are_logged_in_one_line(serve, tiny):
 
 
 @pytest.mark.wide
-def test_a_server_without_weights_measures_those_that_come(serve, chat_model, tmp_path):
+@pytest.mark.parametrize("wanted", ["auto", "look-ups"])
+def test_a_server_without_weights_measures_those_that_come(serve, chat_model, tmp_path, wanted):
     """Prevents statistics of random weights from being kept for later launches or from being used for good, and a
     conversation that resumes a row of other weights."""
-    folder = tmp_path / "sglang-triattn" / "statistics"
-    auto = ("--triattention-stats", "auto")
-    options = {"env": {"XDG_CACHE_HOME": str(tmp_path)}, "model": chat_model, "tokenizer": True}
+    folder = tmp_path / "cache" / "sglang-triattn" / "statistics"
+    auto = ("--triattention-stats", wanted)
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")} if wanted == "auto" else measuring(tmp_path, job=LOOKUP_JOB)
+    options = {"env": env, "model": chat_model, "tokenizer": True}
     client = serve(*auto, "--load-format", "dummy", **options)
     assert not list(folder.glob("*.safetensors"))
     assert "keeps nothing of what it measured" in client.server.log_path.read_text()
@@ -68,4 +72,5 @@ def test_a_server_without_weights_measures_those_that_come(serve, chat_model, tm
     theirs = other.generate(prompt(73, 20), 300, logprobs=True)
     assert compression(ours)["rounds"] == compression(theirs)["rounds"] >= 5
     assert ours["output_ids"] == theirs["output_ids"]
+    torch.testing.assert_close(*map(served_logprobs, (ours, theirs)), rtol=0, atol=1e-5)
     serve.stop(other)

@@ -107,6 +107,8 @@ def test_flags_and_keywords_agree():
         ({"triattention_recency": True}, "--triattention-recency is true"),
         ({"triattention_recency": "near"}, "--triattention-recency is 'near'"),
         ({"triattention_recency": 0.25, "triattention_value_share": 0}, "--triattention-value-share is 0"),
+        ({"triattention_stats": "look-ups", "triattention_value_share": 0}, "--triattention-stats is look-ups and"),
+        ({"triattention_stats": "look-ups", "triattention_selection": "union"}, "--triattention-selection is union"),
         ({"triattention_recency": 0.25, "triattention_selection": "union"}, "--triattention-selection is union"),
         (
             {"triattention_value_share": 0.5, "triattention_selection": "per-head"},
@@ -196,6 +198,8 @@ def test_latents_have_no_values():
     assert complete(Config(selection="shared-mean"), latent=True).value_share == 0
     with pytest.raises(TriAttentionError, match=r"recency is 0\.5, but this model has latent KV"):
         complete(Config(recency=0.5), latent=True)
+    with pytest.raises(TriAttentionError, match="stats is look-ups, but this model has latent KV"):
+        complete(Config(stats="look-ups"), latent=True, weighed=True)
     # The number that is the default of other models is a setting too, once a user gives it.
     for share in (0.5, 0.8):
         with pytest.raises(TriAttentionError, match=f"value-share is {share}, but this model has latent KV"):

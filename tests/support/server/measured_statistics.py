@@ -23,6 +23,11 @@ from tiny_model import TinyModel
 from word_tokenizer import text, word_tokenizer
 
 TOKENS, TEXT_WINDOW = 900, 300
+LOOKUP_JOB = CalibrationJob(
+    windows=(tuple(harness.prompt(1, 300)),),
+    lookup_texts=(tuple(harness.prompt(2, 140)), tuple(harness.prompt(3, 140))),
+    lookup_request=(5, 6, 7),
+)
 MEANS = ("mean", "abs_mean", "unrotated_mean")
 CLOSE = 1e-3
 """Largest difference of two means, as a share of the second one's norm."""
@@ -67,9 +72,10 @@ from sglang_triattn.calibration.job import CalibrationJob
 from sglang_triattn.patches.calibration import stats_source
 
 
-def own_text(scheduler):
+def own_text(scheduler, weighed):
     with open(os.environ["MEASURED_JOB"]) as file:
-        return CalibrationJob(**json.load(file))
+        job = json.load(file)
+    return CalibrationJob(**job if weighed else {**job, "lookup_texts": ()})
 
 
 def activate():
@@ -89,7 +95,7 @@ def activate():
 
 
 def measuring(folder: Path, *, absorbs: bool = False, job: CalibrationJob | None = None) -> dict[str, str]:
-    """The environment in which a server with the statistics `auto` measures the text of `write_text`.
+    """The environment in which a server that measures at launch measures the text of `write_text`.
 
     Args:
         absorbs: whether latents meet absorbed queries in a prefill too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,26 +23,30 @@ TEMPLATE = (
 )
 
 
-def with_tokenizer(tiny: TinyModel, folder: Path) -> TinyModel:
-    """A copy of the model, in `folder`, with a tokenizer and a chat template."""
+def with_tokenizer(tiny: TinyModel, folder: Path, words: Sequence[str] = ()) -> TinyModel:
+    """A copy of the model, in `folder`, with a tokenizer, see `word_tokenizer`, and a chat template."""
     shutil.copytree(tiny.path, folder)
-    word_tokenizer().save_pretrained(folder)
+    word_tokenizer(words).save_pretrained(folder)
     return replace(tiny, path=folder)
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens are words including the space before them, as in most models, so that texts join to what was generated."""
+def word_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Tokens are words including the space before them, as in most models, so that texts join to what was generated.
+
+    Args:
+        words: other names of the first numbered words.
+    """
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>"])}
-    vocabulary |= {f" w{index}": index for index in range(FIRST, LAST + 1)}
-    vocabulary |= {f" {word}": LAST + 1 + index for index, word in enumerate(NAMED)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.normalizer = normalizers.Sequence(
+    numbered = [*words, *(f"w{index}" for index in range(FIRST + len(words), LAST + 1))]
+    vocabulary |= {f" {word}": FIRST + index for index, word in enumerate([*numbered, *NAMED])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Prepend(" ")]
     )
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r" [^ ]+"), "isolated")
-    words.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" [^ ]+"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=tokenizer,
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",

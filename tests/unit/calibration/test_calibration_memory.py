@@ -124,7 +124,7 @@ def assert_helpful(text: str) -> None:
 def test_no_memory_for_the_measurement_at_launch(monkeypatch, tmp_path):
     """Prevents a traceback from PyTorch's allocator when a smaller pool, or a file, would do."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(stats_source, "launch_job", lambda _: JOB)
+    monkeypatch.setattr(stats_source, "launch_job", lambda *_: JOB)
     monkeypatch.setattr(stats_source, "calibrate_scheduler", out_of_memory)
     with pytest.raises(TriAttentionError) as caught:
         stats_source.find_stats(scheduler_on(Device()), AUTO, shape())

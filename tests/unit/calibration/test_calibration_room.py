@@ -8,6 +8,7 @@ from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration import stats_source
 from sglang_triattn.patches.calibration.measure import _check_room, _traces_at_once
+from word_tokenizer import word_tokenizer
 
 
 def scheduler(**changes) -> SimpleNamespace:
@@ -63,3 +64,11 @@ def test_a_pool_without_room_is_refused_at_launch(monkeypatch, tokens):
     monkeypatch.setattr(stats_source, "_tokenizer", lambda _: None)
     with pytest.raises(TriAttentionError, match=r"room for .* tokens .* larger KV pool, or name a file"):
         stats_source.launch_job(scheduler(max_total_num_tokens=tokens))
+
+
+def test_a_tokenizer_without_words_is_refused_at_launch(monkeypatch):
+    """Prevents a refusal that names a flag of another command."""
+    monkeypatch.setattr(stats_source, "_tokenizer", lambda _: word_tokenizer())
+    assert stats_source.launch_job(scheduler()).lookup_texts == ()
+    with pytest.raises(TriAttentionError, match="too few different words: set --triattention-stats to auto"):
+        stats_source.launch_job(scheduler(), weighed=True)

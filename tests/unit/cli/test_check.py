@@ -411,7 +411,7 @@ def test_a_statistics_file_is_judged(run_check, tmp_path):
         assert json.loads(run_check(*weighed, "--json", *flags)[1])["settings"]["value_share"] == share
     status, output, _ = run_check(*weighed, "--triattention-stats-after-update", "measure")
     assert (status, output.count("\n")) == (1, 1)
-    assert "holds look-up weights, which a server does not measure" in output
+    assert "holds look-up weights, which would be lost: set it to keep" in output
     status, output, _ = run_check("qwen3-32b", "--triattention-stats", "missing.safetensors")
     assert (status, "does not exist" in output) == (1, True)
 
