@@ -166,6 +166,11 @@ class Config:
         return self.stats in (AUTO, LOOK_UPS)
 
     @property
+    def weighs_values(self) -> bool:
+        """Whether a setting needs values to choose, and so the selection per-layer-head."""
+        return bool(self.value_share or self.recency) or self.stats == LOOK_UPS
+
+    @property
     def keeps_inputs(self) -> bool:
         """Whether the input tokens of a conversation's resumed turns stay; by default where a prompt is frozen."""
         return self.prompt == "frozen" if self.turn_inputs is None else self.turn_inputs == "keep"

@@ -118,7 +118,9 @@ class Compressor:
     @property
     def strategies(self) -> tuple[str, ...]:
         """Strategies that rounds may use; if K/V moves, `shape_for` chooses among them."""
-        return ("remap",) if self._mover is None else STRATEGIES
+        if self._mover is None:
+            return ("remap",)
+        return ("slide",) if self.config.recency else STRATEGIES
 
     @property
     def device(self) -> torch.device:

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**verdict.to_dict(), "not_judged": others}, indent=1))
     else:
-        print("\n".join(_lines(verdict, others)))
+        print("\n".join(_lines(verdict, config, others)))
     return REFUSED if verdict.refusal is not None else 0
 
 
@@ -108,7 +108,7 @@ def _read_stats(config: Config, content: Fields, model: Path) -> tuple[bool, str
     return stats.lookups is not None, None
 
 
-def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
+def _lines(verdict: Verdict, config: Config, others: list[str]) -> Iterator[str]:
     layout, rules = verdict.layout, verdict.rules
     if verdict.refusal is not None or layout is None:
         yield str(verdict.refusal)
@@ -126,7 +126,7 @@ def _lines(verdict: Verdict, others: list[str]) -> Iterator[str]:
         f"rounds       budget {rules.budget:,}, interval {rules.interval:,}, newest {rules.recent:,} kept; "
         f"{rules.selection} at page size {verdict.page_size}: {strategy_words(rules, verdict.page_size)}"
     )
-    yield "also works   every other page size and selection"
+    yield f"also works   every other page size{'' if config.weighs_values else ' and selection'}"
     yield f"KV           {verdict.held_bytes:,} bytes per token held{each} ({verdict.kv_dtype})"
     if verdict.window_bytes:
         yield f"             {verdict.window_bytes:,} more while the token is in the window"

@@ -28,6 +28,7 @@ from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.model.buffers import make_mover
 from sglang_triattn.patches.request import window_pool
 from sglang_triattn.patches.rounds.compressor import Compressor
+from sglang_triattn.patches.rounds.launches import Launch
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.patches.scheduler.release import Rows
 from sglang_triattn.patches.scheduler.row_copy import RowCopier
@@ -35,6 +36,14 @@ from sglang_triattn.rounds.rules import complete
 
 POOL, ROWS, CONTEXT = 192, 6, 160
 BUDGET, INTERVAL, RECENT, SINKS = 13, 7, 3, 2
+
+
+class RehearsedCompressor(Compressor):
+    """Runs no round of a kind that no launch rehearses, for which kernels would compile while requests wait."""
+
+    def score_and_move(self, launch: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+        assert launch.shape.strategy in self.strategies, launch.shape
+        return super().score_and_move(launch)
 
 
 class Memory:
@@ -123,7 +132,7 @@ class Memory:
         generator = torch.Generator().manual_seed(0)
         mean = torch.randn(LAYERS, Q_HEADS, HEAD_DIM // 2, dtype=torch.complex64, generator=generator)
         inv_freq = 100.0 ** (-torch.arange(HEAD_DIM // 2, dtype=torch.float64) / 4)
-        return Compressor(
+        return RehearsedCompressor(
             scheduler,
             self.config,
             Scorer(

@@ -412,8 +412,26 @@ def test_a_statistics_file_is_judged(run_check, tmp_path):
     status, output, _ = run_check(*weighed, "--triattention-stats-after-update", "measure")
     assert (status, output.count("\n")) == (1, 1)
     assert "holds look-up weights, which would be lost: set it to keep" in output
+    weighed = ("qwen3-32b", "--triattention-stats", "look-ups", "--triattention-stats-after-update", "measure")
+    assert json.loads(run_check(*weighed, "--json")[1])["settings"]["value_share"] == 1
     status, output, _ = run_check("qwen3-32b", "--triattention-stats", "missing.safetensors")
     assert (status, "does not exist" in output) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "others"),
+    [
+        ((), "page size and selection"),
+        (("--triattention-stats", "look-ups"), "page size"),
+        (("--triattention-value-share", "0.5"), "page size"),
+        (("--triattention-recency", "0.5"), "page size"),
+    ],
+)
+def test_other_selections_are_offered_where_no_value_must_choose(run_check, flags, others):
+    """Prevents advice that the next launch refuses."""
+    status, output, _ = run_check("qwen3-32b", *flags)
+    assert (status, f"also works   every other {others}\n" in output) == (0, True)
+    assert (run_check("qwen3-32b", *flags, "--triattention-selection", "union")[0] == 0) == (not flags)
 
 
 def test_the_weights_next_to_a_config_are_compared_too(run_check, tmp_path):
