@@ -82,7 +82,8 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
         if first and not random:
             _warn_if_not_kept(shape.fingerprint)
         measured = _measure(scheduler, weighed, shown=first)
-        path = keep_stats(measured, shape.variant) if first and not random else None
+        kept = keep_stats(measured, shape.variant) if first and not random else None
+        path = broadcast_from_first_rank(scheduler, kept)
     if random and first:
         logger.warning(
             "TriAttention keeps nothing of what it measured, because --load-format dummy means random weights: %s",
@@ -90,7 +91,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
             if measures_together(scheduler)
             else "start once with the weights, and name the statistics kept then with --triattention-stats",
         )
-    if path is not None:
+    if path is not None and first:
         logger.info("TriAttention measured the statistics of this model and keeps them in %s", path)
     return check_stats(dataclasses.replace(measured, source=str(path or MEASURED)), shape)
 

@@ -184,7 +184,7 @@ def _request(scheduler: Scheduler, index: int, ids: Sequence[int]) -> Req:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    return Req(
+    request = Req(
         rid=f"{_NAMESPACE}-{index}",
         origin_input_text="",
         origin_input_ids=array("q", ids),
@@ -193,3 +193,6 @@ def _request(scheduler: Scheduler, index: int, ids: Sequence[int]) -> Req:
         vocab_size=scheduler.model_config.vocab_size,
         extra_key=_NAMESPACE,
     )
+    # As for each request without log-probabilities of its prompt: ranks that exchange sizes hold it to that.
+    request.logprob_start_len = -1
+    return request

@@ -18,7 +18,9 @@ from harness import (
 )
 from server import ServerError
 from sets import wide
+from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
+from word_tokenizer import with_tokenizer
 
 FAMILY = "qwen3-moe-all"
 GROUPS_OF_TWO = ("--tp-size", "4", "--dp-size", "2", "--enable-dp-attention")
@@ -89,3 +91,24 @@ def test_a_model_that_knows_no_groups(serve):
     """Prevents a sentence that blames how heads split over one group, where SGLang splits them over all ranks."""
     with pytest.raises(ServerError, match="with attention data parallelism, SGLang's code of this model splits"):
         serve(*TWO_GROUPS, env=two_cores())
+
+
+@pytest.mark.wide
+def test_statistics_measured_in_groups(serve, tmp_path):
+    """Prevents a first launch that ends, or whose groups measure each their own texts, without a file named."""
+    tiny, _ = prepared(tmp_path, FAMILY)
+    worded = with_tokenizer(tiny, tmp_path / "worded")
+    found = []
+    for flags in (TWO_GROUPS, ()):
+        cache = tmp_path / str(len(flags))
+        env = {**two_cores(), "XDG_CACHE_HOME": str(cache)}
+        options = {"env": env, "tokenizer": True}
+        client = started(serve, worded, FAMILY, *flags, "--triattention-stats", "auto", **options)
+        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
+        assert client.totals()["stats"] == str(file)
+        assert compression(client.generate(prompt(5, 9), 200))["rounds"] >= 1
+        found.append(load_stats(file))
+        serve.stop(client)
+    grouped, whole = found
+    assert grouped.token_count == whole.token_count
+    assert (grouped.mean - whole.mean).abs().max() < 0.02 * whole.abs_mean.max()
