@@ -228,15 +228,22 @@ def _tokenizer(scheduler: Scheduler) -> PreTrainedTokenizerBase:
     tokenizer = getattr(scheduler, "tokenizer", None)
     if tokenizer is not None:
         return tokenizer
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_model, get_serving
     from sglang.srt.utils.hf_transformers import get_tokenizer
 
-    # SGLang assembles the fields of the record at run time.
-    args: Any = get_server_args()
+    # SGLang assembles the fields of these records at run time.
+    serving: Any = get_serving()
+    model: Any = get_model()
     try:
-        return get_tokenizer(args.tokenizer_path, trust_remote_code=args.trust_remote_code)
+        return get_tokenizer(
+            serving.tokenizer_path,
+            tokenizer_mode=serving.tokenizer_mode,
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
+            tokenizer_backend=serving.tokenizer_backend,
+        )
     except Exception as error:
         raise TriAttentionError(
             "The statistics of the served model cannot be measured, because it has no tokenizer that loads from "
-            f"{args.tokenizer_path}: give a file made by `sglang-triattn calibrate` with --triattention-stats PATH."
+            f"{serving.tokenizer_path}: give a file made by `sglang-triattn calibrate` with --triattention-stats PATH."
         ) from error

@@ -111,6 +111,15 @@ def test_a_launch_can_fit_look_ups(forkserver, tiny, tmp_path):
     assert load_stats(files[2]).lookups is None
 
 
+def test_a_launch_without_a_tokenizer_measures_too(forkserver, worded, tmp_path):
+    """Prevents a server for token ids alone that refuses to start, although its model has a tokenizer."""
+    served, log = serve_and_ask(
+        forkserver, worded, tmp_path / "cache", tmp_path / "log", *SMALL, "--skip-tokenizer-init"
+    )
+    assert served.startswith(str(tmp_path / "cache"))
+    assert "expects this to take about" in log
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
 def test_a_launch_that_drafts_measures_too(forkserver, worded, tmp_path, algorithm):

@@ -115,6 +115,16 @@ def test_logits_on_two_ranks(serve_pairs, retractions, tiny, page_size, selectio
     serve_pairs.stop(client)
 
 
+@pytest.mark.wide
+def test_a_decode_server_measures_too(serve_pairs, chat_model, tmp_path):
+    """Prevents a decode server, which needs no tokenizer for its requests, that refuses to start without a file."""
+    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    client = serve_pairs("--triattention-stats", "auto", model=chat_model, env=env)
+    assert client.totals()["stats"].startswith(str(tmp_path / "cache"))
+    assert compression(client.generate(prompt(5, 9), BUDGET + INTERVAL + 2))["rounds"] == 1
+    serve_pairs.stop(client)
+
+
 def test_conversations_are_refused(pair):
     """Prevents a row that no next turn can resume."""
     sampling = greedy(4, custom_params={"triattention": {"conversation": "a"}})
