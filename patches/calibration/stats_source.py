@@ -21,7 +21,7 @@ from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.texts import read_windows
 from sglang_triattn.config import AUTO, LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
-from sglang_triattn.model.fingerprint import shown_name
+from sglang_triattn.model.fingerprint import shown_name, with_look_ups
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
 from sglang_triattn.patches.ranks.pipeline import broadcast_from_first_rank, is_first, is_staged
 from sglang_triattn.stats.cache import keep_stats, load_cached, measuring_alone, why_not_kept
@@ -71,7 +71,7 @@ def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QuerySta
         return check_stats(stats, shape)
     weighed = wanted == LOOK_UPS
     if weighed:
-        shape = dataclasses.replace(shape, variant="-".join(filter(None, (LOOK_UPS, shape.variant))))
+        shape = dataclasses.replace(shape, variant=with_look_ups(shape.variant))
     first, random = is_first(scheduler), has_random_weights(scheduler)
     # Only the first rank looks at files, so that all ranks do the same.
     with measuring_alone(shape.fingerprint, shape.variant) if first and not random else nullcontext():

@@ -50,7 +50,7 @@ def model_rows(model: str) -> Iterator[Row]:
     """
     from sglang_triattn.compatibility.verdict import attention_words, judge
     from sglang_triattn.config import Config
-    from sglang_triattn.model.fingerprint import model_fingerprint, model_variant
+    from sglang_triattn.model.fingerprint import model_fingerprint, model_variant, with_look_ups
     from sglang_triattn.model.sizes import found_path, load_config
     from sglang_triattn.stats.cache import kept_path
 
@@ -65,7 +65,11 @@ def model_rows(model: str) -> Iterator[Row]:
     if fingerprint is None:
         yield Row("statistics", NOTE, "no fingerprint can be computed, so none are kept")
     else:
-        yield _statistics_row(kept_path(fingerprint, model_variant(place)))
+        variant = model_variant(place)
+        yield _statistics_row(kept_path(fingerprint, variant))
+        weighed = kept_path(fingerprint, with_look_ups(variant))
+        if weighed is not None and weighed.is_file():
+            yield _statistics_row(weighed)
 
 
 def _statistics_row(path: Path | None) -> Row:

@@ -102,6 +102,11 @@ def without_weights(variant: str) -> str:
     return "-".join(part for part in variant.split("-") if not part.startswith("w"))
 
 
+def with_look_ups(variant: str) -> str:
+    """The variant under which statistics of this model that hold look-up weights are kept."""
+    return "-".join(filter(None, ("look-ups", variant)))
+
+
 def _short(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:VARIANT_DIGITS]
 

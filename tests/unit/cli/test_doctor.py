@@ -274,6 +274,11 @@ def test_one_model(home, tmp_path):
     _, kept = statistics.model_rows(str(model))
     assert kept.status == "ok"
     assert "4,096 tokens; fair (mean concentration 0.67)" in kept.found
+    weighed = cached_path(model_fingerprint(str(model)), "look-ups")
+    weighed.write_text("damaged")
+    _, kept, other = statistics.model_rows(str(model))
+    assert (kept.status, other.status, str(weighed) in other.found) == ("ok", "wrong", True)
+    weighed.unlink()
     cached_path(model_fingerprint(str(model))).write_text("damaged")
     _, kept = statistics.model_rows(str(model / "config.json"))
     assert kept.status == "wrong"

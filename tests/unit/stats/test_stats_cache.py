@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sample_stats import partial_shape, partial_stats, shape, stats
+from sglang_triattn.model.fingerprint import with_look_ups
 from sglang_triattn.stats.cache import cached_path, keep_stats, load_cached, measuring_alone, why_not_kept
 from sglang_triattn.stats.file import save_stats
 
@@ -73,6 +74,9 @@ def test_fine_tunes_and_their_base_have_statistics_of_their_own():
     found = load_cached(shape(variant=quantised))
     assert (found.token_count, found.model) == (2, "tuned")
     assert load_cached(shape(variant="o" + "a" * 8)) is None
+    keep_stats(stats(token_count=4), with_look_ups(base))
+    assert load_cached(shape(variant=quantised)).token_count == 2
+    assert load_cached(shape(variant=with_look_ups(quantised))).token_count == 4
     keep_stats(stats(token_count=3), quantised)
     assert load_cached(shape(variant=quantised)).token_count == 3
     assert load_cached(shape(variant="w" + "c" * 8)) is None
