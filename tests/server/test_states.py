@@ -9,9 +9,11 @@ from family_servers import WITH_BUFFER, WITH_LAZY_BUFFER, WITHOUT_BUFFER, compar
 from harness import (
     DRAFTS,
     KEYS_ALONE,
+    TWO_GROUPS,
     Client,
     assert_pool_is_whole,
     compression,
+    cores_for,
     greedy,
     prompt,
     served_logprobs,
@@ -122,11 +124,19 @@ def test_answers_and_storm(serve, tmp_path, family, flags, requests):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("drafts", [NGRAM, ("--speculative-algorithm", "NEXTN", *DRAFTS)], ids=["NGRAM", "NEXTN"])
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        NGRAM,
+        ("--speculative-algorithm", "NEXTN", *DRAFTS),
+        ("--speculative-algorithm", "NEXTN", *DRAFTS, *TWO_GROUPS),
+    ],
+    ids=["NGRAM", "NEXTN", "groups"],
+)
 def test_a_launch_that_drafts_measures_right(serve, tmp_path, drafts):
     """Prevents statistics of other layers than those that are scored, or none, where tokens are drafted."""
     tiny, account = prepared(tmp_path, "qwen3-next-mtp")
-    env = measuring(tmp_path, absorbs=False)
+    env = {**measuring(tmp_path, absorbs=False), **cores_for(drafts)}
     client = started(serve, tiny, "qwen3-next-mtp", *WITH_BUFFER, *drafts, "--triattention-stats", "auto", env=env)
     assert_measured_right(client, tiny, account, "qwen3-next", tmp_path)
     serve.stop(client)
