@@ -224,41 +224,57 @@ def test_what_weights_are_fitted_on():
     assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
 
 
+NAMES_THAT_SOLVE = {
+    "dense": "dense",
+    "settings:weights=no": "default",
+    "settings:weights=no,recency=0.25": "default, recency 0.25",
+    "settings:value_share=1": "look-ups",
+    "settings:recency=0.25": "look-ups, recency 0.25",
+    "look-ups-near": "`look-ups-near`",
+}
+
+
+def runs_that_solve(*names: str) -> list[dict[tuple[str, str], dict]]:
+    """The rows of each run by task and policy."""
+    return [{(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]} for name in names]
+
+
+def lines_that_solve(label: str, rows: dict[tuple[str, str], dict]) -> list[list[str]]:
+    """The lines of a table on one set of problems, `label` first."""
+    lines = []
+    for policy, name in NAMES_THAT_SOLVE.items():
+        if ("shop", policy) in rows:
+            pair = [rows[task, policy] for task in ("programs", "shop")]
+            traced, worked = (f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in pair)
+            programs, _, problems = solved(*pair)
+            lines.append([label, name, programs, traced, problems, worked])
+    return lines
+
+
+def sums_that_solve(runs: list[dict[tuple[str, str], dict]], policy: str) -> tuple[int, int]:
+    """Problems and lines that are right in all runs."""
+    found = [rows[task, policy] for rows in runs for task in ("programs", "shop")]
+    return sum(row["right"] for row in found), sum(row["lines"] for row in found)
+
+
 def test_recency_that_solves():
     """Prevents figures of another policy, a sum that the rows do not bear, and marks that the intervals do not bear."""
-    names = {
-        "dense": "dense",
-        "settings:weights=no": "default",
-        "settings:weights=no,recency=0.25": "default, recency 0.25",
-        "settings:value_share=1": "look-ups",
-        "settings:recency=0.25": "look-ups, recency 0.25",
-        "look-ups-near": "`look-ups-near`",
-    }
-    first, aged, others = (
-        {(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]}
-        for name in ("recency", "by-age", "recency-others")
-    )
+    first, aged, others = runs_that_solve("recency", "by-age", "recency-others")
     assert all(aged[key]["lines"] == first[key]["lines"] for key in aged.keys() & first.keys())
-    expected = []
-    for label, rows in (("first", aged | first), ("others", others)):
-        for policy, name in names.items():
-            if ("shop", policy) not in rows:
-                continue
-            pair = [rows[task, policy] for task in ("programs", "shop")]
-            lines = [f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in pair]
-            programs, _, problems = solved(*pair)
-            expected.append([label, name, programs, lines[0], problems, lines[1]])
+    expected = [*lines_that_solve("first", aged | first), *lines_that_solve("others", others)]
     assert list(table(DOCS / "quality.md", "How old a token is", "problems")) == expected
-
-    def sums(policy: str) -> tuple[int, int]:
-        found = [rows[task, policy] for rows in (first, others) for task in ("programs", "shop")]
-        return sum(row["right"] for row in found), sum(row["lines"] for row in found)
-
     shown = " ".join(section(DOCS / "quality.md", "How old a token is").split())
-    (aged_right, aged_lines), (right, lines) = sums("settings:recency=0.25"), sums("settings:value_share=1")
-    (plain_right, plain_lines), (all_right, all_lines) = sums("settings:weights=no"), sums("dense")
+    (aged_right, aged_lines), (right, lines), (plain_right, plain_lines), (all_right, all_lines) = (
+        sums_that_solve([first, others], policy)
+        for policy in ("settings:recency=0.25", "settings:value_share=1", "settings:weights=no", "dense")
+    )
     assert f"solve {aged_right}** and get {aged_lines} of 348 lines right, without one {right} and {lines}" in shown
     assert f"the default {plain_right} and {plain_lines}; everything kept solves {all_right}, with {all_lines}" in shown
+
+
+def test_recency_that_recalls():
+    """Prevents figures of another policy, and a loss that is called sure and is not."""
+    shown = " ".join(section(DOCS / "quality.md", "How old a token is").split())
     asked = {
         (row["task"], row["policy"]): row
         for name in ("quality-recency-mixed-qwen-1.5b", "quality-recency-qwen-1.5b")
@@ -277,6 +293,42 @@ def test_recency_that_solves():
         far, near = small[task, "default"], small[task, "settings:recency=0.25"]
         assert f"{name} ({far['right']:.2f} to {near['right']:.2f})" in shown
         assert near["high"] < 0, "surely fewer"
+
+
+def test_look_ups_fitted_at_launch():
+    """Prevents figures of another policy or share, and sums that the rows do not bear."""
+    first, others = runs_that_solve("launch", "launch-others")
+    expected = [*lines_that_solve("first", first), *lines_that_solve("others", others)]
+    assert list(table(DOCS / "quality.md", "Fitted at launch", "problems")) == expected
+    shown = " ".join(section(DOCS / "quality.md", "Fitted at launch").split())
+    (right, lines), (aged_right, aged_lines), (plain_right, plain_lines), (all_right, all_lines) = (
+        sums_that_solve([first, others], policy)
+        for policy in ("settings:value_share=1", "settings:recency=0.25", "settings:weights=no", "dense")
+    )
+    assert f"solve {right}** with {lines} of 348 lines right" in shown
+    assert f"with a recency {aged_right} and {aged_lines}" in shown
+    assert f"the default {plain_right} and {plain_lines}; everything kept solves {all_right}, with {all_lines}" in shown
+    readme = " ".join(README.read_text().split())
+    assert f"it solved {right} of 24 programs and word problems instead of {plain_right}" in readme
+    assert f"[everything kept: {all_right}]" in readme
+    more = {(row["task"], row["policy"], row["share"]): row for row in results("solve-launch-more-qwen-1.5b")["rows"]}
+
+    def sums(policy: str, share: float) -> tuple[int, int]:
+        found = [more[task, policy, share] for task in ("programs", "shop")]
+        return sum(row["right"] for row in found), sum(row["lines"] for row in found)
+
+    served = ("settings:value_share=1", "settings:recency=0.25", "settings:weights=no")
+    (half,) = {sums(policy, 0.5) for policy in served}
+    assert f"all three solve {half[0]} with {half[1]} of 174 lines right" in shown
+    assert "everything kept solves {} with {}".format(*sums("dense", 0.5)) in shown
+    weighed, aged, plain = (sums(policy, 0.375)[0] for policy in served)
+    assert f"look-ups solve {weighed}, with a recency {aged}, the default {plain}" in shown
+    asked = {(row["task"], row["policy"]): row for row in results("quality-launch-qwen-1.5b")["rows"]}
+    for task, name in (("early", "early numbers"), ("facts", "numbers"), ("words", "words"), ("agent", "identifiers")):
+        plain, weighed = (asked[task, f"settings:{each}"] for each in ("weights=no", "value_share=1"))
+        assert f"{name} {plain['right']:.2f} to {weighed['right']:.2f}" in shown
+    for task in ("facts", "agent"):
+        assert asked[task, "settings:value_share=1"]["low"] > 0, "surely more"
 
 
 def test_policies_that_solve():
