@@ -257,6 +257,7 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
         for line in notices.at_launch(scheduler, config):
             logger.warning(line)
     if config.stats == LOOK_UPS:
+        # Before the model is measured, which takes a while.
         check_scales(attention_layers(runner.model))
     stats = find_stats(scheduler, config.stats, shape)
     if stats.lookups is not None and config.value_share:

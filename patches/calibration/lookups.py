@@ -25,12 +25,27 @@ MIN_WINDOW = 256
 """Fewest tokens that a text may be cut to: shorter ones leave little to look up."""
 
 
+def text_length(job: CalibrationJob, room: int) -> int:
+    """Most tokens of a text for look-ups, whose two readings are one prefill of at most `room` tokens.
+
+    Raises:
+        CalibrationError: that would be too few.
+    """
+    length = (room - len(job.lookup_request)) // 2
+    if length < min(MIN_WINDOW, max(map(len, job.lookup_texts), default=0)):
+        raise CalibrationError(
+            f"Look-ups need texts of {MIN_WINDOW} tokens, read twice in one prefill, but the server has room for "
+            f"{room} tokens: raise --chunked-prefill-size, --context-length or --max-total-tokens."
+        )
+    return length
+
+
 def fit_lookups(
     scheduler: Scheduler,
     job: CalibrationJob,
     layers: Sequence[AttentionLayer],
     shape: ModelShape,
-    room: int,
+    length: int,
     on_text: Callable[[int], object],
 ) -> torch.Tensor:
     """The weights [L, H_kv, F + v_head_dim] float32 of all layers and KV heads of the served model, on the CPU.
@@ -39,19 +54,12 @@ def fit_lookups(
 
     Args:
         layers: this stage's scored ones, and those that read their KV.
-        room: most tokens of a prefill; texts that do not fit twice are cut.
+        length: what longer texts are cut to, see `text_length`.
         on_text: called after each text with the number of tokens that were read.
 
     Raises:
-        CalibrationError: texts would be too short, a layer's queries, keys or values do not show, or weights are not
-            finite.
+        CalibrationError: a layer's queries, keys or values do not show, or weights are not finite.
     """
-    length = (room - len(job.lookup_request)) // 2
-    if length < min(MIN_WINDOW, max(map(len, job.lookup_texts))):
-        raise CalibrationError(
-            f"Look-ups need texts of {MIN_WINDOW} tokens, read twice in one prefill, but the server has room for "
-            f"{room} tokens: raise --chunked-prefill-size, --context-length or --max-total-tokens."
-        )
     group = scheduler.dp_tp_group
     copies = max(1, group.world_size * layers[0].heads[1] // shape.num_kv_heads)
     sums = LookupSums(shape.rope)

@@ -17,7 +17,7 @@ from sglang_triattn.calibration.query_sums import QuerySums, Sums, join_heads, j
 from sglang_triattn.calibration.resume import Progress, load_progress, save_progress
 from sglang_triattn.model.fingerprint import shown_name
 from sglang_triattn.patches.calibration.capture import absorb_in, capture
-from sglang_triattn.patches.calibration.lookups import fit_lookups
+from sglang_triattn.patches.calibration.lookups import fit_lookups, text_length
 from sglang_triattn.patches.model.eager_batch import EagerBatch, eager, on_forward_stream
 from sglang_triattn.patches.model.layers import UnsupportedModel, attention_layers, numbers_of, scored_layers
 from sglang_triattn.patches.model.served_shape import served_shape
@@ -62,6 +62,7 @@ def calibrate_scheduler(
         ) from error
     _check_room(scheduler, job)
     check_no_latents(runner.model_config.model_path, job, any(layer.latent for layer in layers))
+    length = text_length(job, room_of(scheduler))
     own, turns = numbers_of(layers), dict(zip(shape.layers, shape.rotates, strict=True))
     reads = [own.index(layer.number) for layer in layers]
     sums = QuerySums(shape.rope, [turns[number] for number in own], reads, absorb_in(layers))
@@ -72,7 +73,7 @@ def calibrate_scheduler(
             total = run.run()
         weights = None
         if job.lookup_texts:
-            weights = fit_lookups(scheduler, job, layers, shape, room_of(scheduler), run.report)
+            weights = fit_lookups(scheduler, job, layers, shape, length, run.report)
     if _free(scheduler) != free:
         raise RuntimeError(f"calibration changed the free slots and rows from {free} to {_free(scheduler)}")
     check_count(total.count)
