@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from sglang_triattn.config import LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.kernels.scorer import Scorer
 from sglang_triattn.patches.calibration.stats_source import (
@@ -188,8 +187,8 @@ class Compression:
         scheduler, compressor = cast("Scheduler", self._scheduler), cast(Compressor, self.compressor)
         with rehearsal.in_one_sentence():
             shape = served_shape(scheduler)
-            weighed = self.config.stats == LOOK_UPS
-            stats = counted_from(measured_stats(scheduler, shape, AFTER_UPDATE, weighed), shape.first_position)
+            measured = measured_stats(scheduler, shape, AFTER_UPDATE, self.config.fits_lookups)
+            stats = counted_from(measured, shape.first_position)
             compressor.take_statistics(
                 make_scorer(scheduler, self.config, stats, self._workspace.memory, self._merge), stats.source
             )
@@ -256,10 +255,10 @@ def served_stats(scheduler: Scheduler, config: RoundRules) -> QueryStats:
     if is_first(scheduler):
         for line in notices.at_launch(scheduler, config):
             logger.warning(line)
-    if config.stats == LOOK_UPS:
+    if config.fits_lookups:
         # Before the model is measured, which takes a while.
         check_scales(attention_layers(runner.model))
-    stats = find_stats(scheduler, config.stats, shape)
+    stats = find_stats(scheduler, config, shape)
     if stats.lookups is not None and config.value_share:
         check_scales(attention_layers(runner.model))
     if is_first(scheduler):

@@ -153,7 +153,7 @@ class Config:
         if share != 0 and selection_named(self.selection).per_layer:
             return
         name = "value_share" if share == 0 else "selection"
-        for weighs, given in (("recency", power), ("stats", self.stats == LOOK_UPS)):
+        for weighs, given in (("recency", power), ("stats", self.fits_lookups)):
             if given:
                 raise TriAttentionError(
                     f"{flag(weighs)} is {getattr(self, weighs)} and {flag(name)} is {getattr(self, name)}, but it "
@@ -166,9 +166,14 @@ class Config:
         return self.stats in (AUTO, LOOK_UPS)
 
     @property
+    def fits_lookups(self) -> bool:
+        """Whether the statistics that a launch measures hold look-up weights."""
+        return self.stats == LOOK_UPS
+
+    @property
     def weighs_values(self) -> bool:
         """Whether a setting needs values to choose, and so the selection per-layer-head."""
-        return bool(self.value_share or self.recency) or self.stats == LOOK_UPS
+        return bool(self.value_share or self.recency) or self.fits_lookups
 
     @property
     def keeps_inputs(self) -> bool:

@@ -70,7 +70,7 @@ def fit_lookups(
             most = most_of_copies(group.all_gather_object(measured.most.cpu()), copies)[group.rank_in_group]
             measured = Measured(measured.keys, measured.values, most.to(measured.most.device))
         sums.add(measured)
-        on_text(2 * len(text) + len(job.lookup_request))
+        on_text(job.tokens_of_lookups(text))
     weights = torch.cat(group.all_gather_object(sums.weights())[::copies], dim=1)
     return torch.cat(scheduler.pp_group.all_gather_object(weights)) if is_staged(scheduler) else weights
 

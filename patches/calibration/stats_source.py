@@ -19,7 +19,7 @@ from sglang_triattn.calibration.job import CalibrationError, CalibrationJob
 from sglang_triattn.calibration.lookups import lookup_inputs
 from sglang_triattn.calibration.prompts import trace_prompts
 from sglang_triattn.calibration.texts import read_windows
-from sglang_triattn.config import AUTO, LOOK_UPS
+from sglang_triattn.config import AUTO, Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import shown_name, with_look_ups
 from sglang_triattn.patches.calibration.measure import calibrate_scheduler, room_of
@@ -50,26 +50,26 @@ _PROBE_TRACE_TOKENS = 6
 _PROBE_STEPS = 3
 
 
-def find_stats(scheduler: Scheduler, wanted: str, shape: ModelShape) -> QueryStats:
+def find_stats(scheduler: Scheduler, config: Config, shape: ModelShape) -> QueryStats:
     """Statistics that fit the served model; every rank of every stage calls this.
 
     Args:
-        wanted: a file, or AUTO: from the per-user cache, else measured now with the loaded model and cached; or
-            LOOK_UPS: the same of statistics that hold look-up weights, which are cached in a file of their own.
+        config: names a file, or has them come from the per-user cache, or else from the loaded model, which is measured
+            now, and cached; those that hold look-up weights have a file of their own there.
 
     Raises:
         TriAttentionError: the file does not fit the model, or the model cannot be measured.
     """
-    if wanted not in (AUTO, LOOK_UPS):
-        stats = load_stats(wanted)
+    if not config.measures:
+        stats = load_stats(config.stats)
         if stats.rope is None:
             logger.warning(
                 "TriAttention turns keys back by the served model's own RoPE frequencies, because %s holds none: "
                 "nothing in it shows whether it was measured with this model",
-                wanted,
+                config.stats,
             )
         return check_stats(stats, shape)
-    weighed = wanted == LOOK_UPS
+    weighed = config.fits_lookups
     if weighed:
         shape = dataclasses.replace(shape, variant=with_look_ups(shape.variant))
     first, random = is_first(scheduler), has_random_weights(scheduler)

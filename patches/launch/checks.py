@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_triattn.compatibility.draft_rules import CHAIN, check_draft_numbers
 from sglang_triattn.compatibility.resolve import resolve
 from sglang_triattn.compatibility.rules import ENVIRONMENT, SETTING_FIELDS
-from sglang_triattn.config import LOOK_UPS
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.model.fingerprint import local_folder
 from sglang_triattn.patches.launch import server_args as args_patch
@@ -96,7 +95,7 @@ def check_resolved(server_args: ServerArgs) -> None:
     values = values_of(settings)
     hook_workers(settings.tokenizer_worker_num)
     check_model_file(settings)
-    weighed = config.stats == LOOK_UPS if config.measures else load_stats(config.stats).lookups is not None
+    weighed = config.fits_lookups if config.measures else load_stats(config.stats).lookups is not None
     rules = resolve(config, values, traits_of(model_config_of(server_args)), weighed=weighed)
     check_preferred(settings, rules)
     args_patch.attach_rules(server_args, rules)

@@ -72,10 +72,14 @@ class CalibrationJob:
         """Tokens measured in all units, at most."""
         return sum(map(self.tokens_of, range(self.units)))
 
+    def tokens_of_lookups(self, text: Sequence[int]) -> int:
+        """Tokens of both readings of a text for look-ups, at most."""
+        return 2 * len(text) + len(self.lookup_request)
+
     @property
     def lookup_tokens(self) -> int:
         """Tokens of both readings of all texts for look-ups, at most."""
-        return sum(2 * len(ids) + len(self.lookup_request) for ids in self.lookup_texts)
+        return sum(map(self.tokens_of_lookups, self.lookup_texts))
 
 
 def check_lengths(max_tokens: int, window: int) -> None:

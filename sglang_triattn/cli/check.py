@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_triattn.compatibility.rules import SETTING_FIELDS
 from sglang_triattn.compatibility.verdict import Verdict, attention_words, judge, scored_words, strategy_words
-from sglang_triattn.config import ENABLE, LOOK_UPS, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
+from sglang_triattn.config import ENABLE, OPTIONS, SWITCH, Config, add_flags, flag, read_settings
 from sglang_triattn.errors import TriAttentionError, suggestion
 from sglang_triattn.model.fields import Fields
 from sglang_triattn.model.sizes import MODEL_HELP, load_config
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_stats(config: Config, content: Fields, model: Path) -> tuple[bool, str | None]:
     """Whether the statistics will hold look-up weights, and why a launch would refuse the file."""
     if config.measures:
-        return config.stats == LOOK_UPS, None
+        return config.fits_lookups, None
     # Importing torch takes longer than everything else here.
     from sglang_triattn.stats.early import check_against_config
     from sglang_triattn.stats.file import load_stats

@@ -139,7 +139,7 @@ def complete(
             f"{flag('recency')} is {config.recency}, but this model has latent KV, of which no token is chosen by its "
             f"value: leave {flag('recency')} out."
         )
-    if latent and config.stats == LOOK_UPS:
+    if latent and config.fits_lookups:
         raise TriAttentionError(
             f"{flag('stats')} is {LOOK_UPS}, but this model has latent KV, whose look-ups cannot be predicted: set it "
             f"to {AUTO}."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, compare_with_account, modules_of, prepared, started
 from harness import (
+    BUDGET,
     KEYS_ALONE,
     REFERENCE,
     TWO_GROUPS,
@@ -16,9 +19,9 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from measured_statistics import assert_ranks_measure_as_one
 from server import ServerError
 from sets import wide
-from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
 from word_tokenizer import with_tokenizer
 
@@ -98,17 +101,5 @@ def test_statistics_measured_in_groups(serve, tmp_path):
     """Prevents a first launch that ends, or whose groups measure each their own texts, without a file named."""
     tiny, _ = prepared(tmp_path, FAMILY)
     worded = with_tokenizer(tiny, tmp_path / "worded")
-    found = []
-    for flags in (TWO_GROUPS, ()):
-        cache = tmp_path / str(len(flags))
-        env = {**two_cores(), "XDG_CACHE_HOME": str(cache)}
-        options = {"env": env, "tokenizer": True}
-        client = started(serve, worded, FAMILY, *flags, "--triattention-stats", "auto", **options)
-        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
-        assert client.totals()["stats"] == str(file)
-        assert compression(client.generate(prompt(5, 9), 200))["rounds"] >= 1
-        found.append(load_stats(file))
-        serve.stop(client)
-    grouped, whole = found
-    assert grouped.token_count == whole.token_count
-    assert (grouped.mean - whole.mean).abs().max() < 0.02 * whole.abs_mean.max()
+    start = partial(started, serve, worded, FAMILY, tokenizer=True)
+    assert_ranks_measure_as_one(start, serve.stop, TWO_GROUPS, BUDGET + 16, tmp_path)

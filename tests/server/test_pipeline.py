@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import requests
@@ -25,8 +26,8 @@ from harness import (
     served_logprobs,
     two_cores,
 )
+from measured_statistics import assert_ranks_measure_as_one
 from oracle import TOLERANCE, Oracle, oracle_of
-from sglang_triattn.stats.file import load_stats
 
 STORM = (*STAGES, "--page-size", "16", "--triattention-selection", "shared-mean", "--chunked-prefill-size", "64")
 RETRACT = {
@@ -208,16 +209,5 @@ def chunk_sizes(client: Client) -> list[int]:
 @pytest.mark.wide
 def test_statistics_measured_over_stages(serve, chat_model, tmp_path):
     """Prevents a launch whose stages measure each their own model, or wait for each other."""
-    found = []
-    for flags in (STAGES, ()):
-        cache = tmp_path / str(len(flags))
-        env = {**two_cores(), "XDG_CACHE_HOME": str(cache)}
-        client = serve("--triattention-stats", "auto", *flags, env=env, model=chat_model, tokenizer=True)
-        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
-        assert client.totals()["stats"] == str(file)
-        assert compression(client.generate(prompt(5, 9), BUDGET + INTERVAL + 2))["rounds"] == 1
-        found.append(load_stats(file))
-        serve.stop(client)
-    staged, whole = found
-    assert (staged.layers, staged.token_count) == (whole.layers, whole.token_count)
-    assert (staged.mean - whole.mean).abs().max() < 0.02 * whole.abs_mean.max()
+    start = partial(serve, model=chat_model, tokenizer=True)
+    assert_ranks_measure_as_one(start, serve.stop, STAGES, BUDGET, tmp_path)

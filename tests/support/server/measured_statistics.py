@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -120,6 +120,36 @@ def write_text(folder: Path) -> Path:
     file = folder / "text.txt"
     file.write_text(text(0, TOKENS))
     return file
+
+
+def assert_ranks_measure_as_one(
+    start: Callable[..., harness.Client],
+    stop: Callable[[harness.Client], None],
+    flags: Sequence[str],
+    budget: int,
+    folder: Path,
+) -> None:
+    """Holds what ranks or stages measure at launch, and keep, to what one rank does.
+
+    Args:
+        start: starts a server with the flags and the `env` that it is given.
+        flags: those of several ranks.
+        budget: tokens that a round keeps.
+    """
+    found = []
+    for more in (flags, ()):
+        cache = folder / str(len(more))
+        env = {**harness.two_cores(), "XDG_CACHE_HOME": str(cache)}
+        client = start(*more, "--triattention-stats", "auto", env=env)
+        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
+        assert client.totals()["stats"] == str(file)
+        answer = client.generate(harness.prompt(5, 9), budget + harness.INTERVAL + 2)
+        assert harness.compression(answer)["rounds"] == 1
+        found.append(load_stats(file))
+        stop(client)
+    parts, whole = found
+    assert (parts.layers, parts.token_count) == (whole.layers, whole.token_count)
+    assert (parts.mean - whole.mean).abs().max() < 0.02 * whole.abs_mean.max()
 
 
 def assert_measured_right(client: harness.Client, model: TinyModel, account: Oracle, family: str, folder: Path) -> Path:

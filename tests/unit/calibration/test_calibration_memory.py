@@ -9,7 +9,7 @@ import torch
 
 from sample_stats import shape
 from sglang_triattn.calibration.job import CalibrationJob
-from sglang_triattn.config import AUTO
+from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.calibration import engine as calibration_launch
 from sglang_triattn.patches.calibration import measure as calibration
@@ -127,7 +127,7 @@ def test_no_memory_for_the_measurement_at_launch(monkeypatch, tmp_path):
     monkeypatch.setattr(stats_source, "launch_job", lambda *_: JOB)
     monkeypatch.setattr(stats_source, "calibrate_scheduler", out_of_memory)
     with pytest.raises(TriAttentionError) as caught:
-        stats_source.find_stats(scheduler_on(Device()), AUTO, shape())
+        stats_source.find_stats(scheduler_on(Device()), Config(), shape())
     assert_helpful(str(caught.value))
     assert "`sglang-triattn calibrate` with --triattention-stats" in str(caught.value)
 

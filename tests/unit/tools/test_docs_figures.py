@@ -184,9 +184,43 @@ def solved(traced: dict, worked: dict, *, sure: bool = True) -> list[str]:
     return [problems[0], f"{traced['lines']}/{traced['of']}", problems[1]]
 
 
+NAMES_THAT_SOLVE = {
+    "dense": "dense",
+    "settings:weights=no": "default",
+    "settings:weights=no,recency=0.25": "default, recency 0.25",
+    "settings:value_share=1": "look-ups",
+    "settings:recency=0.25": "look-ups, recency 0.25",
+    "look-ups-near": "`look-ups-near`",
+}
+
+
+def runs_that_solve(*names: str, share: float = 0.25) -> list[dict[tuple[str, str], dict]]:
+    """The rows of each run of the 1.5B model with that share kept, by task and policy."""
+    runs = [results(f"solve-{name}-qwen-1.5b")["rows"] for name in names]
+    return [{(row["task"], row["policy"]): row for row in rows if row["share"] == share} for rows in runs]
+
+
+def lines_that_solve(label: str, rows: dict[tuple[str, str], dict]) -> list[list[str]]:
+    """The lines of a table on one set of problems, `label` first."""
+    lines = []
+    for policy, name in NAMES_THAT_SOLVE.items():
+        if ("shop", policy) in rows:
+            pair = [rows[task, policy] for task in ("programs", "shop")]
+            traced, worked = (f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in pair)
+            programs, _, problems = solved(*pair)
+            lines.append([label, name, programs, traced, problems, worked])
+    return lines
+
+
+def sums_that_solve(runs: list[dict[tuple[str, str], dict]], policy: str) -> tuple[int, int]:
+    """Problems and lines that are right in all runs."""
+    found = [rows[task, policy] for rows in runs for task in ("programs", "shop")]
+    return sum(row["right"] for row in found), sum(row["lines"] for row in found)
+
+
 def test_look_ups_that_solve():
     """Prevents figures of another policy: in that run, `default` is a server that leaves a fifth to scores."""
-    rows = {(row["task"], row["policy"]): row for row in results("solve-look-ups-qwen-1.5b")["rows"]}
+    (rows,) = runs_that_solve("look-ups")
     lines = table(DOCS / "quality.md", "Look-ups", "kept")
     policies = ("dense", "settings:weights=no", "default", "settings:value_share=1")
     for policy, line in zip(policies, lines, strict=True):
@@ -217,44 +251,11 @@ def test_the_ceiling_of_what_is_solved():
 def test_what_weights_are_fitted_on():
     """Prevents figures of another fit, and marks of certainty that the intervals do not bear."""
     expected = []
-    for name, file in (("one", "solve-fitted-on-problems"), ("two", "solve-fitted-on-more-problems")):
-        rows = {(row["task"], row["policy"]): row for row in results(f"{file}-qwen-1.5b")["rows"]}
+    runs = runs_that_solve("fitted-on-problems", "fitted-on-more-problems")
+    for name, rows in zip(("one", "two"), runs, strict=True):
         for policy, called in (("settings:weights=no", "default"), ("settings:value_share=1", "look-ups")):
             expected.append([name, called, *solved(rows["programs", policy], rows["shop", policy])])
     assert list(table(DOCS / "quality.md", "What the weights are fitted on", "fitted on")) == expected
-
-
-NAMES_THAT_SOLVE = {
-    "dense": "dense",
-    "settings:weights=no": "default",
-    "settings:weights=no,recency=0.25": "default, recency 0.25",
-    "settings:value_share=1": "look-ups",
-    "settings:recency=0.25": "look-ups, recency 0.25",
-    "look-ups-near": "`look-ups-near`",
-}
-
-
-def runs_that_solve(*names: str) -> list[dict[tuple[str, str], dict]]:
-    """The rows of each run by task and policy."""
-    return [{(row["task"], row["policy"]): row for row in results(f"solve-{name}-qwen-1.5b")["rows"]} for name in names]
-
-
-def lines_that_solve(label: str, rows: dict[tuple[str, str], dict]) -> list[list[str]]:
-    """The lines of a table on one set of problems, `label` first."""
-    lines = []
-    for policy, name in NAMES_THAT_SOLVE.items():
-        if ("shop", policy) in rows:
-            pair = [rows[task, policy] for task in ("programs", "shop")]
-            traced, worked = (f"{row['lines']}/{row['of']}{mark(row['lines_low'], row['lines_high'])}" for row in pair)
-            programs, _, problems = solved(*pair)
-            lines.append([label, name, programs, traced, problems, worked])
-    return lines
-
-
-def sums_that_solve(runs: list[dict[tuple[str, str], dict]], policy: str) -> tuple[int, int]:
-    """Problems and lines that are right in all runs."""
-    found = [rows[task, policy] for rows in runs for task in ("programs", "shop")]
-    return sum(row["right"] for row in found), sum(row["lines"] for row in found)
 
 
 def test_recency_that_solves():
@@ -311,17 +312,12 @@ def test_look_ups_fitted_at_launch():
     readme = " ".join(README.read_text().split())
     assert f"it solved {right} of 24 programs and word problems instead of {plain_right}" in readme
     assert f"[everything kept: {all_right}]" in readme
-    more = {(row["task"], row["policy"], row["share"]): row for row in results("solve-launch-more-qwen-1.5b")["rows"]}
-
-    def sums(policy: str, share: float) -> tuple[int, int]:
-        found = [more[task, policy, share] for task in ("programs", "shop")]
-        return sum(row["right"] for row in found), sum(row["lines"] for row in found)
-
+    half, less = (runs_that_solve("launch-more", share=share) for share in (0.5, 0.375))
     served = ("settings:value_share=1", "settings:recency=0.25", "settings:weights=no")
-    (half,) = {sums(policy, 0.5) for policy in served}
-    assert f"all three solve {half[0]} with {half[1]} of 174 lines right" in shown
-    assert "everything kept solves {} with {}".format(*sums("dense", 0.5)) in shown
-    weighed, aged, plain = (sums(policy, 0.375)[0] for policy in served)
+    ((right, lines),) = {sums_that_solve(half, policy) for policy in served}
+    assert f"all three solve {right} with {lines} of 174 lines right" in shown
+    assert "everything kept solves {} with {}".format(*sums_that_solve(half, "dense")) in shown
+    weighed, aged, plain = (sums_that_solve(less, policy)[0] for policy in served)
     assert f"look-ups solve {weighed}, with a recency {aged}, the default {plain}" in shown
     asked = {(row["task"], row["policy"]): row for row in results("quality-launch-qwen-1.5b")["rows"]}
     for task, name in (("early", "early numbers"), ("facts", "numbers"), ("words", "words"), ("agent", "identifiers")):
