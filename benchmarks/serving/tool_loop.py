@@ -31,12 +31,16 @@ token of each request, budget and interval. `low` and `high` bound right(policy)
 95 %, by a bootstrap over agents and their questions.
 
     python -m benchmarks.serving.tool_loop --model FOLDER --stats FILE --json tool_loop.json
+    python -m benchmarks.serving.tool_loop --agents 6 --first-agent 2 --policies dense keep
+
+What follows `--` are further flags of the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -47,7 +51,14 @@ from benchmarks.common import print_table, write
 from benchmarks.quality.cells import Unit
 from benchmarks.quality.model import load_tokenizer
 from benchmarks.quality.table import difference
-from benchmarks.serving.servers import demonstration_model, for_a_server, serving, sizes_asked, threads
+from benchmarks.serving.servers import (
+    demonstration_model,
+    for_a_server,
+    options_and_flags,
+    serving,
+    sizes_asked,
+    threads,
+)
 from benchmarks.serving.tool_loop_run import Agent, Loop, Policy
 from benchmarks.serving.tool_loop_tasks import INPUTS, OWN, SIZES, made
 from server import exit_on_signals
@@ -60,9 +71,10 @@ RESUMED = ("keep", "auto", "compact", "newest")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens, but for agents and turns."""
+    """Tokens, but for agents and turns. Agents of other numbers have other work; `first_agent` is the lowest."""
 
     agents: int = 4
+    first_agent: int = 0
     turns: int = 12
     results: tuple[int, int] = (150, 400)
     thoughts: tuple[int, int] = (60, 180)
@@ -77,11 +89,16 @@ ASKING = 256
 """The server's interval, which questions have; turns ask for a smaller one."""
 
 
-def policies(sizes: Sizes) -> tuple[Policy, ...]:
+STRIPPED = "-stripped"
+"""Ends the name of a policy on a command line whose history has no thinking."""
+POLICIES = ("dense", "exact", *RESUMED, f"dense{STRIPPED}", f"auto{STRIPPED}")
+
+
+def policies(sizes: Sizes, asked: Sequence[str] = POLICIES) -> tuple[Policy, ...]:
     default = {"interval": sizes.interval}
     compact = {**default, "turn_inputs": "compact"}
     dense = {"enabled": False}
-    return (
+    known = (
         Policy("dense", dense),
         Policy("exact", {**default, "release": True}),
         Policy("keep", default, named=True),
@@ -91,6 +108,7 @@ def policies(sizes: Sizes) -> tuple[Policy, ...]:
         Policy("dense", dense, stripped=True),
         Policy("auto", default, stripped=True),
     )
+    return tuple(policy for policy in known if policy.name + STRIPPED * policy.stripped in asked)
 
 
 def turn_rows(agents: Sequence[Agent], sizes: Sizes) -> list[dict]:
@@ -211,21 +229,22 @@ def goals(turns: Sequence[dict], answers: Sequence[dict], agents: Sequence[Agent
     ]
 
 
-def measure(model: str, stats: str, sizes: Sizes, dtype: str) -> list[Agent]:
-    """Every agent under every policy, with what its turns and answers were."""
+def measure(model: str, stats: str, sizes: Sizes, asked: Sequence[Policy], flags: Sequence[str]) -> list[Agent]:
+    """Every agent under every policy that is asked for, with what its turns and answers were."""
     tokenizer = load_tokenizer(model)
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    works = [made(seed, sizes.turns, sizes.results, sizes.thoughts, count) for seed in range(sizes.agents)]
-    agents = [Agent(number, policy, work, tokenizer) for number, work in enumerate(works) for policy in policies(sizes)]
+    numbers = range(sizes.first_agent, sizes.first_agent + sizes.agents)
+    works = {number: made(number, sizes.turns, sizes.results, sizes.thoughts, count) for number in numbers}
+    agents = [Agent(number, policy, work, tokenizer) for number, work in works.items() for policy in asked]
     longest = max(
         sum(count(turn.input + turn.thinking + turn.reply) for turn in work.turns)
         + sum(count(ask.text + ask.answer) + 16 for ask in work.asks)
-        for work in works
+        for work in works.values()
     )
-    args = ["--max-total-tokens", str((longest + 512) * len(agents)), "--dtype", dtype]
+    args = ["--max-total-tokens", str((longest + 512) * len(agents)), *flags]
     args += ["--enable-triattention", "--triattention-stats", stats, "--triattention-conversations", "auto"]
     args += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(ASKING)]
     # The processor reads how many tokens a request has, which lags where steps overlap.
@@ -244,7 +263,12 @@ def bounds(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the server's flags, which follow `--`.
+
+    Raises:
+        SystemExit: policies are asked for without the dense one of the same history, which they are measured against.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="one agent, three short turns")
@@ -252,25 +276,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stats", help="its statistics; by default measured at launch")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--agents", type=int)
+    parser.add_argument("--first-agent", type=int, help="the lowest number of an agent (0): others have other work")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="leave out the others")
     parser.add_argument("--turns", type=int, help="7 or 12 make turn 2 and the last one comparable")
     parser.add_argument("--results", type=bounds, metavar="LOW-HIGH", help="tokens of a tool's result")
     parser.add_argument("--thoughts", type=bounds, metavar="LOW-HIGH", help="tokens of what is thought in a turn")
     parser.add_argument("--budget", type=int)
     parser.add_argument("--interval", type=int)
-    return parser.parse_args(argv)
+    options, flags = options_and_flags(parser, argv)
+    for name in options.policies:
+        dense = f"dense{STRIPPED}" if name.endswith(STRIPPED) else "dense"
+        if dense not in options.policies:
+            parser.error(f"the policy {name} is measured against {dense}: add {dense} to --policies")
+    return options, flags
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parse(argv)
+    options, flags = parse(sys.argv[1:] if argv is None else argv)
     sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     model, stats = (options.model, options.stats or "auto") if options.model else demonstration_model()
     model, stats = map(for_a_server, (model, stats))
-    agents = measure(model, stats, sizes, options.dtype)
+    agents = measure(model, stats, sizes, policies(sizes, options.policies), ["--dtype", options.dtype, *flags])
     turns, answers, distances = turn_rows(agents, sizes), answer_rows(agents), distance_rows(agents)
     judged = goals(turns, answers, agents)
     for rows in (turns, answers, distances, judged):
         print_table(list(rows[0]), [list(row.values()) for row in rows])
-    setting = {"model": Path(model).name, "dtype": options.dtype, "threads": threads(), **asdict(sizes)}
+    setting = {"model": Path(model).name, "dtype": options.dtype, "threads": threads(), **asdict(sizes), "flags": flags}
     asked = [{"agent": agent.name, "answers": agent.answers} for agent in agents]
     results = {"setting": setting, "turns": turns, "answers": answers, "distances": distances, "goals": judged}
     write({**results, "asked": asked}, options.json, options.quick)

@@ -146,3 +146,14 @@ def test_stripped_thinking(works, tokenizer):
         text = tokenizer.decode(agent.history())
         assert ("<think>" in text) == (agent is kept)
         assert all(turn.reply in text and turn.input in text for turn in works[0].turns)
+
+
+def test_policies_on_a_command_line(capsys):
+    """Prevents policies that are left out and run, and differences from a dense run that there is not."""
+    assert tool_loop.policies(SIZES) == tool_loop.policies(SIZES, tool_loop.POLICIES)
+    options, flags = tool_loop.parse(["--policies", "keep", "dense", "--first-agent", "2", "--", "--page-size", "16"])
+    assert [policy.name for policy in tool_loop.policies(SIZES, options.policies)] == ["dense", "keep"]
+    assert (options.first_agent, flags) == (2, ["--page-size", "16"])
+    with pytest.raises(SystemExit):
+        tool_loop.parse(["--policies", "dense", "auto-stripped"])
+    assert "auto-stripped is measured against dense-stripped: add dense-stripped" in capsys.readouterr().err
