@@ -87,12 +87,16 @@ def _enable_main(server_args: ServerArgs) -> None:
 
     launch.check_files(server_args)
     # These import SGLang's server.
-    from sglang_triattn.patches import request_validation
+    from sglang_triattn.patches import grpc_servicer, request_validation
     from sglang_triattn.patches.hooks import registry
     from sglang_triattn.patches.launch import handshake
     from sglang_triattn.patches.observability import reporting, stopped
 
     launch.check_at_resolution()
+    if grpc_servicer.is_grpc(server_args):
+        grpc_servicer.check_implementation()
+        registry.install(grpc_servicer.main_hooks())
+        return
     registry.install([*handshake.main_hooks(), *reporting.main_hooks(), *request_validation.main_hooks()])
     stopped.watch_health()
     request_validation.check_headers()

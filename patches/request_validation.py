@@ -145,19 +145,24 @@ def _checked(
     if name is not None:
         named = with_settings(custom_params, {"conversation": name})
         with suppress(RequestError):
-            _check_settings(rules, server_args, named, beam_width, media)
+            check_settings(rules, server_args, named, beam_width, media)
             return named
     try:
-        _check_settings(rules, server_args, custom_params, beam_width, media)
+        check_settings(rules, server_args, custom_params, beam_width, media)
     except RequestError as error:
         _refusals.count(error.reason)
         raise
     return custom_params
 
 
-def _check_settings(
+def check_settings(
     rules: RoundRules, server_args: object, custom_params: object, beam_width: object, media: Collection[str]
 ) -> None:
+    """Raises RequestError for settings that a request must not have on this server.
+
+    Args:
+        media: kinds of what is not text in its prompt.
+    """
     asked = with_media(read_request(rules, custom_params), media)
     # SGLang itself refuses a width that is no number.
     if asked.conversation is not None and isinstance(beam_width, int) and beam_width > 1:
@@ -214,7 +219,7 @@ def _check_headers(scope: Any) -> None:
     if not settings or rules is None:
         return
     try:
-        _check_settings(rules, server_args, {KEY: settings}, None, ())
+        check_settings(rules, server_args, {KEY: settings}, None, ())
     except RequestError as error:
         raise RequestError(f"In the header {CONVERSATION}, {error}", error.reason) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_triattn.config import Config
-from sglang_triattn.patches import request_validation
+from sglang_triattn.patches import grpc_servicer, request_validation
 from sglang_triattn.patches.calibration import engine as calibration
 from sglang_triattn.patches.compression import Compression
 from sglang_triattn.patches.hooks.hook import Hook
@@ -15,11 +15,13 @@ from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.rules import complete
 
 MAIN, CONTROLLER, SCHEDULER = "Main process", "Data-parallel controller", "Scheduler process"
+GRPC = "Main process with `--smg-grpc-mode`"
 CENSUS, CALIBRATION = f"Scheduler process with `{VARIABLE}=1`", "`calibrate --engine sglang`"
 
 # What no longer works when a target differs, because then no hook of that process is applied.
 WITHOUT = {
     MAIN: "every launch with --enable-triattention is refused",
+    GRPC: "every launch with --enable-triattention and --smg-grpc-mode is refused",
     CONTROLLER: "every launch with --enable-triattention and --dp-size above 1 is refused",
     SCHEDULER: "every launch with --enable-triattention is refused",
     CENSUS: f"every launch with {VARIABLE}=1 is refused",
@@ -35,6 +37,7 @@ def all_hooks() -> dict[str, list[Hook]]:
     of_census = {hook.target for hook in census}
     return {
         MAIN: [hook for group in (*main, request_validation.main_hooks()) for hook in group],
+        GRPC: grpc_servicer.main_hooks(),
         CONTROLLER: handshake.controller_hooks(),
         SCHEDULER: [hook for hook in Compression(complete(Config())).hooks() if hook.target not in of_census],
         CENSUS: census,

@@ -12,6 +12,8 @@ from sglang_triattn import __version__
 from sglang_triattn.errors import TriAttentionError
 
 SGLANG_VERSION = "0.5.23"
+SERVICER_VERSION = "0.14.1"
+"""Of SMG's gRPC server, a package that SGLang requires: the newest that the hooks were tested with."""
 MISSING, CHANGED = "missing", "changed"
 
 
@@ -47,6 +49,12 @@ class Hook:
     why: str
 
     @property
+    def package(self) -> str:
+        """What to install for the target."""
+        servicer = self.target.startswith("smg_grpc_servicer.")
+        return f"smg-grpc-servicer=={SERVICER_VERSION}" if servicer else f"sglang=={SGLANG_VERSION}"
+
+    @property
     def expected(self) -> list[str]:
         return self.parameters.split()
 
@@ -72,15 +80,14 @@ def check_target(hook: Hook) -> None:
         raise TargetError(
             MISSING,
             why,
-            f"SGLang has no usable {hook.target} ({why}), which sglang-triattn must hook: reinstall "
-            f"sglang=={SGLANG_VERSION}.",
+            f"SGLang has no usable {hook.target} ({why}), which sglang-triattn must hook: reinstall {hook.package}.",
         ) from error
     if found != hook.expected:
         raise TargetError(
             CHANGED,
             f"takes ({', '.join(found)}), not ({', '.join(hook.expected)})",
             f"{hook.target} takes ({', '.join(found)}), but sglang-triattn was written for "
-            f"({', '.join(hook.expected)}): reinstall sglang=={SGLANG_VERSION}, and remove any plugin that "
+            f"({', '.join(hook.expected)}): reinstall {hook.package}, and remove any plugin that "
             "replaces this function.",
         )
 

@@ -67,6 +67,37 @@ def check_answers(infos: list[dict[str, Any]]) -> None:
             raise TriAttentionError(confirmation["refusal"])
 
 
+class CheckedPipes:
+    """`multiprocessing` for a launch that opens a pipe for each scheduler: their answers are checked as they are read.
+
+    `recv` of such a pipe raises TriAttentionError if a scheduler is ready and does not compress.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def Pipe(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        reader, writer = self._module.Pipe(*args, **kwargs)
+        return _CheckedReader(reader), writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _CheckedReader:
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def recv(self) -> dict[str, Any]:
+        info = self._reader.recv()
+        if info.get("status") == "ready":
+            check_answers([info])
+        return info
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
+
+
 def main_hooks() -> list[Hook]:
     """Hooks for the main process."""
     return [

@@ -57,16 +57,27 @@ def check_preferred(settings: Any, config: RoundRules) -> None:
 
 def prefer(manager: TokenizerManager, request: GenerateReqInput | EmbeddingReqInput) -> None:
     """Gives a request the operator's settings of compression if it has none, at each endpoint."""
-    preferred = _settings_in(getattr(manager, "preferred_sampling_params", None))
     params: Any = request.sampling_params
-    if preferred is None or _settings_in(params) is not None:
-        return
-    custom = params.get("custom_params")
-    if custom is None or isinstance(custom, Mapping):
-        request.sampling_params = {**params, "custom_params": {**(custom or {}), KEY: preferred}}
+    custom = params.get("custom_params") if isinstance(params, Mapping) else None
+    found = with_preferred(getattr(manager, "preferred_sampling_params", None), custom)
+    if found is not custom:
+        request.sampling_params = {**params, "custom_params": found}
 
 
-def _settings_in(params: Any) -> object | None:
+def with_preferred(preferred: object, custom_params: object) -> Any:
+    """`custom_params` with the operator's settings of compression, unless the client sent some, or sent no object.
+
+    Args:
+        preferred: the operator's sampling parameters.
+    """
+    settings = _settings_in(preferred)
+    if settings is None or (custom_params is not None and not isinstance(custom_params, Mapping)):
+        return custom_params
+    own = custom_params or {}
+    return custom_params if own.get(KEY) is not None else {**own, KEY: settings}
+
+
+def _settings_in(params: object) -> object | None:
     """The settings of compression in sampling parameters; None if there are none, or null."""
     custom = params.get("custom_params") if isinstance(params, Mapping) else None
     return custom.get(KEY) if isinstance(custom, Mapping) else None

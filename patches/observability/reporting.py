@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
 
 KEY = "triattention"
-_STOPPED = "triattention_stopped"
+STOPPED = "triattention_stopped"
 
 _NOTHING = Report(0, 0, 0, 0, 0, 0)
 
@@ -127,7 +127,7 @@ def reporting_streamer(
                 seen, reports = CompressedRequest.releases, list(map(_report, reqs))
             info = {**streamer.build_additional_customized_info(self, reqs), KEY: reports}
             reason = stopped()
-            return info if reason is None else {**info, _STOPPED: [reason] * len(reqs)}
+            return info if reason is None else {**info, STOPPED: [reason] * len(reqs)}
 
     return ReportingStreamer
 
@@ -147,10 +147,10 @@ def _add_to_meta_info(
     finish_reason: dict | None,
 ) -> None:
     """Puts a request's report into its `meta_info` as one object; SGLang would make a list of it."""
-    others = {key: values for key, values in customized_info.items() if key not in (KEY, _STOPPED)}
+    others = {key: values for key, values in customized_info.items() if key not in (KEY, STOPPED)}
     original(manager, meta_info, state, others, index, finish_reason)
-    if _STOPPED in customized_info:
-        record_stop(customized_info[_STOPPED][index])
+    if STOPPED in customized_info:
+        record_stop(customized_info[STOPPED][index])
     report = customized_info.get(KEY, {index: None})[index]
     if report is not None:
         meta_info[KEY] = report

@@ -30,6 +30,11 @@ def record_stop(reason: str) -> None:
         _reasons.append(reason)
 
 
+def reason() -> str | None:
+    """Why compression has stopped, in the main process; None if it has not."""
+    return _reasons[0] if _reasons else None
+
+
 def route_of(scope: Message) -> str:
     """The path that the application's routes are compared with, for a scope of type http.
 

@@ -80,8 +80,6 @@ _ALWAYS = (
     Rule("encoder_only", is_set, "an encoder does not decode"),
     Rule("language_only", is_set, "images that another server has encoded are not tested with rounds"),
     Rule("use_ray", is_set, _NO_PLUGIN),
-    Rule("smg_grpc_mode", is_set, _NO_PLUGIN),
-    Rule("grpc_mode", is_set, _NO_PLUGIN),
     Rule("is_embedding", is_set, "an embedding model does not decode"),
     Rule("enable_nvidia_megakernel", is_set, _OWN_STEP),
     Rule("enable_amd_monokernel", is_set, _OWN_STEP),
@@ -103,6 +101,12 @@ _STAGES = only(
         Rule("speculative_algorithm", is_set, "drafted tokens are not tested in stages"),
     ),
     lambda server: server.is_above_one("pp_size"),
+)
+
+_GRPC = only(
+    (Rule("nnodes", many, "the main processes of several nodes do not wait for one another there"),),
+    lambda server: bool(server.settings.get("smg_grpc_mode") or server.settings.get("grpc_mode")),
+    "smg_grpc_mode",
 )
 
 _NOT_ON_DECODE_SERVERS = "it is not tested on a decode server"
@@ -210,12 +214,15 @@ _AUTO_CONVERSATIONS = only(
 FIRST_RULES = _ALWAYS
 """Those for every model and server, which need no traits."""
 RULES = (
-    *(*_STAGES, *_DECODE_SERVERS, *_LINEAR_STATES),
+    *(*_STAGES, *_GRPC, *_DECODE_SERVERS, *_LINEAR_STATES),
     *(*_MEASURING, *_LEVEL, *_AUTO_CONVERSATIONS, *DRAFT_RULES),
 )
 """Those for some, in the order in which they are applied."""
 
-_NOT_REFUSED = ("context_length", "disable_overlap_schedule", "enable_multimodal", "max_total_tokens", "page_size")
+_NOT_REFUSED = (
+    *("context_length", "disable_overlap_schedule", "enable_multimodal", "grpc_mode", "max_total_tokens", "page_size"),
+    "smg_grpc_mode",
+)
 SETTING_FIELDS = frozenset({*(rule.field for rule in (*FIRST_RULES, *RULES)), *CHAIN, *_NOT_REFUSED})
 """SGLang's settings that matter."""
 

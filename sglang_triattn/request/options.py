@@ -200,6 +200,9 @@ def _keep_share(asked: Mapping[str, Any], most: float) -> float:
 
 def _tokens(asked: Mapping[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:
     value = asked.get(name, most if default is None else default)
+    # Protocol buffers have one type for numbers.
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestError(
             f"custom_params.{KEY}.{name} is {quoted(value)}, but it must be a whole number of tokens from {least} to "

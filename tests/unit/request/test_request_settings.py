@@ -98,6 +98,17 @@ def test_null_is_not_given(name):
     assert read_request(CONFIG, {"triattention": {name: None}}) == CompressionOptions(CONFIG)
 
 
+def test_whole_numbers_of_protocol_buffers():
+    """Prevents refusing every length that comes by gRPC, where all numbers are floating-point."""
+    lengths = {"budget": 64.0, "interval": 32.0, "recent": 16.0}
+    assert read_request(CONFIG, {"triattention": lengths}) == read_request(
+        CONFIG, {"triattention": {name: int(value) for name, value in lengths.items()}}
+    )
+    for wrong in (64.5, float("inf"), float("nan")):
+        with pytest.raises(TriAttentionError, match="whole number of tokens"):
+            read_request(CONFIG, {"triattention": {"budget": wrong}})
+
+
 def test_requests_keep_at_least_the_window():
     """Prevents a request from dropping tokens that the model's window layers still see."""
     server = complete(Config("s", budget=2048), window=512, page_size=16)

@@ -18,7 +18,7 @@ MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
 EXAMPLES = {
     ("README.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("agents.md", "python"): ["tests/server/test_readme_clients.py"],
-    ("clients.md", "python"): ["tests/server/test_readme_clients.py"] * 3,
+    ("clients.md", "python"): [*["tests/server/test_readme_clients.py"] * 3, "tests/server/test_grpc.py"],
     ("clients.md", "bash"): ["tests/server/test_readme_clients.py"],
     ("capacity.md", ""): ["tests/unit/cli/test_plan.py"],
     ("compatibility.md", ""): ["tests/unit/cli/test_check.py"],

@@ -131,7 +131,7 @@ def test_refused_settings():
         (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
         for name in re.findall(
-            r"`--([\w-]+)", re.split(", with `--(?:pp-size|disaggregation-mode|triattention)", names)[0]
+            r"`--([\w-]+)", re.split(", with `--(?:pp-size|smg-grpc-mode|disaggregation-mode|triattention)", names)[0]
         )
     }
     # A sentence of its own says of which model such a rule speaks.

@@ -29,8 +29,9 @@ ALLOWED = {
 }
 # Folders and files of patches/, each of which imports from those below it alone, and folders from their own files.
 ROOMS = (
-    *("doctor", "plugin", "worker_app", "compression", "request_validation", "request_names", "observability"),
-    *("rounds", "scheduler", "calibration", "request", "model", "launch", "ranks", "cpu", "hooks", "sglang_types"),
+    *("doctor", "plugin", "worker_app", "compression", "grpc_servicer", "request_validation", "request_names"),
+    *("observability", "rounds", "scheduler", "calibration", "request", "model", "launch", "ranks", "cpu", "hooks"),
+    "sglang_types",
 )
 
 
