@@ -22,6 +22,7 @@ from harness import BUDGET, STRICT, compressed_args, greedy, install_plugin, pla
 from oracle import TOLERANCE, Oracle, oracle_of
 from server import free_port, launch_command
 from sets import wide
+from word_tokenizer import with_tokenizer
 
 # The server warms up with token ids of a vocabulary of 128,256.
 ENV = {**STRICT, "SMG_SGLANG_SERVICER_WARMUP": "off"}
@@ -136,10 +137,13 @@ def test_storm(client):
     assert "sglang_triattention_evicted_tokens_total{" in metrics
 
 
-def test_preferred_settings_of_replicas(forkserver, tiny, tmp_path):
-    """Prevents the operator's settings from being lost by gRPC, and replicas that do not answer the launch."""
-    flags = ("--dp-size", "2", "--preferred-sampling-params", PREFERRED)
-    with grpc_server(forkserver, tiny, tmp_path / "log", *flags, env=two_cores()) as client:
+def test_first_launch_of_replicas(forkserver, tiny, tmp_path):
+    """Prevents replicas that do not answer the launch, or cannot measure at it, and the operator's preferred settings
+    from being lost by gRPC."""
+    model = with_tokenizer(tiny, tmp_path / "model")
+    flags = ("--triattention-stats", "auto", "--dp-size", "2", "--preferred-sampling-params", PREFERRED)
+    env = {**two_cores(), "XDG_CACHE_HOME": str(tmp_path)}
+    with grpc_server(forkserver, model, tmp_path / "log", *flags, env=env) as client:
         ids = prompt(9, 30)
         for settings, budget in ((None, 40), ({}, BUDGET), ({"budget": 48}, 48)):
             answers = [client.generate(ids, 200, settings) for _ in range(2)]
