@@ -43,7 +43,8 @@ def grpc_server(forkserver, model, log: Path, *flags: str, env: dict[str, str] |
 
 @pytest.fixture(scope="module")
 def client(forkserver, tiny, tmp_path_factory):
-    with grpc_server(forkserver, tiny, tmp_path_factory.mktemp("grpc") / "log") as client:
+    flags = ("--triattention-conversations", "auto")
+    with grpc_server(forkserver, tiny, tmp_path_factory.mktemp("grpc") / "log", *flags) as client:
         yield client
 
 
@@ -72,12 +73,13 @@ def test_logits(client, tiny, stream):
     client.flush()
 
 
-def test_a_conversation(client):
-    """Prevents a turn by gRPC that prefills its history again."""
+@pytest.mark.parametrize("named", [{"conversation": "a"}, {}], ids=["named", "auto"])
+def test_a_conversation(client, named):
+    """Prevents a turn by gRPC that prefills its history again, also of clients that the gateway lets bring no name."""
     ids = prompt(6, 40)
-    first = client.generate(ids, 150, {"conversation": "a"})
+    first = client.generate(ids, 150, named)
     history = ids + first.output_ids
-    second = client.generate([*history, *prompt(7, 9)], 60, {"conversation": "a", "release": True})
+    second = client.generate([*history, *prompt(7, 9)], 60, {**named, "release": True})
     assert (first.report["conversation"], second.report["conversation"]) == ("new", "resumed")
     assert second.cached >= len(history) - 1
     client.flush()
