@@ -129,8 +129,9 @@ def _send_reports(manager: Any, batch_out: BatchTokenIDOutput) -> None:
     for reason in info.get(reporting.STOPPED, ()):
         stopped.record_stop(reason)
     for rid, report in zip(batch_out.rids or (), info.get(reporting.KEY, ()), strict=False):
-        state = manager.rid_to_state.get(rid)
-        if report is not None and state is not None and state.grpc_context is not None:
+        # In most steps, no request has finished.
+        state = None if report is None else manager.rid_to_state.get(rid)
+        if state is not None and state.grpc_context is not None:
             state.grpc_context.set_trailing_metadata(((METADATA, json.dumps(report)),))
 
 

@@ -23,7 +23,6 @@ EXPECTED = {
     "rows found by their tokens",
     "rows resumed before their end",
     "rows copied in case that a turn fails",
-    "conversations that went back to a copy",
     "rounds of rows with inputs",
     "shared starts of compacted rows",
     "rows barred by SGLang",

@@ -21,7 +21,6 @@ from grpc_client import Answer, GrpcClient
 from harness import BUDGET, STRICT, compressed_args, greedy, install_plugin, plain_args, prompt, python_path, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from server import free_port, launch_command
-from sets import wide
 from word_tokenizer import with_tokenizer
 
 # The server warms up with token ids of a vocabulary of 128,256.
@@ -207,9 +206,9 @@ def activate():
     ("flags", "words"),
     [
         (["--max-total-tokens", "96"], ["first round at 100 tokens or more", "the KV pool holds 96 tokens"]),
-        wide(["--servicer-impl", "rust"], ["--servicer-impl rust does not work with --enable-triattention"]),
-        wide(["--nnodes", "2"], ["--nnodes 2 does not work with --enable-triattention and --smg-grpc-mode True"]),
-        wide([], ["did not confirm"]),
+        (["--servicer-impl", "rust"], ["--servicer-impl rust does not work with --enable-triattention"]),
+        (["--nnodes", "2"], ["--nnodes 2 does not work with --enable-triattention and --smg-grpc-mode True"]),
+        ([], ["did not confirm"]),
     ],
     ids=["small pool", "rust", "nodes", "no plugin"],
 )

@@ -3,9 +3,12 @@
 import json
 from itertools import product
 
+from benchmarks.quality.cells import Unit
+from benchmarks.quality.table import difference
 from checkout import ROOT
 from documents import DOCS, README, code, section, table, tables
 
+KINDS_OF_ANSWERS = ("identifier", "state", "instruction", "own")
 LARGER = "quality-held-out-qwen-1.5b"
 LIMITS = " ".join(section(README, "Limits").split())
 
@@ -354,7 +357,7 @@ def test_tool_loop():
         for name, *cells in rows:
             policy, _, stripped = name.strip("`").partition("`, ")
             key = ("stripped" if stripped else "kept", policy)
-            kinds = [answers[*key, kind] for kind in ("identifier", "state", "instruction", "own")]
+            kinds = [answers[*key, kind] for kind in KINDS_OF_ANSWERS]
             last, second = (turns[*key, turn] for turn in (12, 2))
             assert cells == [
                 *(f"{row['right']}/{row['questions']}" for row in kinds),
@@ -364,6 +367,59 @@ def test_tool_loop():
                 f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
             ], name
         assert len(rows) == 8
+
+
+def loops_of_the_larger_model() -> dict[str, dict]:
+    return {name: results(f"tool-loop-{name}qwen2.5-coder-1.5b") for name in ("", "more-", "least-")}
+
+
+def test_tool_loops_of_more_agents():
+    """Prevents figures of further agents that are not those of their runs."""
+    runs, expected = loops_of_the_larger_model(), []
+    for found, policy in product((runs["more-"], runs["least-"]), ("dense", "keep")):
+        answers = {row["kind"]: row for row in found["answers"] if row["policy"] == policy}
+        second, last = (row for row in found["turns"] if row["policy"] == policy and row["turn"] in (2, 12))
+        expected.append(
+            [
+                *(f"{answers[kind]['right']}/{answers[kind]['questions']}" for kind in KINDS_OF_ANSWERS),
+                "" if policy == "dense" else "[{low:.2f}, {high:.2f}]".format(**answers["inputs"]),
+                f"{last['held']:,.0f}",
+                f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
+            ]
+        )
+    rows = table(DOCS / "agents.md", "A long loop, measured", "policy, twelve agents")
+    assert [cells for _, *cells in rows] == expected
+
+
+def test_tool_loops_of_all_agents():
+    """Prevents sums over all agents, and how sure their differences are, that are not those of their runs."""
+    agents = [agent for found in loops_of_the_larger_model().values() for agent in found["asked"]]
+
+    def compared(*kinds: str) -> tuple[str, float, float]:
+        kept, dense = (
+            [
+                [Unit(float(one["right"]), 0.0) for one in agent["answers"] if one["kind"] in kinds]
+                for agent in agents
+                if agent["agent"].startswith(f"kept {policy} ")
+            ]
+            for policy in ("keep", "dense")
+        )
+        assert len(kept) == len(dense) == 14
+        found, whole = (sum(unit.right for units in each for unit in units) for each in (kept, dense))
+        return f"{found:.0f} of {sum(map(len, kept))}, dense {whole:.0f}", *difference(kept, dense, kinds[0])
+
+    text = " ".join(section(DOCS / "agents.md", "The same with a model of 1.5B").split())
+    shown, low, high = compared("identifier", "state", "instruction")
+    assert f"all fourteen agents with `keep` {shown}, a difference within [{low:.2f}, {high:.2f}]" in text
+    shown, low, high = compared("identifier")
+    assert f"Identifiers were a little fewer ({shown}; not sure)" in text
+    assert low < 0 < high
+    shown, low, _ = compared("state")
+    assert f"readings that changed more ({shown}; surely)" in text
+    assert low > 0
+    shown, _, high = compared("own")
+    assert f"is lost**, {shown.replace(', dense', ' against')}:" in text
+    assert high < 0
 
 
 def test_what_the_own_text_is_read_for():
