@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 
 import pytest
 
 from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches import grpc_servicer
-from sglang_triattn.patches.hooks.hook import Hook, check_target
+from sglang_triattn.patches.hooks.hook import SERVICER_VERSION, Hook, check_target
 from sglang_triattn.patches.launch import handshake
 from sglang_triattn.patches.launch.preferred import with_preferred
 
@@ -58,10 +59,12 @@ def test_preferred_settings(custom_params, expected):
         assert with_preferred(none, custom_params) is custom_params
 
 
-def test_another_version_of_the_server_is_named(monkeypatch):
-    """Prevents advice to reinstall SGLang where the package of the gRPC server has changed."""
+def test_another_version_of_the_server_is_named():
+    """Prevents advice to reinstall SGLang where the package of the gRPC server has changed, or to install a version
+    that is not the tested one."""
+    assert importlib.metadata.version("smg-grpc-servicer") == SERVICER_VERSION
     hook = Hook("smg_grpc_servicer.sglang.gone.function", "after", lambda: None, "self", why="")
-    with pytest.raises(TriAttentionError, match=r"reinstall smg-grpc-servicer==[0-9.]+\.$"):
+    with pytest.raises(TriAttentionError, match=rf"reinstall smg-grpc-servicer=={SERVICER_VERSION}\.$"):
         check_target(hook)
 
 
