@@ -100,7 +100,7 @@ def test_the_example(client, forkserver, tmp_path):
         ({"budget": BUDGET + 1}, ["custom_params.triattention.budget is 65", "what the server was started with"]),
         ({"interval": 2.5}, ["custom_params.triattention.interval is 2.5", "a whole number of tokens"]),
         ({"bugdet": 8}, ["custom_params.triattention.bugdet is not a setting of a request"]),
-        ({"release": True}, ["custom_params.triattention.release names no conversation"]),
+        ({"enabled": False, "conversation": "a"}, ["conversation does not work with enabled false"]),
     ],
 )
 def test_bad_settings(client, settings, words):
