@@ -24,8 +24,9 @@ START_TIMEOUT_S = 600
 # An idle SGLang exits within three seconds; a busy one first finishes its work, which is not worth the wait.
 STOP_GRACE_S = 6
 KILL_TIMEOUT_S = 30
-# What uvicorn logs.
+# What uvicorn logs; and SGLang, of one of its own ports, before it ends.
 TAKEN = "error while attempting to bind on address"
+OTHER_TAKEN = " is not available in 30 seconds. "
 
 # With attention data parallelism SGLang also listens 13 and 233 to 239 above a server's port: none of those is here.
 PORTS = [port for port in range(20_000, 30_000) if port % 50 <= 10]
@@ -47,7 +48,7 @@ class ServerError(RuntimeError):
 
 
 class PortTaken(ServerError):
-    """Another program took the port after it was drawn; SGLang only logs that and goes on without HTTP."""
+    """Another program took a port after it was drawn. Of the server's own, SGLang only logs that and goes on."""
 
 
 @dataclass
@@ -64,10 +65,11 @@ class Server:
     def pid(self) -> int:
         return self.process.pid
 
+    def log_text(self) -> str:
+        return "" if self.log_path is None else self.log_path.read_text(errors="replace")
+
     def log_tail(self, lines: int = 40) -> str:
-        if self.log_path is None:
-            return ""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(self.log_text().splitlines()[-lines:])
 
 
 def free_port() -> int:
@@ -169,8 +171,9 @@ def wait_until_healthy(server: Server, timeout_s: float = START_TIMEOUT_S) -> No
     while time.monotonic() < deadline:
         code = server.process.poll()
         if code is not None:
-            raise ServerError(_with_log(server, f"the server ended while starting, with exit code {code}"))
-        if server.log_path is not None and TAKEN in server.log_path.read_text(errors="replace"):
+            kind = PortTaken if OTHER_TAKEN in server.log_text() else ServerError
+            raise kind(_with_log(server, f"the server ended while starting, with exit code {code}"))
+        if TAKEN in server.log_text():
             raise PortTaken(_with_log(server, f"another program has port {server.port}"))
         if is_healthy(server.url):
             return

@@ -74,12 +74,23 @@ class TestServer:
             server.wait_until_healthy(handle, 30)
         assert time.monotonic() - start < 20
 
+    def test_server_that_ends_for_want_of_a_port_can_be_tried_again(self, tmp_path):
+        """Prevents a test from failing because SGLang has drawn a port, next to the server's, that another one has."""
+        line = "ValueError: rpc_port at 1 is not available in 30 seconds. rpc_port is used by a process already."
+        command = ["bash", "-c", f'echo "{line}"; exit 1']
+        with (
+            server.running_process(command, server.free_port(), log_path=tmp_path / "log") as handle,
+            pytest.raises(server.PortTaken, match="exit code 1"),
+        ):
+            server.wait_until_healthy(handle, 30)
+
     def test_server_that_dies_shows_its_log(self, tmp_path):
         command = ["bash", "-c", "echo the reason; exit 3"]
         start = time.monotonic()
         with server.running_process(command, server.free_port(), log_path=tmp_path / "log") as handle:
             with pytest.raises(server.ServerError, match=r"(?s)the reason.*exit code 3") as caught:
                 server.wait_until_healthy(handle, 30)
+            assert type(caught.value) is server.ServerError
             assert str(tmp_path / "log") in str(caught.value)
         assert time.monotonic() - start < 10
 
