@@ -84,7 +84,8 @@ def test_a_file_costs_what_its_servers_cost():
     meter.end("tests/b.py", last=True)
     first, second = meter.costs["tests/a.py"], meter.costs["tests/b.py"]
     assert (first.tests, second.tests) == (2, 1)
-    assert min(first.cpu_s, first.wall_s) >= 0.29
+    # The clock of child processes counts in hundredths of a second.
+    assert min(first.cpu_s, first.wall_s) > 0.27
     assert second.wall_s < first.wall_s
     total: dict[str, costs.Cost] = {}
     for _ in range(2):
