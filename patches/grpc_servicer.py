@@ -21,7 +21,7 @@ from sglang_triattn.errors import TriAttentionError
 from sglang_triattn.patches.hooks.hook import Hook, replaced
 from sglang_triattn.patches.launch import server_args as args_patch
 from sglang_triattn.patches.launch.handshake import CheckedPipes
-from sglang_triattn.patches.launch.preferred import with_preferred
+from sglang_triattn.patches.launch.preferred import read_preferred, with_preferred
 from sglang_triattn.patches.observability import reporting, stopped
 from sglang_triattn.patches.request.fields import kinds_of
 from sglang_triattn.patches.request_validation import check_settings
@@ -111,15 +111,12 @@ def _prefer_and_check(tokenized: TokenizedGenerateReqInput, servicer: Any, _: ob
     if rules is None:
         return
     params, media = tokenized.sampling_params, tokenized.mm_inputs
-    custom = with_preferred(_preferred(servicer.server_args), params.custom_params)
+    preferred = servicer.server_args.preferred_sampling_params
+    preferred = read_preferred(preferred) if isinstance(preferred, str) else preferred
+    custom = with_preferred(preferred, params.custom_params)
     kinds = set() if media is None else kinds_of(media.mm_items)
     check_settings(rules, servicer.server_args, custom, params.beam_width, kinds)
     params.custom_params = custom
-
-
-def _preferred(server_args: Any) -> object:
-    preferred = server_args.preferred_sampling_params
-    return json.loads(preferred) if isinstance(preferred, str) else preferred
 
 
 def _send_reports(manager: Any, batch_out: BatchTokenIDOutput) -> None:

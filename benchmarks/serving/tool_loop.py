@@ -89,16 +89,11 @@ ASKING = 256
 """The server's interval, which questions have; turns ask for a smaller one."""
 
 
-STRIPPED = "-stripped"
-"""Ends the name of a policy on a command line whose history has no thinking."""
-POLICIES = ("dense", "exact", *RESUMED, f"dense{STRIPPED}", f"auto{STRIPPED}")
-
-
-def policies(sizes: Sizes, asked: Sequence[str] = POLICIES) -> tuple[Policy, ...]:
+def policies(sizes: Sizes) -> tuple[Policy, ...]:
     default = {"interval": sizes.interval}
     compact = {**default, "turn_inputs": "compact"}
     dense = {"enabled": False}
-    known = (
+    return (
         Policy("dense", dense),
         Policy("exact", {**default, "release": True}),
         Policy("keep", default, named=True),
@@ -108,7 +103,17 @@ def policies(sizes: Sizes, asked: Sequence[str] = POLICIES) -> tuple[Policy, ...
         Policy("dense", dense, stripped=True),
         Policy("auto", default, stripped=True),
     )
-    return tuple(policy for policy in known if policy.name + STRIPPED * policy.stripped in asked)
+
+
+STRIPPED = "-stripped"
+
+
+def label(policy: Policy) -> str:
+    """The name of a policy on a command line, which says whether its history has no thinking."""
+    return policy.name + STRIPPED * policy.stripped
+
+
+POLICIES = tuple(map(label, policies(Sizes())))
 
 
 def turn_rows(agents: Sequence[Agent], sizes: Sizes) -> list[dict]:
@@ -296,15 +301,16 @@ def main(argv: list[str] | None = None) -> None:
     sizes = sizes_asked(QUICK if options.quick else Sizes(), options)
     model, stats = (options.model, options.stats or "auto") if options.model else demonstration_model()
     model, stats = map(for_a_server, (model, stats))
-    agents = measure(model, stats, sizes, policies(sizes, options.policies), ["--dtype", options.dtype, *flags])
+    asked = [policy for policy in policies(sizes) if label(policy) in options.policies]
+    agents = measure(model, stats, sizes, asked, ["--dtype", options.dtype, *flags])
     turns, answers, distances = turn_rows(agents, sizes), answer_rows(agents), distance_rows(agents)
     judged = goals(turns, answers, agents)
     for rows in (turns, answers, distances, judged):
         print_table(list(rows[0]), [list(row.values()) for row in rows])
     setting = {"model": Path(model).name, "dtype": options.dtype, "threads": threads(), **asdict(sizes), "flags": flags}
-    asked = [{"agent": agent.name, "answers": agent.answers} for agent in agents]
+    answered = [{"agent": agent.name, "answers": agent.answers} for agent in agents]
     results = {"setting": setting, "turns": turns, "answers": answers, "distances": distances, "goals": judged}
-    write({**results, "asked": asked}, options.json, options.quick)
+    write({**results, "asked": answered}, options.json, options.quick)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ client sent none, so that there the operator's are lost.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def check_preferred(settings: Any, config: RoundRules) -> None:
         return
     if isinstance(preferred, str):
         try:
-            preferred = json.loads(preferred)
+            preferred = read_preferred(preferred)
         except ValueError as error:
             raise TriAttentionError(
                 f"{_FLAG} is {quoted(preferred)}, which is not JSON ({error}): give an object of sampling parameters."
@@ -62,6 +63,12 @@ def prefer(manager: TokenizerManager, request: GenerateReqInput | EmbeddingReqIn
     found = with_preferred(getattr(manager, "preferred_sampling_params", None), custom)
     if found is not custom:
         request.sampling_params = {**params, "custom_params": found}
+
+
+@functools.cache
+def read_preferred(text: str) -> Any:
+    """The operator's sampling parameters from the text of the flag. Raises ValueError if it is not JSON."""
+    return json.loads(text)
 
 
 def with_preferred(preferred: object, custom_params: object) -> Any:

@@ -59,11 +59,12 @@ class HealthOfStopped:
 
         async def send_unless_stopped(message: Message) -> None:
             nonlocal replaced
-            if message["type"] == "http.response.start" and _reasons and message["status"] == 200:
+            stopped = reason()
+            if message["type"] == "http.response.start" and stopped is not None and message["status"] == 200:
                 from starlette.responses import JSONResponse
 
                 replaced = True
-                await JSONResponse({"error": {"message": _reasons[0]}}, status_code=503)(scope, receive, send)
+                await JSONResponse({"error": {"message": stopped}}, status_code=503)(scope, receive, send)
             elif not replaced:
                 await send(message)
 

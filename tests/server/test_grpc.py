@@ -18,7 +18,18 @@ import forked_servers
 from disaggregated_servers import TRANSFER
 from documents import DOCS, example
 from grpc_client import Answer, GrpcClient
-from harness import BUDGET, STRICT, compressed_args, greedy, install_plugin, plain_args, prompt, python_path, two_cores
+from harness import (
+    BUDGET,
+    SABOTAGE,
+    STRICT,
+    compressed_args,
+    greedy,
+    install_plugin,
+    plain_args,
+    prompt,
+    python_path,
+    two_cores,
+)
 from oracle import TOLERANCE, Oracle, oracle_of
 from server import free_port, launch_command
 from word_tokenizer import with_tokenizer
@@ -123,15 +134,15 @@ def test_storm(client):
         rng = random.Random(number)
         settings = rng.choice([None, {"enabled": False}, {"budget": 24}, {"prompt": "compact"}, {"conversation": "b"}])
         ids = prompt(number % 3, 60) + prompt(100 + number, rng.choice([1, 40, 150]))
-        call = client.call(ids, rng.choice([1, 60, 200]), settings, stream=number % 2 == 0, answers=1 + number % 3 // 2)
+        answers = 2 if number % 3 == 2 else 1
+        call = client.call(ids, rng.choice([1, 60, 200]), settings, stream=number % 2 == 0, answers=answers)
         if number % 4 == 0:
             time.sleep(rng.uniform(0.1, 1.0))
             return call.cancel()
-        return sum(part.HasField("complete") for part in call) == 1 + number % 3 // 2
+        return sum(part.HasField("complete") for part in call) == answers
 
     with ThreadPoolExecutor(12) as pool:
         assert all(pool.map(one, range(60)))
-    client.wait_until_idle()
     client.flush()
     assert client.generate(prompt(8, 40), 150) == before
     metrics = requests.get(f"http://127.0.0.1:{client.metrics}/metrics", timeout=60).text
@@ -191,15 +202,6 @@ def test_a_decode_server(forkserver, tiny, tmp_path):
         assert sent.result().status_code == 200
         assert answer.report["rounds"] >= 5
         assert error(account, ids, answer) < TOLERANCE
-
-
-SABOTAGE = """
-import multiprocessing, sys
-
-def activate():
-    if multiprocessing.parent_process() is not None:
-        sys.modules["sglang_triattn.patches.compression"] = None
-"""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import forked_servers
-from harness import altered_stats, compressed_args, install_plugin, only_models, plain_args, python_path
+from harness import SABOTAGE, altered_stats, compressed_args, install_plugin, only_models, plain_args, python_path
 from launches import launch
 from sets import wide
 from sglang_triattn.compatibility.rule import Server
@@ -306,16 +306,6 @@ def test_engine_raises_and_leaves_no_process(forkserver, tiny, foreign_stats, tm
     refused = next((line for line in ended.output.splitlines() if line.startswith("REFUSED")), "")
     assert refused.endswith(" 0"), ended.output[-3000:]
     assert "calibrate" in refused
-
-
-SABOTAGE = """
-import multiprocessing, sys
-
-def activate():
-    # In spawned children alone the plugin's scheduler part cannot be imported.
-    if multiprocessing.parent_process() is not None:
-        sys.modules["sglang_triattn.patches.compression"] = None
-"""
 
 
 def test_scheduler_without_the_plugin_ends_the_launch(forkserver, tiny, tmp_path):

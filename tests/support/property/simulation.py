@@ -64,7 +64,7 @@ class Simulation(Memory):
         self.talks: dict[int, Talk] = {}
         self.spoken: dict[str, list[int]] = {}
         self.kept_once: set[str] = set()
-        self.resumed = self.found = self.cut = self.copied = self.restored = self.shared_starts = 0
+        self.resumed = self.found = self.cut = self.copied = self.shared_starts = 0
         self.barred = self.stripped = self.aborted_prefills = 0
         self.early_rounds = self.level_rounds = self.prefill_rounds = self.cut_rounds = self.input_rounds = 0
         self._serial = 0
@@ -81,7 +81,6 @@ class Simulation(Memory):
             "rows found by their tokens": self.found,
             "rows resumed before their end": self.cut,
             "rows copied in case that a turn fails": self.copied,
-            "conversations that went back to a copy": self.restored,
             "rounds of rows with inputs": self.input_rounds,
             "shared starts of compacted rows": self.shared_starts,
             "rows barred by SGLang": self.barred,
@@ -250,10 +249,9 @@ class Simulation(Memory):
 
     def _note_spare(self, owner: CompressedRequest) -> None:
         """Notes that a conversation has gone back to the copy of its row."""
-        if owner.start == "resumed" and not owner.kept and self.conversations.keeps(owner):
-            self.restored += 1
-            if owner.conversation is not None:
-                self.kept_once.add(owner.conversation)
+        gone_back = owner.start == "resumed" and not owner.kept and self.conversations.keeps(owner)
+        if gone_back and owner.conversation is not None:
+            self.kept_once.add(owner.conversation)
 
     def _prefill(self, running: Running, row: torch.Tensor, chunk: int) -> bool:
         """Prefills one chunk; True after the last."""

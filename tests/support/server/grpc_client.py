@@ -53,16 +53,8 @@ class GrpcClient:
         return self.scheduler.HealthCheck(messages.HealthCheckRequest(), timeout=60).healthy
 
     def flush(self) -> None:
+        """Waits until the server is idle, first."""
         assert self.scheduler.FlushCache(common.FlushCacheRequest(timeout_s=30.0), timeout=60).success
-
-    def loads(self) -> list[Any]:
-        return list(self.scheduler.GetLoads(messages.GetLoadsRequest(), timeout=60).loads)
-
-    def wait_until_idle(self, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while any(load.num_running_reqs + load.num_waiting_reqs for load in self.loads()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
     def wait_until_serving(self, process: Any, seconds: float = 300.0) -> None:
         deadline = time.monotonic() + seconds

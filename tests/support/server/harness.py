@@ -238,6 +238,17 @@ def install_plugin(folder: Path, name: str, source: str) -> None:
     (folder / f"{name}.py").write_text(source)
 
 
+# A plugin for `install_plugin`.
+SABOTAGE = """
+import multiprocessing, sys
+
+def activate():
+    # In spawned children alone the plugin's scheduler part cannot be imported.
+    if multiprocessing.parent_process() is not None:
+        sys.modules["sglang_triattn.patches.compression"] = None
+"""
+
+
 def python_path(*folders: Path) -> str:
     """PYTHONPATH with `folders` at the front."""
     old = os.environ.get("PYTHONPATH")

@@ -84,8 +84,8 @@ def test_a_file_costs_what_its_servers_cost():
     meter.end("tests/b.py", last=True)
     first, second = meter.costs["tests/a.py"], meter.costs["tests/b.py"]
     assert (first.tests, second.tests) == (2, 1)
-    # The clock of child processes counts in hundredths of a second.
-    assert min(first.cpu_s, first.wall_s) > 0.27
+    # Differences of the clock of child processes, which counts in hundredths of a second, are a little off.
+    assert round(min(first.cpu_s, first.wall_s), 6) >= 0.29
     assert second.wall_s < first.wall_s
     total: dict[str, costs.Cost] = {}
     for _ in range(2):
