@@ -30,8 +30,9 @@ ALIASES = {
     "pipeline_parallel_size": "pp_size",
     "tensor_parallel_size": "tp_size",
 }
-# How long a request can get.
-_LENGTHS = {"context_length", "max_total_tokens"}
+# The settings that are whole numbers: by name, and by how a name ends.
+_COUNTS = {"context_length", "max_total_tokens", "nnodes"}
+_COUNT_ENDINGS = ("_size", "_num", "_topk")
 # SETTING_FIELDS has what follows from the last of these: over how many ranks --tp-size splits a head.
 _KNOWN = {*SETTING_FIELDS, "dp_size", "enable_dp_attention"}
 _IGNORED = {"trust_remote_code"}
@@ -192,7 +193,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _value(name: str, value: str, field: str) -> float | str:
     if field.endswith("_threshold"):
         return _number(name, value)
-    if field not in _LENGTHS and not field.endswith(("_size", "_num", "_topk")):
+    if field not in _COUNTS and not field.endswith(_COUNT_ENDINGS):
         return value
     if not value.isdecimal() or int(value) < 1:
         raise TriAttentionError(f"{name} is {value}, but it must be a whole number, at least 1.")

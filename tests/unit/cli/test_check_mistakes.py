@@ -17,6 +17,7 @@ from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
 
 FLAGS = ["--" + field.replace("_", "-") for field in sorted(SETTING_FIELDS)]
+WORDS = ["1", "-1", "a"]
 KNOWN = {file.stem: json.loads(file.read_text()) for file in sorted(CONFIGS.glob("*.json"))}
 FIELDS = sorted({name for known in KNOWN.values() for name in (*known, *(known.get("text_config") or ()))})
 INNER = ["rope_type", "factor", "full_attention", "partial_rotary_factor", "attention", "full_attn_layers", "no_op"]
@@ -35,6 +36,7 @@ VALUES = st.recursive(
         ("--tp-size -1", "--tp-size is -1, but it must be at least 1"),
         ("--context-length -2", "--context-length is -2, but it must be a whole number, at least 1"),
         ("--pp-size -2", "--pp-size is -2, but it must be a whole number, at least 1"),
+        ("--nnodes two", "--nnodes is two, but it must be a whole number, at least 1"),
         ("--disaggregation-decode-host-receive-threshold few", "receive-threshold is few, but it must be a number"),
         ("--dp many", "--dp is many, but it must be a whole number"),
         ("--triattention-budget -5", "--triattention-budget is -5"),
@@ -122,9 +124,21 @@ def test_no_file_breaks_it(data):
         assert verdict.held_bytes > 0
 
 
-@given(st.lists(st.sampled_from([*FLAGS, "--x", "--x=", "1", "-1", "a"])))
+@given(st.lists(st.sampled_from([*FLAGS, "--x", "--x=", *WORDS])))
 def test_no_flags_break_it(words):
     """Prevents a traceback for flags in an unusual order."""
+    is_judged_or_one_line(words)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_no_value_breaks_it(name):
+    """Prevents a rule that expects a number and gets the word of the command line."""
+    for word in WORDS:
+        is_judged_or_one_line([name, word])
+
+
+def is_judged_or_one_line(words: list[str]) -> None:
+    """Every rule judges flags, or they are refused in a sentence."""
     try:
         given_, others = _read_flags(words)
     except TriAttentionError as error:
