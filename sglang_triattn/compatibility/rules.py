@@ -166,12 +166,7 @@ _DECODE_SERVERS = (
 )
 
 _LINEAR_STATES = only(
-    (
-        Rule("enable_int8_mamba_checkpoint", is_set, "the states that it gives to the tree are not tested with rounds"),
-        Rule(
-            "enable_linear_replayssm", is_set, "it counts a state's tokens by the row's length, which a round changes"
-        ),
-    ),
+    (Rule("enable_linear_replayssm", is_set, "it counts a state's tokens by the row's length, which a round changes"),),
     lambda server: server.traits.linear_states,
 )
 
