@@ -85,24 +85,34 @@ def _prefer_and_check(
         obj.sampling_params = {**obj.sampling_params, "custom_params": custom}
     prefer(manager, obj)
     tokenized: TokenizedGenerateReqInput = original(manager, obj, *inputs, **named_inputs)
-    media = set() if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
+    media = _media_of(obj) if tokenized.mm_inputs is None else kinds_of(tokenized.mm_inputs.mm_items)
     params = tokenized.sampling_params
     params.custom_params = _checked(rules, manager.server_args, params.custom_params, params.beam_width, media)
     return tokenized
 
 
+def _media_of(obj: GenerateReqInput | EmbeddingReqInput) -> set[str]:
+    """Kinds of non-text input that another server encodes and sends later (`--language-only`)."""
+    if not getattr(obj, "need_wait_for_mm_inputs", False):
+        return set()
+    return _given_media(obj)
+
+
+def _given_media(obj: GenerateReqInput | EmbeddingReqInput) -> set[str]:
+    from sglang.srt.managers.io_struct import has_valid_data
+
+    return {kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))}
+
+
 async def _check_before_stream(original: Callable, obj: GenerateReqInput, request: HttpRequest) -> Response:
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import has_valid_data
 
     manager = http_server.get_global_state().tokenizer_manager
     rules = rules_of(manager.server_args)
     if rules is not None:
         asked = obj.sampling_params
         # Which of several prompts have images is checked later.
-        media = (
-            [] if isinstance(asked, list) else [kind for kind in _MEDIA if has_valid_data(getattr(obj, f"{kind}_data"))]
-        )
+        media = set() if isinstance(asked, list) else _given_media(obj)
         try:
             request_names.note(manager, obj, request)
             for params in asked if isinstance(asked, list) else [asked]:

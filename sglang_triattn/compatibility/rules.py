@@ -78,7 +78,6 @@ _ALWAYS = (
     Rule("enable_return_indexer_topk", is_set, _OWN_KV),
     Rule("device", lambda value: value not in ("cuda", "cpu"), "its streams and KV layouts are not known to fit"),
     Rule("encoder_only", is_set, "an encoder does not decode"),
-    Rule("language_only", is_set, "images that another server has encoded are not tested with rounds"),
     Rule("use_ray", is_set, _NO_PLUGIN),
     Rule("is_embedding", is_set, "an embedding model does not decode"),
     Rule("enable_nvidia_megakernel", is_set, _OWN_STEP),
@@ -117,6 +116,7 @@ _DECODE_SERVERS = (
         (
             Rule("disaggregation_decode_enable_offload_kvcache", is_set, _OWN_KV),
             Rule("enable_pd_role_switch", is_set, "a prefill server does not decode"),
+            Rule("language_only", is_set, _NOT_ON_DECODE_SERVERS),
             Rule(
                 "disaggregation_decode_host_receive_threshold",
                 lambda value: value is not None and value < 1,

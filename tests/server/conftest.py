@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from word_tokenizer import with_tokenizer
 
 # A failed assertion in these says what it compared.
 pytest.register_assert_rewrite("draft_pairs", "family_servers", "measured_statistics", "ngram_account", "plain_answers")
+pytest.register_assert_rewrite("vision_servers")
 # Each takes 1.3 GB of memory of its own, and there are two test processes.
 KEPT_RUNNING = 4
 # What SGLang does anyway with the tiny model: a server with these arguments is one without any.
@@ -148,6 +150,14 @@ def chat_client(serve, chat_model):
     """The Client of a compressing server that takes and returns text, and parses tool calls and reasoning."""
     parsers = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3")
     return serve("--enable-cache-report", *parsers, model=chat_model, tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def vision_model(tmp_path_factory):
+    """`vision_model(family)` builds a model that takes images once, see `build_vision_model`."""
+    from vision_families import build_vision_model
+
+    return cache(partial(build_vision_model, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.fixture

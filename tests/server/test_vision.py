@@ -6,10 +6,8 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
 
 import pytest
-import requests
 
 from disaggregated_servers import RETRACT, Pairs
 from forked_servers import run_command
@@ -31,18 +29,22 @@ from sglang_triattn.calibration.transformers_engine import calibrate
 from sglang_triattn.stats.file import load_stats
 from storm import FLAGS, RETRACTING, retractions, storm
 from tiny_model import save_random_stats
-from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
+from vision_account import Accounts, by_token_counts, encoded
 from vision_families import VisionModel, build_vision_model
-from vision_servers import ANSWER, ask, keeps_states, start_vision, with_images, words
+from vision_servers import (
+    ANSWER,
+    STEM,
+    TAIL,
+    ask,
+    assert_prompts_are_compacted_together,
+    empty,
+    error_of,
+    keeps_states,
+    start_vision,
+    with_images,
+    words,
+)
 from word_tokenizer import text
-
-STEM, TAIL, OTHER = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30), (33, 37)))
-
-
-@pytest.fixture(scope="module")
-def vision_model(tmp_path_factory):
-    """`vision_model(family)` builds the model of a family once."""
-    return cache(partial(build_vision_model, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.fixture
@@ -56,29 +58,6 @@ def serve_vision(serve, vision_model):
         return model, start_vision(serve, model, *flags, env=env, compressed=compressed)
 
     return start
-
-
-def empty(client: Client) -> None:
-    """Flushes the server, whose slots must then all be free.
-
-    With Mistral-Small-3, SGLang 0.5.23 answers with an error once it has flushed, for a cache that it does not have.
-    """
-    response = requests.post(f"{client.url}/flush_cache?timeout=30", timeout=60)
-    assert response.status_code in (200, 500), response.text
-    client.assert_alive()
-    assert client.slots_in_use() == 0
-
-
-def text_before_image(ids: list[int]) -> int:
-    """Tokens before the image's own, all of which have one id."""
-    return ids.index(max(set(ids), key=ids.count))
-
-
-def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, **options) -> tuple[float, int]:
-    """Largest difference between a served log-probability and the account's, and the account's rounds."""
-    expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), frozen, **options)
-    values, tokens = served_logprobs(response)
-    return (expected.gather(1, tokens) - values).abs().max().item(), rounds
 
 
 @pytest.mark.parametrize(
@@ -95,44 +74,15 @@ def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, famil
     """Prevents wrong positions after an image and a round, a kept set chosen for another position, image tokens
     that are evicted, and prompts whose images are taken for one another's in the tree."""
     model, client = serve_vision(family, "--page-size", str(page_size))
-    empty(client)
-    accounts, images = Accounts.of(model), [model.picture(1), model.picture(2)]
-    texts = [model.with_image(STEM, TAIL), model.with_image(STEM, TAIL), f"{STEM} {OTHER}"]
-    pictures = [*images, None]
-    ask(client, [STEM], [None], 1)
-    for asked, image, response in zip(texts, pictures, ask(client, texts, pictures), strict=True):
-        ids, oracle = accounts.of_prompt(asked, image)
-        report = compression(response)
-        assert response["meta_info"]["prompt_tokens"] == len(ids)
-        # With pages, states are kept for the tree after every 64 tokens.
-        cached = 0 if keeps_states(family) and page_size > 1 else 24 - 24 % page_size
-        # The first image's prompt may have been prefilled: the text before the second image is the same.
-        shared = 24 if image is None else text_before_image(ids)
-        assert cached <= response["meta_info"]["cached_tokens"] <= shared
-        frozen = len(ids) - len(ids) % page_size
-        assert report["frozen_length"] == frozen
-        error, rounds = error_of(oracle, ids, frozen, response)
-        assert report["rounds"] == rounds >= 5
-        assert error < TOLERANCE
-        # The same comparison must fail for other servers, or this test would prove nothing.
-        others = [replace(oracle, budget=10_000)]
-        if image is not None and len(oracle.positions) > 1:
-            others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
-        elif image is not None:
-            others.append(accounts.of_prompt(asked, model.picture(3))[1])
-        assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
-    empty(client)
+    assert_prompts_are_compacted_together(model, client, page_size)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("family", "page_size"), [("qwen2.5-vl", 16), ("qwen3.5", 1)])
 def test_logits_of_images_in_pipeline_stages(serve_vision, family, page_size):
     """Prevents a stage that has no encoder from turning and scoring what follows an image by counts of tokens."""
-
-    def staged(family: str, *flags: str) -> tuple[VisionModel, Client]:
-        return serve_vision(family, *flags, "--pp-size", "2", env=two_cores())
-
-    test_logits_of_image_and_text_prompts_compacted_together(staged, family, page_size)
+    model, client = serve_vision(family, "--page-size", str(page_size), "--pp-size", "2", env=two_cores())
+    assert_prompts_are_compacted_together(model, client, page_size)
 
 
 @pytest.mark.wide

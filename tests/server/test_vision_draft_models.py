@@ -13,6 +13,7 @@ import transformers
 
 from draft_heads import build_eagle, llama_config
 from draft_pairs import MODES, WITH_LAYER, Pair, cores_of, drafts_with_account
+from encoder_servers import ADDRESS, encoded_by, running_encoder
 from family_servers import prepared
 from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, greedy, prompt
 from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
@@ -22,7 +23,7 @@ from state_family import build_whole_qwen
 from storm import FLAGS, RETRACTING, assert_withstood, storm
 from vision_account import Accounts, encoded
 from vision_families import VisionModel
-from vision_servers import ask, with_images, words
+from vision_servers import ask, ask_each, with_images, words
 
 # A prompt after which some drafts hold and some do not.
 STEM, TAIL = words(prompt(31, 24)), words(prompt(5, 12) + in_circle(38))
@@ -103,6 +104,19 @@ def test_logits_and_drafts(probed, asked, name, mode):
     assert len(found) > 60
     # Neither always nor never.
     assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("EAGLE3 axes", "moved"), ("EAGLE3 deepstack", "pages")])
+def test_drafts_after_an_image_that_another_server_encodes(forkserver, probed, asked, tmp_path, name, mode):
+    """Prevents a draft model that reads of an image something else than arrives encoded."""
+    one, backend = asked(name), "zmq_to_scheduler"
+    target = one.pair.target
+    with running_encoder(forkserver, target, tmp_path / "encoder.log", backend) as encoder:
+        encoding = encoded_by(encoder, backend)
+        client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE, *encoding, env=ADDRESS)
+        (response,) = ask_each(client, [target.with_image(STEM, TAIL)], [target.picture(1)], 250)
+        hold_to_account(one, mode, client, response, steps())
 
 
 @pytest.mark.wide

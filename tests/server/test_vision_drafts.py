@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
-
 import pytest
 
 from harness import BUDGET, INTERVAL, compression, prompt
@@ -11,18 +9,11 @@ from ngram_account import DRAFTED, NGRAM, PAGES, answer_by_account, favouring
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
 from vision_account import Accounts, by_token_counts
-from vision_families import build_vision_model
 from vision_servers import ask, keeps_states, start_vision, with_images, words
 
 # Tokens of which answers consist, so that some drafts hold and some do not.
 FEW = (10, 11, 12)
 STEM, TAIL = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30)))
-
-
-@pytest.fixture(scope="module")
-def vision_model(tmp_path_factory):
-    """`vision_model(family)` builds the model of a family once."""
-    return cache(partial(build_vision_model, tmp_path_factory.mktemp("vision")))
 
 
 @pytest.mark.parametrize(

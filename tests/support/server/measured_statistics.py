@@ -129,11 +129,12 @@ def assert_ranks_measure_as_one(
     budget: int,
     folder: Path,
 ) -> None:
-    """Holds what ranks or stages measure at launch, and keep, to what one rank does.
+    """Holds what ranks, stages or a server of a language model alone measure at launch, and keep, to what one rank of
+    the whole model does.
 
     Args:
         start: starts a server with the flags and the `env` that it is given.
-        flags: those of several ranks.
+        flags: those of several ranks, or of the language model alone.
         budget: tokens that a round keeps.
     """
     found = []

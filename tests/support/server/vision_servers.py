@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+import requests
+
 from family_servers import STATE_ENV, STATE_FLAGS, WITH_BUFFER, WITHOUT_BUFFER
-from harness import KEYS_ALONE, REFERENCE, Client, greedy, unused_architectures
-from vision_account import encoded
+from harness import KEYS_ALONE, REFERENCE, Client, compression, greedy, prompt, served_logprobs, unused_architectures
+from oracle import TOLERANCE
+from vision_account import Accounts, ScoredByTokenCounts, VisionOracle, by_token_counts, encoded
 from vision_families import VISION_FAMILIES, VisionModel
 
 ANSWER = 280
@@ -20,6 +25,9 @@ def keeps_states(family: str) -> bool:
 
 def words(ids: list[int]) -> str:
     return " ".join(f"w{token}" for token in ids)
+
+
+STEM, TAIL, OTHER = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30), (33, 37)))
 
 
 def start_vision(
@@ -50,6 +58,85 @@ def ask(client: Client, texts: list[str], images: list, tokens: int = ANSWER, **
     )
     assert response.status_code == 200, response.text
     return response.json()
+
+
+def ask_each(client: Client, texts: list[str], images: list, tokens: int = ANSWER) -> list[dict]:
+    """Sends texts at once, each in an HTTP request of its own."""
+
+    def one(text: str, image: Any) -> dict:
+        response = client.post(
+            "/generate",
+            text=text,
+            image_data=None if image is None else encoded(image),
+            sampling_params=greedy(tokens),
+            return_logprob=True,
+            top_logprobs_num=5,
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(one, texts, images))
+
+
+def assert_prompts_are_compacted_together(
+    model: VisionModel, client: Client, page_size: int, asking: Callable[..., list[dict]] = ask
+) -> None:
+    """Holds the answers to two prompts with an image and one without to accounts that other servers would not meet.
+
+    Args:
+        asking: sends texts with images, as `ask` does.
+    """
+    empty(client)
+    accounts, images = Accounts.of(model), [model.picture(1), model.picture(2)]
+    texts = [model.with_image(STEM, TAIL), model.with_image(STEM, TAIL), f"{STEM} {OTHER}"]
+    pictures = [*images, None]
+    asking(client, [STEM], [None], 1)
+    for asked, image, response in zip(texts, pictures, asking(client, texts, pictures), strict=True):
+        ids, oracle = accounts.of_prompt(asked, image)
+        report = compression(response)
+        assert response["meta_info"]["prompt_tokens"] == len(ids)
+        # With pages, states are kept for the tree after every 64 tokens.
+        cached = 0 if keeps_states(model.family) and page_size > 1 else 24 - 24 % page_size
+        # The first image's prompt may have been prefilled: the text before the second image is the same.
+        shared = 24 if image is None else text_before_image(ids)
+        assert cached <= response["meta_info"]["cached_tokens"] <= shared
+        frozen = len(ids) - len(ids) % page_size
+        assert report["frozen_length"] == frozen
+        error, rounds = error_of(oracle, ids, frozen, response)
+        assert report["rounds"] == rounds >= 5
+        assert error < TOLERANCE
+        # The same comparison must fail for other servers, or this test would prove nothing.
+        others = [replace(oracle, budget=10_000)]
+        if image is not None and len(oracle.positions) > 1:
+            others += [by_token_counts(oracle), ScoredByTokenCounts(**vars(oracle))]
+        elif image is not None:
+            others.append(accounts.of_prompt(asked, model.picture(3))[1])
+        assert min(error_of(other, ids, frozen, response)[0] for other in others) > 50 * TOLERANCE
+    empty(client)
+
+
+def empty(client: Client) -> None:
+    """Flushes the server, whose slots must then all be free.
+
+    With Mistral-Small-3, SGLang 0.5.23 answers with an error once it has flushed, for a cache that it does not have.
+    """
+    response = requests.post(f"{client.url}/flush_cache?timeout=30", timeout=60)
+    assert response.status_code in (200, 500), response.text
+    client.assert_alive()
+    assert client.slots_in_use() == 0
+
+
+def text_before_image(ids: list[int]) -> int:
+    """Tokens before the image's own, all of which have one id."""
+    return ids.index(max(set(ids), key=ids.count))
+
+
+def error_of(oracle: VisionOracle, ids: list[int], frozen: int, response: dict, **options: Any) -> tuple[float, int]:
+    """Largest difference between a served log-probability and the account's, and the account's rounds."""
+    expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids), frozen, **options)
+    values, tokens = served_logprobs(response)
+    return (expected.gather(1, tokens) - values).abs().max().item(), rounds
 
 
 def with_images(model: VisionModel) -> Callable[[list[int], random.Random], dict[str, Any]]:
