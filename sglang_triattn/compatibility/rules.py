@@ -144,14 +144,6 @@ _DECODE_SERVERS = (
         lambda server: server.is_decode_server,
         "disaggregation_mode",
     ),
-    Rule(
-        "dp_size",
-        many,
-        _NOT_ON_DECODE_SERVERS,
-        "use --dp-size 1",
-        lambda server: server.is_decode_server and not server.is_above_one("attn_dp_size"),
-        "disaggregation_mode",
-    ),
     *(
         Rule("disaggregation_mode", lambda value: value == "decode", reason, remedy, when, names_model=True)
         for reason, remedy, when in (

@@ -1,4 +1,4 @@
-"""A decode server with a tree of its own, or with adapters."""
+"""A decode server with a tree of its own, with replicas, or with adapters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from disaggregated_servers import RETRACT, TREE, Retractions, assert_account, hold_to_account, storm
-from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path
+from disaggregated_servers import (
+    RETRACT,
+    TREE,
+    Retractions,
+    assert_account,
+    hold_to_account,
+    running_separated,
+    storm,
+)
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, prompt, python_path, two_cores
 from lora_adapter import build_adapter, install_unpinned, merge, serving
 from oracle import oracle_of
 
@@ -46,6 +54,18 @@ def test_prefixes_in_its_tree(serve_pairs, tiny, account, tmp_path, page_size, f
     hold_to_account(client, account, retractions, prompts)
     storm(client, BUDGET + INTERVAL + page_size, requests=15)
     serve_pairs.stop(client)
+
+
+@pytest.mark.wide
+def test_replicas(forkserver, tiny, account, tmp_path):
+    """Prevents K/V that arrives in another replica's pool, and replicas of which one does not compress."""
+    retractions, replicas = Retractions(tmp_path / "probe"), ("--dp-size", "2")
+    env = {**two_cores(), **RETRACT, **retractions.env}
+    args = ("--page-size", "16", *POOL)
+    with running_separated(forkserver, tiny, tmp_path, *args, decode=replicas, env=env) as (client,):
+        hold_to_account(client, account, retractions, [prompt(20 + number, 30 + number) for number in range(5)])
+        storm(client, BUDGET + INTERVAL + 16)
+        assert all(rounds > 20 for rounds in client.rounds_by_rank())
 
 
 @pytest.mark.wide

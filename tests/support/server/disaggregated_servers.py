@@ -237,6 +237,7 @@ def running_separated(
     folder: Path,
     *args: str,
     compressed: Sequence[bool] = (True,),
+    decode: Sequence[str] = (),
     env: dict[str, str] | None = None,
 ) -> Iterator[list[Separated]]:
     """One prefill server, and a decode server for each of `compressed`, with a router of its own.
@@ -246,13 +247,14 @@ def running_separated(
     Args:
         args: for all servers.
         compressed: whether the decode servers compress; the prefill server does not.
+        decode: more arguments of the decode servers.
         env: added to the environment of the decode servers.
     """
     with ExitStack() as stack:
         servers = _Servers(forkserver, tiny, folder, stack)
         prefill = servers.prefill(args, STRICT)
         plans = [compressed_args(tiny, *KEYS_ALONE) if compresses else plain_args() for compresses in compressed]
-        yield [servers.decode([*given, *args], {**STRICT, **(env or {})}, prefill) for given in plans]
+        yield [servers.decode([*given, *args, *decode], {**STRICT, **(env or {})}, prefill) for given in plans]
 
 
 class _Servers:
