@@ -103,7 +103,10 @@ _STAGES = only(
 )
 
 _GRPC = only(
-    (Rule("nnodes", many, "the main processes of several nodes do not wait for one another there"),),
+    (
+        Rule("nnodes", many, "the main processes of several nodes do not wait for one another there"),
+        Rule("language_only", is_set, "its servicer imports what receives images from a module that SGLang has not"),
+    ),
     lambda server: bool(server.settings.get("smg_grpc_mode") or server.settings.get("grpc_mode")),
     "smg_grpc_mode",
 )
