@@ -111,24 +111,20 @@ _GRPC = only(
     "smg_grpc_mode",
 )
 
-_NOT_ON_DECODE_SERVERS = "it is not tested on a decode server"
-
-
 _DECODE_SERVERS = (
     *only(
         (
             Rule("disaggregation_decode_enable_offload_kvcache", is_set, _OWN_KV),
             Rule("enable_pd_role_switch", is_set, "a prefill server does not decode"),
-            Rule("language_only", is_set, _NOT_ON_DECODE_SERVERS),
             Rule(
                 "disaggregation_decode_host_receive_threshold",
                 lambda value: value is not None and value < 1,
-                _NOT_ON_DECODE_SERVERS,
+                "none of SGLang's transfer backends takes it",
             ),
             Rule(
                 "disaggregation_decode_allocation_policy",
                 lambda value: value == "prefill_complete",
-                _NOT_ON_DECODE_SERVERS,
+                "SGLang takes it with Mooncake's transfer alone, with which rounds are not tested",
             ),
             Rule(
                 "pp_size",

@@ -7,12 +7,25 @@ from contextlib import ExitStack
 import pytest
 
 import server
+from disaggregated_servers import RETRACT, DisaggregatedServers
 from encoder_servers import ADDRESS, encoded_by, running_encoder
-from harness import BUDGET, Client, compression, greedy, two_cores
+from harness import (
+    BUDGET,
+    KEYS_ALONE,
+    STRICT,
+    Client,
+    assert_pool_is_whole,
+    compressed_args,
+    compression,
+    greedy,
+    only_models,
+    two_cores,
+)
 from measured_statistics import assert_ranks_measure_as_one
+from oracle import TOLERANCE
 from sets import wide
 from storm import FLAGS, RETRACTING, retractions, storm
-from vision_account import encoded
+from vision_account import Accounts, by_token_counts, encoded
 from vision_families import VisionModel
 from vision_servers import (
     STEM,
@@ -20,6 +33,7 @@ from vision_servers import (
     ask_each,
     assert_prompts_are_compacted_together,
     empty,
+    error_of,
     start_vision,
     with_images,
 )
@@ -109,6 +123,30 @@ def test_first_launch(forkserver, serve, vision_model, tmp_path):
 
     with running_encoder(forkserver, model, tmp_path / "encoder.log", TO_SCHEDULER) as encoder:
         assert_ranks_measure_as_one(start, serve.stop, encoded_by(encoder, TO_SCHEDULER), BUDGET, tmp_path)
+
+
+@pytest.mark.wide
+def test_logits_on_a_decode_server(forkserver, vision_model, tmp_path):
+    """Prevents a decode server, to which another one sends the K/V of an image that a third has encoded, from turning
+    and scoring what follows by counts of tokens."""
+    model, pages = vision_model("qwen2.5-vl"), ("--page-size", "16")
+    image, text = model.picture(1), model.with_image(STEM, TAIL)
+    with ExitStack() as stack:
+        encoder = stack.enter_context(running_encoder(forkserver, model, tmp_path / "encoder.log", TO_SCHEDULER))
+        servers = DisaggregatedServers(forkserver, model, tmp_path, stack, tokenizer=True)
+        env = {**STRICT, **only_models(*model.modules), **ADDRESS}
+        prefill = servers.prefill([*pages, *encoded_by(encoder, TO_SCHEDULER)], env)
+        compressing = compressed_args(model, *KEYS_ALONE, *pages, *encoded_by(encoder, TO_SCHEDULER))
+        client = servers.decode(compressing, {**env, **RETRACT}, prefill)
+        (answer,) = ask_each(client, [text], [image])
+        ids, account = Accounts.of(model).of_prompt(text, image)
+        frozen = len(ids) - len(ids) % 16
+        error, rounds = error_of(account, ids, frozen, answer)
+        assert compression(answer)["rounds"] == rounds >= 5
+        assert error < TOLERANCE
+        assert error_of(by_token_counts(account), ids, frozen, answer)[0] > 50 * TOLERANCE
+        assert_pool_is_whole(client)
+        assert_pool_is_whole(prefill)
 
 
 @pytest.mark.wide

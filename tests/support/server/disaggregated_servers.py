@@ -129,7 +129,7 @@ class Pairs:
         folder.mkdir()
         stack, env = ExitStack(), {**STRICT, **(env or {})}
         try:
-            servers = _Servers(self._forkserver, model, folder, stack, tokenizer)
+            servers = DisaggregatedServers(self._forkserver, model, folder, stack, tokenizer)
             prefill = servers.prefill(_without_compression(args), env)
             given = compressed_args(model, *args) if compressed else [*plain_args(), *args]
             client = servers.decode(given, env, prefill)
@@ -251,13 +251,13 @@ def running_separated(
         env: added to the environment of the decode servers.
     """
     with ExitStack() as stack:
-        servers = _Servers(forkserver, tiny, folder, stack)
+        servers = DisaggregatedServers(forkserver, tiny, folder, stack)
         prefill = servers.prefill(args, STRICT)
         plans = [compressed_args(tiny, *KEYS_ALONE) if compresses else plain_args() for compresses in compressed]
         yield [servers.decode([*given, *args, *decode], {**STRICT, **(env or {})}, prefill) for given in plans]
 
 
-class _Servers:
+class DisaggregatedServers:
     """Starts servers that an ExitStack ends."""
 
     def __init__(
