@@ -95,10 +95,7 @@ _ALWAYS = (
 
 
 _STAGES = only(
-    (
-        Rule("attn_dp_size", many, "groups of ranks with batches of their own are not tested in stages"),
-        Rule("speculative_algorithm", is_set, "drafted tokens are not tested in stages"),
-    ),
+    (Rule("speculative_algorithm", is_set, "drafted tokens are not tested in stages"),),
     lambda server: server.is_above_one("pp_size"),
 )
 

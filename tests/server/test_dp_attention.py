@@ -11,6 +11,7 @@ from harness import (
     BUDGET,
     KEYS_ALONE,
     REFERENCE,
+    STAGES,
     TWO_GROUPS,
     assert_pool_is_whole,
     compression,
@@ -34,6 +35,8 @@ CASES = [
     (FAMILY, TWO_GROUPS, 1, "shared-mean"),
     wide(FAMILY, TWO_GROUPS, 16, "per-layer-head"),
     wide("qwen3-moe-wide", GROUPS_OF_TWO, 1, "union"),
+    # In pipeline stages.
+    wide(FAMILY, (*TWO_GROUPS, *STAGES), 16, "per-layer-head"),
     # With layers that keep a state.
     wide("qwen3-next", (*TWO_GROUPS, *WITH_BUFFER), 16, "per-layer-head"),
     wide("qwen3-next", (*TWO_GROUPS, *WITHOUT_BUFFER), 1, "shared-mean"),
@@ -44,7 +47,7 @@ CASES = [
 def test_logits(serve, tmp_path, family, groups, page_size, selection):
     """Prevents heads of another group's batch from being scored, a merge that waits for a group without a round, or
     takes in another group's ranks, and states that see what another group computes."""
-    env = two_cores(ranks=4 if groups is GROUPS_OF_TWO else 2)
+    env = two_cores(ranks=4 if groups is GROUPS_OF_TWO or STAGES[0] in groups else 2)
     compare_with_account(serve, tmp_path, family, page_size, selection, *groups, *KEYS_ALONE, env=env)
 
 
@@ -76,13 +79,18 @@ def test_answers_and_rounds_of_one_group(serve, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("family", "flags"), [(FAMILY, ()), ("qwen3-next", WITH_BUFFER)])
-def test_storm(serve, tmp_path, family, flags):
+@pytest.mark.parametrize(
+    ("family", "flags", "requests"), [(FAMILY, (), 60), ("qwen3-next", WITH_BUFFER, 60), (FAMILY, STAGES, 30)]
+)
+def test_storm(serve, tmp_path, family, flags, requests):
     """Prevents leaks in either group's pools, and a group that waits for the other for ever."""
     tiny, account = prepared(tmp_path, family)
-    client = started(serve, tiny, family, *SMALL_POOL, *flags, env={**two_cores(), **RETRACTING})
-    _, finished = storm(client, 1, 60, (48, account.budget), 900, conversations=4)
-    assert len(finished) > 30
+    env = {**two_cores(ranks=4 if flags is STAGES else 2), **RETRACTING}
+    client = started(serve, tiny, family, *SMALL_POOL, *flags, env=env)
+    # Stages have no clock in common by which a named conversation could expire.
+    names = 0 if flags is STAGES else 4
+    _, finished = storm(client, 1, requests, (48, account.budget), 900, conversations=names)
+    assert len(finished) > requests // 2
     assert retractions(finished) > 3
     assert min(client.rounds_by_rank()) > 10
     assert_pool_is_whole(client)
@@ -97,9 +105,10 @@ def test_a_model_that_knows_no_groups(serve):
 
 
 @pytest.mark.wide
-def test_statistics_measured_in_groups(serve, tmp_path):
+@pytest.mark.parametrize("stages", [(), STAGES])
+def test_statistics_measured_in_groups(serve, tmp_path, stages):
     """Prevents a first launch that ends, or whose groups measure each their own texts, without a file named."""
     tiny, _ = prepared(tmp_path, FAMILY)
     worded = with_tokenizer(tiny, tmp_path / "worded")
     start = partial(started, serve, worded, FAMILY, tokenizer=True)
-    assert_ranks_measure_as_one(start, serve.stop, TWO_GROUPS, BUDGET + 16, tmp_path)
+    assert_ranks_measure_as_one(start, serve.stop, (*TWO_GROUPS, *stages), BUDGET + 16, tmp_path)

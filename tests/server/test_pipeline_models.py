@@ -6,7 +6,7 @@ import pytest
 
 from families import WINDOW
 from family_servers import WITH_BUFFER, WITHOUT_BUFFER, hold_to_account, prepared, selecting, started, under_flags
-from harness import STAGES, two_cores
+from harness import STAGES, TWO_GROUPS, two_cores
 from server import ServerError
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
@@ -21,6 +21,7 @@ from storm import FLAGS, RETRACTING, assert_withstood, storm
         wide("nemotron-h", 16, "shared-mean", (1, 1), WITH_BUFFER),
         wide("qwen3.5", 16, "union", (1, 1), WITH_BUFFER),
         wide("kimi-linear", 16, "per-layer-head", (1, 1), WITH_BUFFER),
+        wide("qwen3-moe-all", 1, "shared-mean", (2, 2), TWO_GROUPS),
     ],
 )
 def test_logits(serve, tmp_path, family, page_size, selection, scored, flags):
@@ -30,7 +31,7 @@ def test_logits(serve, tmp_path, family, page_size, selection, scored, flags):
     account = under_flags(account, page_size, selection, flags)
     account.stages = scored
     flags = (*selecting(page_size, selection), *STAGES, *flags)
-    client = started(serve, tiny, family, *flags, env=two_cores())
+    client = started(serve, tiny, family, *flags, env=two_cores(ranks=4 if TWO_GROUPS[0] in flags else 2))
     hold_to_account(client, account, page_size)
     serve.stop(client)
 
