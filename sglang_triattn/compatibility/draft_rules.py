@@ -39,6 +39,12 @@ def _drafts_after_images_by_another(server: Server) -> bool:
     return server.traits.images and server.has_draft_model and not server.drafts_with_states
 
 
+def _keeps_more_than_kv(server: Server) -> bool:
+    """Whether the model has more than keys and values of all tokens: windows, latents, states or images."""
+    traits = server.traits
+    return traits.has_windows or traits.latent or traits.linear_states or traits.images
+
+
 def _is_step_3_5(server: Server) -> bool:
     """Whether Step-3.5's own layers draft."""
     return server.drafts_in_layers and server.traits.architecture == "Step3p5ForCausalLM"
@@ -84,32 +90,26 @@ DRAFT_RULES = (
         lambda server: server.drafts == "STANDALONE",
         "speculative_algorithm",
     ),
+    Rule(
+        "speculative_eagle_topk",
+        many,
+        "drafts that branch are not tested on a decode server",
+        _USE_CHAIN,
+        lambda server: server.has_draft_model and server.is_decode_server,
+        "disaggregation_mode",
+    ),
     *(
         Rule(
             field,
             applies,
-            f"drafts {which} are not tested {where}",
+            f"drafts {which} are not tested with windows, latents, states or images",
             remedy,
-            lambda server, also=when: server.has_draft_model and also(server),
-            other,
-            names_model=not other,
+            lambda server: server.has_draft_model and _keeps_more_than_kv(server),
+            names_model=True,
         )
         for field, applies, which, remedy in (
             ("speculative_eagle_topk", many, "that branch", _USE_CHAIN),
             ("speculative_adaptive", is_set, "whose length changes", ""),
-        )
-        for where, other, when in (
-            ("on a decode server", "disaggregation_mode", lambda server: server.is_decode_server),
-            (
-                "with windows, latents, states or images",
-                "",
-                lambda server: (
-                    server.traits.has_windows
-                    or server.traits.latent
-                    or server.traits.linear_states
-                    or server.traits.images
-                ),
-            ),
         )
     ),
     *only(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disaggregated_servers import RETRACT, TREE, storm
-from draft_pairs import KEEP_STATES, MODES, Pairs, drafts_with_account
+from draft_pairs import KEEP_STATES, MODES, Pairs, adapting, drafts_with_account, hold_changing_lengths
 from families import WINDOW
 from harness import INTERVAL, KEYS_ALONE, STEPS, assert_pool_is_whole, compression
 from repeating_model import build_repeating_model, in_circle
@@ -55,10 +55,23 @@ def test_logits_and_drafts(serve_pairs, probed_pairs, pairs, name, mode):
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("mode", ["moved", "pages"])
+def test_drafts_whose_length_changes(serve_pairs, probed_pairs, pairs, tmp_path, mode):
+    """Prevents rounds that come too late or too early, and reserves of another length than those of the step, where a
+    batch grows by requests whose first draft another server has sent."""
+    pair = pairs["EAGLE"]
+    flags = (*pair.args, *adapting(tmp_path), *MODES[mode], *KEYS_ALONE)
+    client, steps = probed_pairs(*flags, model=pair.target, env=pair.env)
+    hold_changing_lengths(client, steps, pair, mode)
+    serve_pairs.stop(client)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "page_size", "tree"),
     [
         ("EAGLE", 1, ()),
+        ("EAGLE adaptive", 16, ()),
         ("EAGLE", 16, ()),
         ("EAGLE", 16, TREE),
         ("EAGLE3 windows", 16, ()),
@@ -68,10 +81,12 @@ def test_logits_and_drafts(serve_pairs, probed_pairs, pairs, name, mode):
         ("NEXTN states", 1, TREE),
     ],
 )
-def test_storm(serve_pairs, pairs, name, page_size, tree):
+def test_storm(serve_pairs, pairs, tmp_path, name, page_size, tree):
     """Prevents leaks of reserves where requests are aborted, and retracted while a step of drafts is queued."""
-    pair = pairs[name]
+    pair = pairs[name.removesuffix(" adaptive")]
     schedule = MODES["overlap off"] if name in KEEP_STATES else ()
+    if name.endswith("adaptive"):
+        schedule = adapting(tmp_path)
     flags = (*pair.args, *pair.settings, *schedule, *tree, "--page-size", str(page_size), "--max-total-tokens", "2048")
     client = serve_pairs(*flags, model=pair.target, env={**pair.env, **RETRACT})
     storm(client, pair.account.budget + INTERVAL + 2 * (STEPS + 1) + page_size, requests=15)

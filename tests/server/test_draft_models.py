@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +12,12 @@ from draft_pairs import (
     WITH_LAYER,
     Pair,
     Pairs,
+    adapting,
     choosing,
     cores_of,
     drafts_with_account,
-    fitting_account,
     hold_adapter,
+    hold_changing_lengths,
     weather_storm,
 )
 from family_servers import STATE_FLAGS, prepared
@@ -32,7 +30,6 @@ from harness import (
     assert_pool_is_whole,
     compressed_args,
     compression,
-    greedy,
     prompt,
 )
 from launches import launch
@@ -125,14 +122,6 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
 
 
-def adapting(folder: Path) -> tuple[str, ...]:
-    """Flags by which SGLang drafts STEPS tokens for one request, one for each of two, and none for more."""
-    file, lengths = folder / "adaptive.json", {"1": [STEPS], "2": [1], "3": [0]}
-    file.write_text(json.dumps({size: {"candidate_steps": steps} for size, steps in lengths.items()}))
-    first = ("--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2")
-    return ("--speculative-adaptive", "--speculative-adaptive-config", str(file), *first)
-
-
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("EAGLE", "moved"), wide("EAGLE3", "pages"), wide("EAGLE", "overlap off"), wide("EAGLE", "ranks")],
@@ -144,24 +133,7 @@ def test_drafts_whose_length_changes(probed, pairs, tmp_path, name, mode):
     env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *flags, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
     client.flush()
-    steps()
-    prompts = [prompt(5 + number, 12) + in_circle(38, 9 * number) for number in range(3)]
-    asked = [greedy(tokens) for tokens in (200, 330, 480)]
-    answers = client.generate_each(list(zip(prompts, asked, strict=True)), logprobs=True)
-    seen = steps()
-    for ids, answer in zip(prompts, answers, strict=True):
-        rid = answer["meta_info"]["id"]
-        own = [{"requests": [one for one in step["requests"] if one["rid"] == rid]} for step in seen]
-        own = [step for step in own if step["requests"]]
-        frozen = len(ids) - len(ids) % client.setting("page_size")
-        _, _, runs = fitting_account(pair, mode, ids, answer, own, frozen)
-        assert compression(answer)["rounds"] >= 4
-        taken = {end - start for start, end in runs[:-1]}
-    # Of the longest answer, tokens in steps of each length.
-    assert taken >= {1, 2, STEPS + 1}
-    switched = re.findall(r"Switch adaptive runtime state: steps (\d) -> (\d)", client.server.log_path.read_text())
-    assert {steps for pair in switched for steps in pair} == {"0", "1", str(STEPS)}
-    assert_pool_is_whole(client)
+    hold_changing_lengths(client, steps, pair, mode)
 
 
 @pytest.mark.wide

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +25,10 @@ from harness import (
     STEPS,
     TWO_GROUPS,
     Client,
+    assert_pool_is_whole,
     compression,
     cores_for,
+    greedy,
     only_models,
     prompt,
     python_path,
@@ -253,6 +258,40 @@ def fitting_account(
         if compression(response)["rounds"] == rounds and differ[-1] < TOLERANCE:
             return account, done, runs
     pytest.fail(f"No account fits: log-probabilities differ by {differ} at least.")
+
+
+def adapting(folder: Path) -> tuple[str, ...]:
+    """Flags by which SGLang drafts STEPS tokens for one request, one for each of two, and none for more."""
+    file, lengths = folder / "adaptive.json", {"1": [STEPS], "2": [1], "3": [0]}
+    file.write_text(json.dumps({size: {"candidate_steps": steps} for size, steps in lengths.items()}))
+    first = ("--speculative-num-steps", "1", "--speculative-num-draft-tokens", "2")
+    return ("--speculative-adaptive", "--speculative-adaptive-config", str(file), *first)
+
+
+def hold_changing_lengths(client: Client, steps: Callable[[], list[dict]], pair: Pair, mode: str) -> None:
+    """Holds answers that a server with the flags of `adapting` drafts with each length, and its pool.
+
+    Args:
+        steps: of the server's probe.
+    """
+    steps()
+    prompts = [prompt(5 + number, 12) + in_circle(38, 9 * number) for number in range(3)]
+    asked = [greedy(tokens) for tokens in (200, 330, 480)]
+    answers = client.generate_each(list(zip(prompts, asked, strict=True)), logprobs=True)
+    seen = steps()
+    for ids, answer in zip(prompts, answers, strict=True):
+        rid = answer["meta_info"]["id"]
+        own = [{"requests": [one for one in step["requests"] if one["rid"] == rid]} for step in seen]
+        own = [step for step in own if step["requests"]]
+        frozen = len(ids) - len(ids) % client.setting("page_size")
+        _, _, runs = fitting_account(pair, mode, ids, answer, own, frozen)
+        assert compression(answer)["rounds"] >= 4
+        taken = {end - start for start, end in runs[:-1]}
+    # Of the longest answer, tokens in steps of each length.
+    assert taken >= {1, 2, STEPS + 1}
+    switched = re.findall(r"Switch adaptive runtime state: steps (\d) -> (\d)", client.server.log_path.read_text())
+    assert {number for change in switched for number in change} == {"0", "1", str(STEPS)}
+    assert_pool_is_whole(client)
 
 
 def hold_adapter(probed, pair, mode, folder, monkeypatch) -> None:
