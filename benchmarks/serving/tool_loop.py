@@ -88,6 +88,9 @@ QUICK = Sizes(agents=1, turns=3, results=(60, 80), thoughts=(16, 32), budget=16,
 ASKING = 256
 """The server's interval, which questions have; turns ask for a smaller one."""
 
+LONGEST_TURN_S = 86_400
+"""Seconds that a named conversation waits: of a model of 1.5B on a CPU, one turn of all agents takes minutes."""
+
 
 def policies(sizes: Sizes) -> tuple[Policy, ...]:
     default = {"interval": sizes.interval}
@@ -216,8 +219,12 @@ def goals(turns: Sequence[dict], answers: Sequence[dict], agents: Sequence[Agent
         )
         if resumed:
             found.append((f"{name}: entries above the bound", max(row["over_bound"] for row in own), 0))
+            # As where the first turn's answer is too short for a round.
+            anew = sum(row["starts"] != ["resumed"] for row in own[1:])
+            found.append((f"{name}: turns after the first that some agent did not resume", anew, 0))
             # The token before, whose K/V was missing, once for each of the two requests.
-            over = max(row["prefilled"] - row["new"] - 2 for row in own if row["starts"] == ["resumed"])
+            resumptions = [row["prefilled"] - row["new"] - 2 for row in own if row["starts"] == ["resumed"]]
+            over = max(resumptions, default=0)
             found.append((f"{name}: prefilled tokens of a resumed turn that are not new", over, 0))
             asked = [one for agent in agents if (agent.policy.history, agent.policy.name) == (history, policy)
                      for one in agent.answers]  # fmt: skip
@@ -252,6 +259,7 @@ def measure(model: str, stats: str, sizes: Sizes, asked: Sequence[Policy], flags
     args = ["--max-total-tokens", str((longest + 512) * len(agents)), *flags]
     args += ["--enable-triattention", "--triattention-stats", stats, "--triattention-conversations", "auto"]
     args += ["--triattention-budget", str(sizes.budget), "--triattention-interval", str(ASKING)]
+    args += ["--triattention-conversation-ttl", str(LONGEST_TURN_S)]
     # The processor reads how many tokens a request has, which lags where steps overlap.
     args += ["--enable-custom-logit-processor", "--disable-overlap-schedule"]
     started = time.monotonic()

@@ -135,6 +135,18 @@ def test_what_is_counted(works, tokenizer, wrong):
             assert row["over_bound"] == -SIZES.interval
 
 
+def test_turns_that_are_not_resumed(works, tokenizer):
+    """Prevents a run whose figures are lost at its end, or taken for those of rows that were resumed."""
+    agents = [Agent(0, policy, works[0], tokenizer) for policy in tool_loop.policies(SIZES)[:3]]
+    Oracle(agents, ()).run(lambda _: None)
+    turns, answers = tool_loop.turn_rows(agents, SIZES), tool_loop.answer_rows(agents)
+    for row in turns:
+        row["starts"] = ["lost"]
+    judged = {goal["goal"]: goal for goal in tool_loop.goals(turns, answers, agents)}
+    found = judged["keep, thinking kept: turns after the first that some agent did not resume"]
+    assert (found["value"], found["met"]) == (TURNS - 1, False)
+
+
 def test_stripped_thinking(works, tokenizer):
     """Prevents a stripped history that repeats thinking, or a kept one that does not."""
     stripped, kept = (
