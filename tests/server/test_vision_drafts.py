@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from harness import BUDGET, INTERVAL, compression, prompt
+from harness import BUDGET, INTERVAL, compression
 from ngram_account import DRAFTED, NGRAM, PAGES, answer_by_account, favouring
 from sets import wide
 from storm import FLAGS, RETRACTING, assert_withstood, storm
 from vision_account import Accounts, by_token_counts
-from vision_servers import ask, keeps_states, start_vision, with_images, words
+from vision_servers import STEM, TAIL, ask, keeps_states, start_vision, with_images
 
 # Tokens of which answers consist, so that some drafts hold and some do not.
 FEW = (10, 11, 12)
-STEM, TAIL = (words(prompt(seed, length)) for seed, length in ((31, 24), (32, 30)))
 
 
 @pytest.mark.parametrize(

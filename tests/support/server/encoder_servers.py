@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import server
-from forked_servers import Forkserver, running_launch
+from forked_servers import Forkserver, running_server
 from harness import STRICT, only_models, plain_args
 from vision_families import VisionModel
 
@@ -25,10 +25,8 @@ def running_encoder(
         backend: by which of SGLang's backends it sends what it has encoded.
     """
     flags = ("--encoder-only", "--encoder-transfer-backend", backend)
-    port = server.free_port()
-    command = server.launch_command(model.path, port, [*plain_args(), *flags])
     env = {**STRICT, **only_models(*model.modules), **ADDRESS}
-    with running_launch(forkserver, command[command.index("-m") + 1 :], port, env, log_path) as running:
+    with running_server(forkserver, model.path, [*plain_args(), *flags], env, log_path) as running:
         yield running
 
 

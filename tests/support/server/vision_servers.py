@@ -48,35 +48,25 @@ def start_vision(
 
 def ask(client: Client, texts: list[str], images: list, tokens: int = ANSWER, **sampling) -> list[dict]:
     """Sends texts in one HTTP request, each with its image or None."""
-    response = client.post(
-        "/generate",
-        text=texts,
-        image_data=[None if image is None else [encoded(image)] for image in images],
-        sampling_params=greedy(tokens, **sampling),
-        return_logprob=True,
-        top_logprobs_num=5,
-    )
-    assert response.status_code == 200, response.text
-    return response.json()
+    data = [None if image is None else [encoded(image)] for image in images]
+    return _asked(client, texts, data, greedy(tokens, **sampling))
 
 
 def ask_each(client: Client, texts: list[str], images: list, tokens: int = ANSWER) -> list[dict]:
     """Sends texts at once, each in an HTTP request of its own."""
 
     def one(text: str, image: Any) -> dict:
-        response = client.post(
-            "/generate",
-            text=text,
-            image_data=None if image is None else encoded(image),
-            sampling_params=greedy(tokens),
-            return_logprob=True,
-            top_logprobs_num=5,
-        )
-        assert response.status_code == 200, response.text
-        return response.json()
+        return _asked(client, text, None if image is None else encoded(image), greedy(tokens))
 
     with ThreadPoolExecutor(len(texts)) as pool:
         return list(pool.map(one, texts, images))
+
+
+def _asked(client: Client, text: Any, image_data: Any, sampling: dict[str, Any]) -> Any:
+    asked = {"text": text, "image_data": image_data, "sampling_params": sampling}
+    response = client.post("/generate", return_logprob=True, top_logprobs_num=5, **asked)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def assert_prompts_are_compacted_together(
