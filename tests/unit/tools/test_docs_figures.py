@@ -391,6 +391,25 @@ def test_tool_loops_of_more_agents():
     assert [cells for _, *cells in rows] == expected
 
 
+def test_tool_loops_of_longer_results():
+    """Prevents figures of longer results and thoughts that are not those of their runs."""
+    expected = []
+    for name, policy in product(("longer-", "longer-other-"), ("dense", "keep")):
+        found = results(f"tool-loop-{name}qwen2.5-coder-1.5b")
+        assert (found["setting"]["results"], found["setting"]["thoughts"]) == ([300, 900], [100, 250])
+        answers = {row["kind"]: row for row in found["answers"] if row["policy"] == policy}
+        second, last = (row for row in found["turns"] if row["policy"] == policy and row["turn"] in (2, 12))
+        expected.append(
+            [
+                *(f"{answers[kind]['right']}/{answers[kind]['questions']}" for kind in KINDS_OF_ANSWERS),
+                f"{last['held']:,.0f}",
+                f"{second['ttft_ms'] / 1e3:.1f}, {last['ttft_ms'] / 1e3:.1f}",
+            ]
+        )
+    rows = table(DOCS / "agents.md", "A long loop, measured", "policy, longer results")
+    assert [cells for _, *cells in rows] == expected
+
+
 def test_tool_loops_of_all_agents():
     """Prevents sums over all agents, and how sure their differences are, that are not those of their runs."""
     agents = [agent for found in loops_of_the_larger_model().values() for agent in found["asked"]]
