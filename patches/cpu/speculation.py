@@ -19,7 +19,7 @@ from sglang_triattn.patches.cpu import drafts
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-DRAFT_MODELS = "STANDALONE", "EAGLE", "EAGLE3"
+DRAFT_MODELS = "STANDALONE", "EAGLE", "EAGLE3", "FROZEN_KV_MTP"
 """Algorithms whose drafts come from a second model."""
 
 ALGORITHMS = ("NGRAM", *DRAFT_MODELS)

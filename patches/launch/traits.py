@@ -32,6 +32,7 @@ def traits_of(model: ModelConfig) -> Traits:
         linear_states=_has_linear_states(model),
         state_drafts=family.state_drafts,
         layered_drafts=family.layered_drafts,
+        assistants=family.assistants,
         images=bool(model.is_multimodal or model.model_is_mrope),
         image_prompts=family.images != "text",
         image_drafts=family.image_drafts,

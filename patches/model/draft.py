@@ -5,6 +5,9 @@ SGLang parts: `StandaloneWorkerV2` (sglang/srt/speculative/standalone_worker_v2.
 allocator. So a round that rewrites a row or frees slots does it for both, and moves K/V in both pools, see
 `kernels.follower`.
 
+`FrozenKVMTPWorkerV2` (sglang/srt/speculative/frozen_kv_mtp_worker_v2.py) has a draft model without K/V, which reads
+that of the served model's last layers: there is nothing to move.
+
 `MultiLayerEagleWorkerV2` (sglang/srt/speculative/multi_layer_eagle_worker_v2.py) has a runner, with a pool, for each
 token of a draft. Each runs one layer, which sees a window: its K/V lie in the peers of the served model's slots (see
 `request.window_pool`). Rounds move none of these, and keep the newest tokens in their order, more than a window shows.
@@ -27,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
-    """The runner of the draft model; None if there is no such model, or if each of its layers has one."""
+    """The runner of the draft model; None if there is no such model with K/V, or if each of its layers has one."""
     algorithm = scheduler.spec_algorithm
     if not (algorithm.is_standalone() or algorithm.is_eagle()) or layered_runners(scheduler):
         return None
     worker: Any = scheduler.draft_worker
-    return worker.draft_worker.draft_runner
+    return None if algorithm.is_frozen_kv_mtp() else worker.draft_worker.draft_runner
 
 
 def layered_runners(scheduler: Scheduler) -> list[ModelRunner]:
@@ -51,11 +54,15 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
 
     Of a model whose layers keep a state, the draft model must be its own draft layer, which has such a pool alone.
     Where each layer of the draft model has a runner, all must see a window of at most `window` tokens, the newest that
-    rounds keep, and have their K/V in a pool of window layers.
+    rounds keep, and have their K/V in a pool of window layers. Of one that reads the served model's, windows must be
+    no longer than that.
     """
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+    if scheduler.spec_algorithm.is_frozen_kv_mtp():
+        worker: Any = scheduler.draft_worker
+        check_windows(attention_layers(worker.draft_worker.draft_runner.model), window)
     for each in layered_runners(scheduler):
         layers = attention_layers(each.model)
         check_windows(layers, window)

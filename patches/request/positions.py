@@ -12,6 +12,9 @@ A model with several position axes (M-RoPE) gets `mrope_positions`, [3, tokens],
 the same lengths, plus an offset of the request after a prompt with images. Here they follow from logical lengths; those
 of drafted tokens (`ForwardBatch.compute_spec_mrope_positions`) are moved with `positions`.
 
+A draft model that reads the served model's KV (`FROZEN_KV_MTP`, sglang/srt/speculative/frozen_kv_mtp_utils.py) stands
+at the row's newest token in all steps of a draft, in graphs, too.
+
 With deterministic inference, a token is sampled by its request's seed and a position: SGLang takes `positions` in
 decode, and the row's length after a prefill.
 """
@@ -59,6 +62,13 @@ def hooks() -> list[Hook]:
             _use_logical_lengths,
             "self model_runner batch",
             why="gives tokens their logical positions on several axes (M-RoPE)",
+        ),
+        Hook(
+            "sglang.srt.speculative.frozen_kv_mtp_utils.set_frozen_kv_positions",
+            "around",
+            _keep_positions,
+            "forward_batch topk",
+            why="leaves drafts that read the served model's KV at their logical position",
         ),
         Hook(
             f"{target}.model_runner.ModelRunner.sample",
@@ -139,6 +149,12 @@ def _leave_out_computed_images(forward: ForwardBatch, batch: ScheduleBatch) -> N
         ]
         # SGLang declares no None in the list, and puts it there for requests without images.
         forward.mm_inputs = cast(list, left)
+
+
+def _keep_positions(_: Callable, forward: ForwardBatch, topk: int) -> None:
+    """Leaves `positions`, [batch], what `_use_logical_positions` has made them, where SGLang takes them from the row's
+    length once more before each step of a draft."""
+    assert topk == 1, "branches have positions of their own, which are refused at launch"
 
 
 def _draw(

@@ -28,6 +28,7 @@ ALIASES = {
     "enable_hicache": "enable_hierarchical_cache",
     "monokernel_backend": "enable_amd_monokernel",
     "pipeline_parallel_size": "pp_size",
+    "speculative_draft_model": "speculative_draft_model_path",
     "tensor_parallel_size": "tp_size",
 }
 # The settings that are whole numbers: by name, and by how a name ends.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_triattn.compatibility.rule import (
+    ASSISTANT,
     DRAFT_MODELS,
     WITHOUT_CONVERSATIONS,
     Rule,
@@ -31,18 +32,15 @@ def _drafts_fit_windows(server: Server) -> bool:
     if server.drafts == "EAGLE3":
         # It has no window, and K/V for the slots of the other pool.
         return server.traits.window_pool
+    if server.drafts == ASSISTANT:
+        # Its layers with a window read the served model's.
+        return server.traits.assistants and server.traits.window_pool
     return server.drafts_in_layers
 
 
 def _drafts_after_images_by_another(server: Server) -> bool:
     """Whether a draft model other than the layer of a model with states may read images."""
     return server.traits.images and server.has_draft_model and not server.drafts_with_states
-
-
-def _keeps_more_than_kv(server: Server) -> bool:
-    """Whether the model has more than keys and values of all tokens: windows, latents, states or images."""
-    traits = server.traits
-    return traits.has_windows or traits.latent or traits.linear_states or traits.images
 
 
 def _is_step_3_5(server: Server) -> bool:
@@ -83,47 +81,42 @@ DRAFT_RULES = (
             Rule(
                 "speculative_eagle_topk",
                 many,
-                "drafts that branch are not tested with a model that drafts by itself",
+                "drafts that branch are not tested with a layer for each drafted token",
                 _USE_CHAIN,
             ),
         ),
-        lambda server: server.drafts == "STANDALONE",
+        lambda server: server.drafts_in_layers,
         "speculative_algorithm",
-    ),
-    Rule(
-        "speculative_eagle_topk",
-        many,
-        "drafts that branch are not tested on a decode server",
-        _USE_CHAIN,
-        lambda server: server.has_draft_model and server.is_decode_server,
-        "disaggregation_mode",
-    ),
-    *(
-        Rule(
-            field,
-            applies,
-            f"drafts {which} are not tested with windows, latents, states or images",
-            remedy,
-            lambda server: server.has_draft_model and _keeps_more_than_kv(server),
-            names_model=True,
-        )
-        for field, applies, which, remedy in (
-            ("speculative_eagle_topk", many, "that branch", _USE_CHAIN),
-            ("speculative_adaptive", is_set, "whose length changes", ""),
-        )
+        names_model=True,
     ),
     *only(
         (
-            Rule("attn_dp_size", many, "drafts that branch are not tested in groups of ranks"),
-            *(
-                Rule(
-                    f"{kind}attention_backend",
-                    lambda value: value not in (None, *_FOR_BRANCHES),
-                    "it is not known to read each branch of a draft by the lengths of rows",
-                    f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
-                )
-                for kind in ("", "prefill_", "decode_", "speculative_draft_")
+            Rule(
+                "speculative_eagle_topk",
+                many,
+                "SGLang gives branches of such a draft model the row's length for a position, which a round changes",
+                _USE_CHAIN,
             ),
+            Rule("attn_dp_size", many, "its draft model is not tested in groups of ranks"),
+            Rule(
+                "disable_overlap_schedule",
+                is_set,
+                "SGLang's worker for such a draft model ends at the first request without overlap scheduling",
+            ),
+        ),
+        lambda server: server.drafts == ASSISTANT,
+        "speculative_algorithm",
+        names_model=True,
+    ),
+    *only(
+        tuple(
+            Rule(
+                f"{kind}attention_backend",
+                lambda value: value not in (None, *_FOR_BRANCHES),
+                "it is not known to read each branch of a draft by the lengths of rows",
+                f"use flashinfer, fa3 or triton, or {_USE_CHAIN}",
+            )
+            for kind in ("", "prefill_", "decode_", "speculative_draft_")
         ),
         lambda server: server.has_draft_model and server.is_above_one("speculative_eagle_topk"),
         "speculative_eagle_topk",
@@ -133,7 +126,7 @@ DRAFT_RULES = (
         lambda server: server.has_draft_model and not server.traits.layered_drafts,
         "speculative_algorithm",
     ),
-    # Of drafts that read no hidden states, SGLang turns it off by itself.
+    # Of drafts without K/V that follow hidden states, SGLang turns it off by itself.
     *only(
         (
             Rule(
@@ -142,7 +135,7 @@ DRAFT_RULES = (
                 "what decodes in a step with a prefill takes its logical length for its row's there",
             ),
         ),
-        lambda server: server.has_draft_model and server.drafts != "STANDALONE",
+        lambda server: server.has_draft_model and server.drafts not in ("STANDALONE", ASSISTANT),
         "speculative_algorithm",
     ),
     *(
@@ -166,7 +159,12 @@ DRAFT_RULES = (
         for field, applies, reason, when in (
             ("attn_dp_size", many, "its draft model is not tested in groups of ranks", _drafts_after_images_by_another),
             ("attn_dp_size", many, "its draft layers add up over all ranks, whose batches differ there", _is_step_3_5),
-            ("disable_hybrid_swa_memory", is_set, _NO_WINDOW_POOL, lambda server: server.drafts_in_layers),
+            (
+                "disable_hybrid_swa_memory",
+                is_set,
+                _NO_WINDOW_POOL,
+                lambda server: server.drafts_in_layers or server.drafts == ASSISTANT,
+            ),
             # SGLang turns that on by itself for this model.
             ("enable_hierarchical_cache", is_set, _NO_WINDOW_POOL, _is_step_3_5),
         )

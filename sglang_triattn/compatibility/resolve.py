@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sglang_triattn.compatibility.draft_rules import CHAIN
-from sglang_triattn.compatibility.rule import Server
+from sglang_triattn.compatibility.rule import ASSISTANT, Server
 from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, refusals
 from sglang_triattn.compatibility.served_code import SERVED_CODE
 from sglang_triattn.compatibility.traits import Traits
@@ -62,12 +63,23 @@ def resolve(config: Config, settings: Mapping[str, Any], traits: Traits, *, weig
 
 
 def with_draft_defaults(settings: Mapping[str, Any], traits: Traits) -> dict[str, Any]:
-    """Settings of a command line with the draft numbers that SGLang would choose by itself, as far as they matter."""
+    """Settings of a command line with what SGLang would choose for drafts by itself, as far as it matters."""
     algorithm = settings.get("speculative_algorithm")
+    if traits.assistants and str(algorithm).upper() in ("EAGLE", "NEXTN") and _names_assistant(settings):
+        return {**settings, "speculative_algorithm": ASSISTANT}
     if algorithm is None or any(field in settings for field in CHAIN):
         return dict(settings)
     branches = traits.branching_drafts and str(algorithm).upper() != "STANDALONE"
     return {**settings, "speculative_eagle_topk": _BRANCHES if branches else 1}
+
+
+def _names_assistant(settings: Mapping[str, Any]) -> bool:
+    """Whether the draft model of a model with assistants is one of them, as far as its file, if it is here, shows."""
+    path = settings.get("speculative_draft_model_path")
+    if path is None:
+        return False
+    file = Path(path) / "config.json"
+    return not file.is_file() or "Assistant" in file.read_text(encoding="utf-8")
 
 
 def _check_rope(traits: Traits, context: int | None) -> None:

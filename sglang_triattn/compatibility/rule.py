@@ -9,7 +9,10 @@ from typing import Any
 from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.config import PREFIX, Config
 
-DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+ASSISTANT = "FROZEN_KV_MTP"
+"""SGLang's name for drafts by a model that reads the served model's KV, as Gemma-4's assistants do. It takes EAGLE and
+NEXTN for this with such a model."""
+DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN", ASSISTANT)
 """Ways of drafting tokens by a model of its own that work with rounds. SGLang takes NEXTN for EAGLE."""
 WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sglang_triattn.compatibility.draft_rules import CHAIN, DRAFT_RULES
 from sglang_triattn.compatibility.rule import (
+    ASSISTANT,
     DRAFT_MODELS,
     WITHOUT_CONVERSATIONS,
     Rule,
@@ -95,7 +96,13 @@ _ALWAYS = (
 
 
 _STAGES = only(
-    (Rule("speculative_algorithm", is_set, "drafted tokens are not tested in stages"),),
+    (
+        Rule(
+            "speculative_algorithm",
+            is_set,
+            "SGLang drafts in stages with SGLANG_ENABLE_PP_SPEC alone, which is not tested with rounds",
+        ),
+    ),
     lambda server: server.is_above_one("pp_size"),
 )
 
@@ -131,7 +138,7 @@ _DECODE_SERVERS = (
             ),
             Rule(
                 "speculative_algorithm",
-                lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE"),
+                lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE", ASSISTANT),
                 "SGLang hands the first drafts over for EAGLE, EAGLE3 and NEXTN alone, and its decode server ends at "
                 "the first request with others",
                 "use one of these, or leave --speculative-algorithm out",
@@ -204,7 +211,7 @@ RULES = (
 
 _NOT_REFUSED = (
     *("context_length", "disable_overlap_schedule", "enable_multimodal", "grpc_mode", "max_total_tokens", "page_size"),
-    "smg_grpc_mode",
+    *("smg_grpc_mode", "speculative_draft_model_path"),
 )
 SETTING_FIELDS = frozenset({*(rule.field for rule in (*FIRST_RULES, *RULES)), *CHAIN, *_NOT_REFUSED})
 """SGLang's settings that matter."""

@@ -47,6 +47,7 @@ class Traits:
         linear_states: some layers keep a state instead of KV, or with it.
         state_drafts: see `Family.state_drafts`.
         layered_drafts: see `Family.layered_drafts`.
+        assistants: see `Family.assistants`.
         images: it takes images, or its rotary embedding has the several axes of a model that does.
         image_prompts: requests with images may be compressed.
         image_drafts: see `Family.image_drafts`.
@@ -65,6 +66,7 @@ class Traits:
     linear_states: bool = False
     state_drafts: tuple[str, ...] = ()
     layered_drafts: bool = False
+    assistants: bool = False
     images: bool = False
     image_prompts: bool = True
     image_drafts: tuple[str, ...] = ()
@@ -110,6 +112,7 @@ def traits_of_file(config: Fields, name: str, layout: AttentionLayout, *, multim
         linear_states=layout.linear_states,
         state_drafts=family.state_drafts,
         layered_drafts=family.layered_drafts,
+        assistants=family.assistants,
         images=media or _has_axes(_scored_rope(fields)),
         image_prompts=family.images != "text",
         image_drafts=family.image_drafts,

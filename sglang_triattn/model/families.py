@@ -61,6 +61,8 @@ class Family:
         state_drafts: ways of drafting tokens, in capitals, of which its states are known to take back what fails.
         layered_drafts: SGLang drafts each token with a layer of the model's own, which sees a window alone and keeps
             K/V in its pool (`--enable-multi-layer-eagle`), and rounds are known to leave these whole.
+        assistants: a model with no KV of its own may draft, which reads that of the served one's last layers
+            (`FROZEN_KV_MTP`).
         attentions: attentions, each with KV of its own, per layer that the file counts.
         loops: the field that says how often a token runs through all layers, with KV of its own each time.
         images: "prompt": SGLang computes an image prompt as one run of tokens of the row, so it may be frozen; "text":
@@ -97,6 +99,7 @@ class Family:
     state_in_every_layer: bool = False
     state_drafts: tuple[str, ...] = ()
     layered_drafts: bool = False
+    assistants: bool = False
     attentions: int = 1
     loops: str = ""
     images: Literal["prompt", "text"] | None = None
@@ -148,7 +151,9 @@ _GEMMA_4 = Family(
     },
     shares_kv=True,
     proportional_rope=True,
+    assistants=True,
     images="prompt",
+    image_drafts=("FROZEN_KV_MTP",),
 )
 _WINDOW_POOL = Family(window_pool=True, pool_covered=True)
 _SINKS = replace(_WINDOW_POOL, sinks=True)
@@ -251,7 +256,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma4ForCausalLM": replace(_GEMMA_4, images=None),
     "Gemma4ForConditionalGeneration": _GEMMA_4,
     # Without an encoder: its image tokens come from pixels by a projection, which no test has served.
-    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, images="text"),
+    "Gemma4UnifiedForConditionalGeneration": replace(_GEMMA_4, images="text", image_drafts=()),
     "GemmaForCausalLM": _PLAIN,
     "Glm4ForCausalLM": _INTERLEAVED,
     "Glm4MoeForCausalLM": Family(rotary_share=0.5),

@@ -6,6 +6,7 @@ import pytest
 
 from disaggregated_servers import RETRACT, TREE, storm
 from draft_pairs import KEEP_STATES, MODES, Pairs, adapting, drafts_with_account, hold_changing_lengths
+from draft_trees import TREE_STEPS, TreePair
 from families import WINDOW
 from harness import INTERVAL, KEYS_ALONE, STEPS, assert_pool_is_whole, compression
 from repeating_model import build_repeating_model, in_circle
@@ -50,6 +51,28 @@ def test_logits_and_drafts(serve_pairs, probed_pairs, pairs, name, mode):
     assert compression(response)["rounds"] >= 6
     assert len(found) > 60
     assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
+    assert_pool_is_whole(client)
+    serve_pairs.stop(client)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("EAGLE", "pages"), ("EAGLE3", "moved"), ("EAGLE3 windows", "pages"), ("NEXTN states", "overlap off")],
+)
+def test_drafts_that_branch(serve_pairs, probed_pairs, pairs, name, mode):
+    """Prevents first drafts that arrive without their branches, and K/V of accepted ones that are not moved to the end
+    of a row that another server has begun: each tree is that of an account."""
+    pair = TreePair.of(pairs[name])
+    client, steps = probed_pairs(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
+    page_size = client.setting("page_size")
+    steps()
+    (ids,) = pair.texts()
+    response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
+    found = drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
+    assert compression(response)["rounds"] >= 6
+    assert len(found) > 40
+    assert 0.02 * TREE_STEPS * len(found) < sum(found) < 0.96 * TREE_STEPS * len(found)
     assert_pool_is_whole(client)
     serve_pairs.stop(client)
 

@@ -55,6 +55,10 @@ CASES = [
     wide("EAGLE3 windows", "overlap off"),
     wide("EAGLE3 windows", "ranks"),
     wide("EAGLE3 windows", "groups"),
+    ("NEXTN assistant windows", "pages"),
+    wide("NEXTN assistant windows", "moved"),
+    wide("NEXTN assistant windows", "remapped"),
+    wide("NEXTN assistant windows", "ranks"),
     wide("EAGLE layers windows", "pages"),
     wide("EAGLE layers windows", "moved"),
     ("EAGLE layers windows", "remapped"),
@@ -124,14 +128,23 @@ def test_logits_and_drafts(probed, pairs, name, mode):
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("EAGLE", "moved"), wide("EAGLE3", "pages"), wide("EAGLE", "overlap off"), wide("EAGLE", "ranks")],
+    [
+        ("EAGLE", "moved"),
+        wide("EAGLE3", "pages"),
+        wide("EAGLE", "overlap off"),
+        wide("EAGLE", "ranks"),
+        wide("EAGLE3 windows", "pages"),
+        wide("NEXTN latent", "moved"),
+        wide("NEXTN states", "pages"),
+        wide("NEXTN axes", "moved"),
+    ],
 )
 def test_drafts_whose_length_changes(probed, pairs, tmp_path, name, mode):
     """Prevents rounds that come too late or too early where SGLang drafts more or fewer tokens by the size of the
     batch, and reserves of another length than those of the step that writes to them."""
     pair, flags = pairs[name], adapting(tmp_path)
     env = {**pair.env, **cores_of(mode)}
-    client, steps = probed(*pair.args, *flags, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
+    client, steps = probed(*pair.args, *flags, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
     client.flush()
     hold_changing_lengths(client, steps, pair, mode)
 
@@ -157,7 +170,10 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"])
+@pytest.mark.parametrize(
+    "name",
+    ["EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows", "NEXTN assistant windows"],
+)
 def test_drafts_hold_after_rounds(serve, pairs, name):
     """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
     about as often as those of a request that is not compressed."""
@@ -227,7 +243,7 @@ def test_another_model_for_layers_that_keep_a_state(tmp_path):
     "name",
     [
         *("EAGLE", "NEXTN latent", "NEXTN states"),
-        *("EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows"),
+        *("EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows", "NEXTN assistant windows"),
     ],
 )
 def test_bit_identical_below_the_trigger(serve, pairs, name):
@@ -273,6 +289,8 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("NEXTN latent", "pages"),
         wide("EAGLE3 windows", "pages"),
         wide("EAGLE3 windows", "moved"),
+        wide("NEXTN assistant windows", "pages"),
+        wide("NEXTN assistant windows", "moved"),
         wide("EAGLE layers windows", "pages"),
         wide("EAGLE layers windows", "moved"),
         wide("EAGLE layers windows", "groups"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from draft_heads import build_eagle
-from draft_pairs import MODES, cores_of, drafts_with_account, hold_adapter
+from draft_pairs import MODES, Pairs, cores_of, drafts_with_account, hold_adapter, weather_storm
 from draft_trees import BRANCHES, TREE_STEPS, TreePair
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
-from oracle import oracle_of
 from repeating_model import build_repeating_model, in_circle
 from sets import wide
-from storm import FLAGS, RETRACTING, assert_withstood, storm
+from storm import FLAGS, RETRACTING
 
 CASES = [
     ("EAGLE", "pages"),
@@ -21,19 +19,26 @@ CASES = [
     wide("EAGLE", "ranks"),
     wide("EAGLE3", "moved"),
     wide("EAGLE3", "pages"),
+    *(wide("EAGLE3 windows", mode) for mode in ("pages", "moved", "groups")),
+    *(wide("NEXTN latent", mode) for mode in ("pages", "groups")),
+    *(wide("NEXTN states", mode) for mode in ("pages", "overlap off")),
+    wide("NEXTN axes", "moved"),
+    wide("STANDALONE", "moved"),
 ]
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """A TreePair for each kind of head, by its name."""
-    target = build_repeating_model(tmp_path_factory.mktemp("repeating"))
-    folder, account = tmp_path_factory.mktemp("drafts"), oracle_of(target)
-    heads = {"EAGLE": (False, 0.9), "EAGLE3": (True, 0.25)}
-    return {
-        name: TreePair(name, target, account, build_eagle(folder, target, third=third, noise=noise))
-        for name, (third, noise) in heads.items()
-    }
+def pairs(tiny, tmp_path_factory):
+    """A TreePair for each way of drafting, by its name."""
+    repeating = build_repeating_model(tmp_path_factory.mktemp("repeating"))
+    chains = Pairs(tiny, repeating, tmp_path_factory.mktemp("drafts"))
+
+    class Trees(dict[str, TreePair]):
+        def __missing__(self, name: str) -> TreePair:
+            self[name] = TreePair.of(chains[name])
+            return self[name]
+
+    return Trees()
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -42,30 +47,33 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     row's end or that a round loses, and branches that read others than their own: each tree is that of an account."""
     pair = pairs[name]
     env = {**pair.env, **cores_of(mode)}
-    client, steps = probed(*pair.args, *MODES[mode], *KEYS_ALONE, model=pair.target, env=env)
+    client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
     page_size = client.setting("page_size")
-    (ids,) = pair.texts()
-    client.flush()
-    steps()
-    response = client.generate(ids, 300, logprobs=True)
-    found = drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
-    assert compression(response)["rounds"] >= 6
+    found = []
+    for ids in pair.texts():
+        client.flush()
+        steps()
+        response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
+        found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
+        assert compression(response)["rounds"] >= 6
     held = sum(found)
     assert len(found) > 40
     assert 0.02 * TREE_STEPS * len(found) < held < 0.96 * TREE_STEPS * len(found)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("page_size", ["1", "16"])
-@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("EAGLE", "1"), ("EAGLE", "16"), ("EAGLE3", "16"), ("EAGLE3 windows", "16"), ("NEXTN states", "1")],
+)
 def test_bit_identical_below_the_trigger(serve, pairs, name, page_size):
     """Prevents compression from changing an answer, a log-probability or an acceptance before it has evicted, and trees
     whose verification gives another answer than the model alone."""
     pair = pairs[name]
     served = {"model": pair.target, "env": pair.env}
-    client = serve(*pair.args, "--page-size", page_size, **served)
+    client = serve(*pair.args, *pair.settings, "--page-size", page_size, **served)
     plain = serve(*pair.args, "--page-size", page_size, **served, compressed=False)
-    without = serve("--page-size", page_size, **served, compressed=False)
+    without = serve(*pair.code, "--page-size", page_size, **served, compressed=False)
     for server in (client, plain):
         server.flush()
     # The end of a prompt that fills no page may be evicted, too.
@@ -79,16 +87,24 @@ def test_bit_identical_below_the_trigger(serve, pairs, name, page_size):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "mode"), [("EAGLE", "pages"), ("EAGLE", "moved"), ("EAGLE3", "pages")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("EAGLE", "pages"),
+        ("EAGLE", "moved"),
+        ("EAGLE3", "pages"),
+        ("EAGLE3 windows", "pages"),
+        ("NEXTN states", "pages"),
+    ],
+)
 def test_storm(serve, pairs, name, mode):
     """Prevents slots of branches that are lost or owned twice where requests are aborted, retracted, resumed and
     compacted while they are prefilled."""
     pair = pairs[name]
     # In pages of 16, a request may reserve 256 slots on top of its row.
     pool = ("--max-total-tokens", "3072" if mode == "pages" else "1024", *FLAGS)
-    client = serve(*pair.args, *MODES[mode], *pool, model=pair.target, env={**pair.env, **RETRACTING})
-    _, finished = storm(client, 7, 40, (24, BUDGET), 1500, conversations=6)
-    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    client = serve(*pair.args, *MODES[mode], *pair.settings, *pool, model=pair.target, env={**pair.env, **RETRACTING})
+    weather_storm(client, pair)
     serve.stop(client)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,20 @@ import pytest
 import transformers
 
 from draft_heads import build_eagle, llama_config
-from draft_pairs import MODES, WITH_LAYER, Pair, cores_of, drafts_with_account
+from draft_pairs import (
+    ASSISTANT,
+    MODES,
+    WITH_LAYER,
+    Pair,
+    adapting,
+    cores_of,
+    drafts_with_account,
+    hold_each_length,
+)
+from draft_trees import TreePair
 from encoder_servers import ADDRESS, encoded_by, running_encoder
 from family_servers import prepared
+from gemma4_family import ASSISTED, build_assistant
 from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, greedy, prompt
 from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from repeating_model import in_circle, make_repeating
@@ -22,7 +33,7 @@ from sets import wide
 from state_family import build_whole_qwen
 from storm import FLAGS, RETRACTING, assert_withstood, storm
 from vision_account import Accounts, encoded
-from vision_families import VisionModel
+from vision_families import VisionModel, build_vision_model
 from vision_servers import ask, ask_each, with_images, words
 
 # A prompt after which some drafts hold and some do not.
@@ -45,7 +56,9 @@ class Asked:
     def started(self, start: Callable, *flags: str, env: dict[str, str] | None = None, **options: Any) -> Any:
         """What `serve`, or `probed`, returns of a server."""
         pair = self.pair
-        return start(*pair.args, *flags, model=pair.target, env={**pair.env, **(env or {})}, tokenizer=True, **options)
+        settings = pair.settings if options.get("compressed", True) else ()
+        env = {**pair.env, **(env or {})}
+        return start(*pair.args, *settings, *flags, model=pair.target, env=env, tokenizer=True, **options)
 
     def answer(self, client: Client, tokens: int, **sampling: Any) -> dict[str, Any]:
         model = self.pair.target
@@ -69,6 +82,9 @@ def asked(tmp_path_factory):
 
 def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
     """The model, and where its draft model is, which has the axes of the model's rotary positions if it is to."""
+    if name.startswith(ASSISTANT):
+        target = build_vision_model(folder, ASSISTED)
+        return target, build_assistant(folder, target.path)
     target = build_whole_qwen(folder, TARGETS[name])
     make_repeating(target)
     text = transformers.AutoConfig.from_pretrained(target.path).get_text_config()
@@ -86,6 +102,7 @@ def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
         wide("NEXTN experts", "pages"),
         *(wide("EAGLE3 axes", mode) for mode in ("moved", "pages", "overlap off")),
         *(wide("EAGLE3 deepstack", mode) for mode in ("moved", "pages")),
+        *(wide("NEXTN assistant windows", mode) for mode in ("moved", "pages")),
     ],
 )
 def test_logits_and_drafts(probed, asked, name, mode):
@@ -96,7 +113,7 @@ def test_logits_and_drafts(probed, asked, name, mode):
     page_size = client.setting("page_size")
     client.flush()
     steps()
-    response = one.answer(client, 250)
+    response = one.answer(client, 250 + 100 * one.pair.has_windows)
     frozen = len(one.ids) - len(one.ids) % page_size
     found = drafts_with_account(one.pair, mode, one.ids, response, steps(), frozen)
     assert compression(response)["frozen_length"] == frozen
@@ -120,6 +137,40 @@ def test_drafts_after_an_image_that_another_server_encodes(forkserver, probed, a
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize(("name", "mode"), [("NEXTN published", "moved"), ("EAGLE3 axes", "pages")])
+def test_drafts_that_branch(probed, asked, name, mode):
+    """Prevents trees of tokens after an image whose tokens stand, or whose branches read, elsewhere than they should:
+    each tree is that of an account."""
+    one = asked(name)
+    one = replace(one, pair=TreePair.of(one.pair))
+    client, steps = one.started(probed, *MODES[mode], *KEYS_ALONE)
+    client.flush()
+    steps()
+    response = one.answer(client, 250)
+    hold_to_account(one, mode, client, response, steps())
+
+
+@pytest.mark.wide
+def test_drafts_whose_length_changes(probed, asked, tmp_path):
+    """Prevents rounds that come too late or too early after an image, where SGLang drafts more or fewer tokens by the
+    size of the batch."""
+    one, mode = asked("EAGLE3 axes"), "moved"
+    model = VisionModel(**vars(one.pair.target))
+    client, steps = one.started(probed, *adapting(tmp_path), *MODES[mode], *KEYS_ALONE)
+    tails = [words(prompt(5 + number, 12) + in_circle(38, 9 * number)) for number in range(3)]
+    texts = [model.with_image(STEM, tail) for tail in tails]
+    client.flush()
+    steps()
+    answers = ask(client, texts, [model.picture(1)] * 3, (200, 330, 480))
+    seen, accounts = steps(), Accounts.of(model)
+    held = []
+    for text, answer in zip(texts, answers, strict=True):
+        ids, account = accounts.of_prompt(text, model.picture(1))
+        held.append((replace(one.pair, account=account), ids, answer))
+    hold_each_length(client, seen, held, mode)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
 def test_drafts_hold_after_rounds(serve, asked, name):
     """Prevents drafts after an image that hold no longer once rounds have come: they hold about as often as those of a
@@ -136,7 +187,7 @@ def test_drafts_hold_after_rounds(serve, asked, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
+@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"])
 def test_bit_identical_below_the_trigger(serve, asked, name):
     """Prevents compression from changing an answer after an image, a log-probability or an acceptance before it has
     evicted."""
@@ -151,14 +202,14 @@ def test_bit_identical_below_the_trigger(serve, asked, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack"])
+@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"])
 def test_storm(serve, asked, name):
     """Prevents slots for drafts, states or images that are lost or owned twice where requests with images and without
     are aborted, retracted and compacted while they are prefilled."""
     one = asked(name)
     pool = ("--max-total-tokens", "1536", *FLAGS)
     client = one.started(serve, *MODES["pages"], *KEYS_ALONE, *pool, env=RETRACTING)
-    _, finished = storm(client, 1, 40, (24, BUDGET), 1500, fields=with_images(one.pair.target))
+    _, finished = storm(client, 1, 40, one.pair.budgets, 1500, fields=with_images(one.pair.target))
     assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
     serve.stop(client)
 

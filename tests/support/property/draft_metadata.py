@@ -247,7 +247,9 @@ def assert_listed(scene: Scene, name: str, *, graph: bool) -> None:
                 assert found[0][len(indptr)] == indptr[-1] + step + 1
 
 
-@pytest.mark.parametrize(("name", "graph", "page_size"), matrix(["flashinfer", "triton"], [False, True], [1, 4]))
+@pytest.mark.parametrize(
+    ("name", "graph", "page_size"), matrix(["flashinfer", "triton", "triton latent"], [False, True], [1, 4])
+)
 def test_steps_of_branches_read_the_shortened_rows(name, graph, page_size):
     """Prevents a branch of a draft that reads another's tokens, or another request's."""
     with drafting(2, page_size):
@@ -284,12 +286,11 @@ def assert_tables_equal(scene: Scene, name: str, *, graph: bool) -> None:
             assert torch.equal(found[place], tensor), place
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
-def test_tables_of_branches_do_not_follow_positions(graph, page_size):
+@pytest.mark.parametrize(("name", "graph", "page_size"), matrix(["fa3", "fa3 latent"], [False, True], [1, 4]))
+def test_tables_of_branches_do_not_follow_positions(name, graph, page_size):
     """Prevents the same where drafts branch."""
     with drafting(2, page_size):
-        assert_tables_equal(Scene(page_size, branches=2), "fa3", graph=graph)
+        assert_tables_equal(Scene(page_size, branches=2), name, graph=graph)
 
 
 @pytest.mark.parametrize("name", PAGED)

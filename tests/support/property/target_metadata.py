@@ -130,7 +130,8 @@ def test_plans_do_not_follow_positions(name, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size", "mode"), matrix(["triton", "flashinfer", "fa3"], [1, 4], ["verify", "draft extend"])
+    ("name", "page_size", "mode"),
+    matrix(["triton", "flashinfer", "fa3", "triton latent", "fa3 latent"], [1, 4], ["verify", "draft extend"]),
 )
 def test_plans_of_branches_do_not_follow_positions(name, page_size, mode):
     """Prevents the same where drafts branch, whose masks begin where a row's length says."""

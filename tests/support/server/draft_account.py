@@ -7,6 +7,7 @@ token stays that came there first. Nothing here uses the project's code, see `or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +29,8 @@ class Watched(Oracle):
     Attributes:
         seen: [L, H_kv, tokens, tokens] bool, what each of a draft model's queries may see, if its heads follow those of
             the scored layers; a token is counted at its place in the draft model, one before its own.
+        shown: [L, H_kv, tokens, tokens] bool, what each of the target's queries may see.
+        cache: K/V of all tokens.
         hidden: [tokens, size], what the logits are made of.
         inputs: of each layer, [tokens, size]; of the norm after them, by their number.
     """
@@ -35,6 +38,8 @@ class Watched(Oracle):
     page_size: int = 1
     remaps: bool = False
     seen: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
+    cache: DynamicCache | None = None
     hidden: torch.Tensor | None = None
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -43,11 +48,13 @@ class Watched(Oracle):
         if start == 0:
             shape = len(self.scored), self.num_kv_heads, visible.shape[-1]
             self.seen = torch.zeros(*shape, shape[-1], dtype=torch.bool)
+            self.shown, self.cache = torch.zeros_like(self.seen), cache
             self._held = torch.ones(shape, dtype=torch.bool)
             self._columns = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
             self.hidden, self.inputs = None, {}
         causal = torch.arange(total) <= torch.arange(start, total)[:, None]
         self.seen[:, :, start:total, :total] = causal & self._held[:, :, None, :total]
+        self.shown[:, :, start:total, :total] = causal & visible[list(self.scored), :, None, :total]
 
         def note(number, hidden):
             before = self.inputs.get(number)
@@ -121,88 +128,104 @@ class WatchedVision(Watched, VisionOracle):
         return self._places(0, total)["position_ids"]
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A draft model, and what it reads of a text: hidden states are the target's of tokens that are known to hold, and
+    its own of those that it has drafted.
+
+    Attributes:
+        head: `head(embeddings, hidden, places, mask, cache)` returns what the next draft reads, and what its logits are
+            made of; the mask is [layers, 1 or heads, queries, keys].
+        embed: gives embeddings of drafted tokens.
+        last: makes logits.
+        ids: prompt and output.
+        seen: [layers, 1 or heads, n, n] bool for n tokens, see `Watched`.
+        embeds: [n, size], what the target reads of each token: of an image's, what its encoder makes of the image.
+        hidden: [n, size] or several of these side by side, of each token.
+        places: [1, n] or [axes, 1, n], rotary positions, of what may be drafted after the text, too.
+    """
+
+    head: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    embed: torch.nn.Module
+    last: torch.nn.Module
+    ids: list[int]
+    seen: torch.Tensor
+    embeds: torch.Tensor
+    hidden: torch.Tensor
+    places: torch.Tensor
+
+    def run(
+        self, embeds: torch.Tensor, states: torch.Tensor, first: int, seen: torch.Tensor, cache: DynamicCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the next draft reads, logits) of tokens [branches, n, size] from the place `first` on."""
+        mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+        passed, made = self.head(embeds, states, self.places[..., first : first + embeds.shape[1]], mask, cache)
+        return passed, self.last(made).float()
+
+    def run_whole(self, cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of all tokens but the first: what each step begins with."""
+        return self.run(self.embeds[None, 1:], self.hidden[None, :-1], 0, self.seen[:, :, :-1, :-1], cache)
+
+    def seen_with(self, start: int, drafted: int) -> torch.Tensor:
+        """[layers, 1 or heads, 1, start + drafted] bool: what the newest of the drafted tokens may see."""
+        own = torch.ones(*self.seen.shape[:2], drafted, dtype=torch.bool)
+        return torch.cat([self.seen[:, :, start, :start], own], -1)[:, :, None]
+
+
+class WholeModel:
+    """A model as one that drafts by itself, without hidden states of another."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model.model
+
+    def __call__(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, places: torch.Tensor, mask: torch.Tensor, cache: DynamicCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Read.head`."""
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(
+                lambda _, args, options, own=own: (args, {**options, "attention_mask": own[None]}), with_kwargs=True
+            )
+            for layer, own in zip(self._model.layers, mask, strict=True)
+        ]
+        try:
+            made = self._model(inputs_embeds=embeds, position_ids=places, past_key_values=cache).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return made, made
+
+
+def cut_cache(cache: DynamicCache, length: int, branches: int = 1) -> DynamicCache:
+    """The first `length` tokens of a cache, for each of the branches."""
+    cut = DynamicCache()
+    for number, layer in enumerate(cache.layers):
+        cut.update(*(each[:, :, :length].repeat(branches, 1, 1, 1) for each in (layer.keys, layer.values)), number)
+    return cut
+
+
 @torch.no_grad()
-def holding(
-    draft: torch.nn.Module, ids: list[int], seen: torch.Tensor, starts: list[int], steps: int, margin: float
-) -> list[int | None]:
+def holding_of_head(read: Read, starts: list[int], steps: int, margin: float) -> list[int | None]:
     """How many of the tokens drafted at each step hold; None where two tokens are about as likely.
 
     Args:
-        draft: transformers model in float32.
-        ids: prompt and output.
-        seen: [L, H_kv, n, n] bool for n tokens, see `Watched`.
         starts: tokens that were computed before each step. The next one is known.
         steps: tokens drafted at each.
         margin: what the first token's log-probability must be above the second's.
     """
-    shifted = torch.tensor([ids[1:]])
-    places = torch.arange(shifted.shape[1])[None]
-    group = draft.config.num_attention_heads // seen.shape[1]
-    masks = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[:, None, :, :-1, :-1].repeat_interleave(group, 2)
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, options, mask=mask: (args, {**options, "attention_mask": mask}), with_kwargs=True
-        )
-        for layer, mask in zip(draft.model.layers, masks, strict=True)
-    ]
-    try:
-        logits = draft(input_ids=shifted, position_ids=places).logits[0].float()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    best = logits.log_softmax(-1).topk(2)
-    found: list[int | None] = []
-    for start in starts:
-        held: int | None = 0
-        for place in range(start - 1, min(start - 1 + steps, len(ids) - 2)):
-            if best.values[place, 0] - best.values[place, 1] < margin:
-                held = None
-                break
-            if best.indices[place, 0] != ids[place + 2]:
-                break
-            held += 1
-        found.append(held)
-    return found
 
+    def likeliest(logits):
+        best = logits.log_softmax(-1).topk(2)
+        return best.indices[..., 0], best.values[..., 0] - best.values[..., 1]
 
-@torch.no_grad()
-def holding_of_head(
-    head: torch.nn.Module, target: torch.nn.Module, ids: list[int], seen: torch.Tensor, embeds: torch.Tensor,
-    hidden: torch.Tensor, places: torch.Tensor, starts: list[int], steps: int, margin: float,
-) -> list[int | None]:  # fmt: skip
-    """As `holding`, for a draft model that reads hidden states: the target's of tokens that are known to hold, and its
-    own of those that it has drafted.
-
-    Args:
-        seen: [n, n] or [H_kv, n, n] bool for n tokens, see `Watched`, for all of its heads or for each.
-        head: `head(embeddings, hidden, places, mask, cache)` returns what the next draft reads, and what its logits are
-            made of.
-        target: gives embeddings of drafted tokens, and the last layer.
-        embeds: [n, size], what the target reads of each token: of an image's, what its encoder makes of the image.
-        hidden: [n, size] or several of these side by side, of each token but the last.
-        places: [1, n] or [axes, 1, n], rotary positions.
-    """
-    embed, last = target.get_input_embeddings(), target.lm_head
-    blocked = torch.finfo(torch.float32).min
-    seen = seen.view(-1, *seen.shape[-2:])
-    seen = seen.repeat_interleave(
-        target.config.get_text_config().num_attention_heads // len(seen) if len(seen) > 1 else 1, 0
-    )
-
-    def run(tokens, states, first, mask, cache):
-        mask = torch.where(mask, 0.0, blocked)[None]
-        passed, made = head(tokens[None], states, places[..., first : first + len(tokens)], mask, cache)
-        best = last(made[0]).float().log_softmax(-1).topk(2)
-        return passed, best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
-
-    cache = DynamicCache()
-    passed, likely, lead = run(embeds[1:], hidden[None, :-1], 0, seen[:, :-1, :-1], cache)
+    ids, cache = read.ids, DynamicCache()
+    passed, logits = read.run_whole(cache)
+    likely, lead = likeliest(logits[0])
     found: list[int | None] = []
     for start in starts:
         held, place = 0, start - 1
         state, token, sure = passed[:, place : place + 1], likely[place], lead[place]
-        own = DynamicCache()
-        own.update(cache.layers[0].keys[:, :, :start], cache.layers[0].values[:, :, :start], 0)
+        own = cut_cache(cache, start)
         while held is not None and held < steps and place + 2 < len(ids):
             if sure < margin:
                 held = None
@@ -210,9 +233,8 @@ def holding_of_head(
                 break
             else:
                 held, place = held + 1, place + 1
-                mask = seen[:, start, : place + 1].clone()
-                mask[:, start:] = True
-                state, tokens, leads = run(embed(token[None]), state, place, mask[:, None], own)
-                token, sure = tokens[0], leads[0]
+                seen = read.seen_with(start, held)
+                state, logits = read.run(read.embed(token.view(1, 1)), state, place, seen, own)
+                token, sure = likeliest(logits[0, 0])
         found.append(held)
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from draft_heads import AUXILIARY, load_eagle
+from draft_account import Read, cut_cache
 from draft_pairs import Pair
 from oracle import TOLERANCE
 
@@ -29,17 +29,17 @@ DRAWS = 4
 
 @dataclass(frozen=True, eq=False)
 class TreePair(Pair):
-    """A model, and an EAGLE head that drafts for it with branches."""
+    """A model, and one that drafts for it with branches."""
 
     numbers = TREES
     steps = TREE_STEPS
 
+    @classmethod
+    def of(cls, pair: Pair) -> TreePair:
+        return cls(**vars(pair))
+
     def holding(self, ids, account, starts):
-        third = self.name.startswith("EAGLE3")
-        seen = account.seen[0] if len(account.seen) == 1 else account.seen[-1, 0]
-        hidden = torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1) if third else account.hidden
-        head = load_eagle(self.path, third=third)
-        return holding_of_trees(head, self.account.model, ids, seen, hidden, starts, 2 * TOLERANCE)
+        return holding_of_trees(self.read(ids, account), starts, 2 * TOLERANCE)
 
 
 class Choice:
@@ -81,40 +81,23 @@ class Tree:
 
 
 @torch.no_grad()
-def holding_of_trees(
-    head: torch.nn.Module, target: torch.nn.Module, ids: list[int], seen: torch.Tensor, hidden: torch.Tensor,
-    starts: list[int], margin: float,
-) -> list[int | None]:  # fmt: skip
+def holding_of_trees(read: Read, starts: list[int], margin: float) -> list[int | None]:
     """As `draft_account.holding_of_head`, for trees: how many tokens of the answer each step's tree holds from its root
     on; None where draws of what the draft's scores may be wrong by disagree."""
-    embed, last = target.model.embed_tokens, target.lm_head
-    blocked = torch.finfo(torch.float32).min
-    seen = seen.view(-1, *seen.shape[-2:])
-    seen = seen.repeat_interleave(target.config.num_attention_heads // len(seen) if len(seen) > 1 else 1, 0)
-
-    def run(tokens, states, first, mask, cache):
-        """(states, logits) of tokens [branches, n]; mask [heads, n, places]."""
-        places = torch.arange(first, first + tokens.shape[1])[None]
-        passed, made = head(embed(tokens), states, places, torch.where(mask, 0.0, blocked)[None], cache)
-        return passed, last(made).float()
-
     whole = DynamicCache()
-    passed, logits = run(torch.tensor([ids[1:]]), hidden[None, :-1], 0, seen[:, :-1, :-1], whole)
-    layer = whole.layers[0]
+    passed, logits = read.run_whole(whole)
     found: list[int | None] = []
     for start in starts:
 
         def goes_on(step, words, states, cache, start=start):
             """The next token of each branch, after the row and what is in the branch's slots."""
-            mask = torch.cat([seen[:, start, :start], torch.ones(len(seen), step + 1, dtype=torch.bool)], 1)
-            return run(words, states, start + step, mask[:, None], cache)
+            return read.run(read.embed(words), states, start + step, read.seen_with(start, step + 1), cache)
 
         outcomes = set()
         for draw in range(DRAWS):
-            cache = DynamicCache()
-            cache.update(*(each[:, :, :start].repeat(BRANCHES, 1, 1, 1) for each in (layer.keys, layer.values)), 0)
-            tree = _drafted(logits[0, start - 1], passed[:, start - 1 : start], cache, goes_on, Choice(draw, margin))
-            outcomes.add(tree.held(ids[start + 1 :]))
+            cache, choice = cut_cache(whole, start, BRANCHES), Choice(draw, margin)
+            tree = _drafted(logits[0, start - 1], passed[:, start - 1 : start], cache, goes_on, choice)
+            outcomes.add(tree.held(read.ids[start + 1 :]))
         found.append(outcomes.pop() if len(outcomes) == 1 else None)
     return found
 

@@ -10,7 +10,7 @@ import torch
 from decoder_families import INTERLEAVED
 from families import FAMILIES, HEAD_DIM, WINDOW, build_family
 from gemma3_family import build_gemma3
-from gemma4_family import TEXT_ALONE, VARIANTS, build_gemma4, build_gemma4_text
+from gemma4_family import ASSISTED, TEXT_ALONE, VARIANTS, build_assisted, build_gemma4, build_gemma4_text
 from harness import (
     BUDGET,
     INTERVAL,
@@ -61,6 +61,7 @@ BUILDERS = {
     **{family: partial(build_mtp, family=family) for family in DRAFTING},
     **{family: partial(build_gemma4, family=family) for family in VARIANTS},
     TEXT_ALONE: build_gemma4_text,
+    ASSISTED: build_assisted,
     "nanbeige": build_looped,
     "dynamic-rope": build_stretched,
 }
@@ -92,6 +93,7 @@ MODULES = {
     "gemma3-with-images": ("gemma3_mm", "gemma3_causal", "siglip"),
     **dict.fromkeys(VARIANTS, ("gemma4_mm",)),
     TEXT_ALONE: ("gemma4_causal",),
+    ASSISTED: ("gemma4_mm", "gemma4_mtp"),
     "nanbeige": ("nanbeige",),
     "mistral-large": ("mistral_large_3", "deepseek_v2"),
 }

@@ -2,7 +2,8 @@
 
 "gemma-4" is like the large published ones: layers with full attention take their values from the keys' projection. In
 "gemma-4-shared", like the small ones, the last layers read the KV of layers before them, and each layer has an input of
-its own. "gemma-4-text" is in the class of the language model.
+its own. "gemma-4-text" is in the class of the language model. "gemma-4-assisted" is as "gemma-4" and repeats itself, so
+that another model, its assistant, can draft for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
     Gemma4Config,
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -24,6 +28,7 @@ from transformers import (
 )
 
 from families import COMMON, HEADS, KV_HEADS, PLAIN_ROPE, WINDOW
+from repeating_model import OTHERS, repeat
 from tiny_model import VOCABULARY, TinyModel
 from word_tokenizer import word_tokenizer
 
@@ -72,6 +77,10 @@ VARIANTS = {
     },
 }
 TEXT_ALONE = "gemma-4-text"
+ASSISTED = "gemma-4-assisted"
+NOISE, MIXED = 20.0, 0.05
+"""Factors of what its layers, and the hidden state, add to the token that the assistant passes on, so that some of its
+drafts fail, by what the layers see."""
 VISION = {
     **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 32},
     **{"num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 64, "initializer_range": 0.12},
@@ -131,6 +140,56 @@ def build_gemma4_text(folder: Path) -> TinyModel:
     return TinyModel(
         path, folder / f"{TEXT_ALONE}.safetensors", config.num_hidden_layers, HEADS, KV_HEADS, WINDOW_WIDTH
     )
+
+
+def build_assisted(folder: Path) -> Gemma4:
+    """Writes a model for which an assistant may draft. Nothing has written its statistics yet."""
+    tiny = build_gemma4(folder, "gemma-4")
+    make_assisted(tiny.path)
+    return tiny
+
+
+@torch.no_grad()
+def make_assisted(folder: Path) -> None:
+    """Rewrites the weights of a Gemma-4 in its folder so that it repeats itself, with a head of its own."""
+    whole = Gemma4ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    whole.config.tie_word_embeddings = whole.config.text_config.tie_word_embeddings = False
+    text = whole.model.language_model
+    whole.lm_head.weight = nn.Parameter(text.embed_tokens.weight.clone())
+    text.norm.weight.uniform_(0.9, 1.1)
+    _quieten(text.layers, OTHERS)
+    repeat(text.layers, text.embed_tokens.weight, whole.lm_head.weight, OTHERS)
+    whole.save_pretrained(folder)
+    as_published(folder)
+
+
+@torch.no_grad()
+def build_assistant(folder: Path, target: Path) -> Path:
+    """Writes the assistant of a model that `make_assisted` has made, and returns where."""
+    torch.manual_seed(3)
+    head = Gemma4ForConditionalGeneration.from_pretrained(target, dtype=torch.float32).lm_head.weight
+    size = head.shape[1]
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {**json.loads(json.dumps(TEXT)), **layers, "vocab_size_per_layer_input": 0, "tie_word_embeddings": False}
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=size, tie_word_embeddings=False)
+    model = Gemma4AssistantForCausalLM(config)
+    for name, value in model.named_parameters():
+        if "norm" in name:
+            value.add_(0.1 * torch.randn_like(value))
+    _quieten(model.model.layers, NOISE)
+    model.pre_projection.weight.copy_(torch.cat((torch.eye(size), MIXED * torch.randn(size, size)), -1))
+    model.lm_head.weight.copy_(head)
+    path = folder / "assistant"
+    model.save_pretrained(path)
+    as_published(path)
+    return path
+
+
+def _quieten(layers: nn.Module, factor: float) -> None:
+    """Makes attention and MLPs contribute less, which norms follow."""
+    for name, weight in layers.named_parameters():
+        if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
+            weight *= factor
 
 
 def _text_of(family: str) -> dict[str, Any]:

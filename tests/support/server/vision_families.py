@@ -330,6 +330,9 @@ VISION_FAMILIES = {
     ),
 }
 VISION_FAMILIES |= {
+    gemma4_family.ASSISTED: replace(
+        VISION_FAMILIES["gemma-4"], modules=("gemma4_mtp",), as_published=gemma4_family.make_assisted
+    ),
     "qwen3.5-moe": replace(
         VISION_FAMILIES["qwen3.5"], name="Qwen3_5Moe", text={**VISION_FAMILIES["qwen3.5"].text, **EXPERTS}
     ),

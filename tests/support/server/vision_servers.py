@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -46,10 +46,14 @@ def start_vision(
     return serve(*flags, *(KEYS_ALONE if compressed else ()), **more)
 
 
-def ask(client: Client, texts: list[str], images: list, tokens: int = ANSWER, **sampling) -> list[dict]:
-    """Sends texts in one HTTP request, each with its image or None."""
+def ask(
+    client: Client, texts: list[str], images: list, tokens: int | Sequence[int] = ANSWER, **sampling: Any
+) -> list[dict]:
+    """Sends texts in one HTTP request, each with its image or None; `tokens` are those of all answers, or of each."""
     data = [None if image is None else [encoded(image)] for image in images]
-    return _asked(client, texts, data, greedy(tokens, **sampling))
+    same = isinstance(tokens, int)
+    asked = greedy(tokens, **sampling) if same else [greedy(each, **sampling) for each in tokens]
+    return _asked(client, texts, data, asked)
 
 
 def ask_each(client: Client, texts: list[str], images: list, tokens: int = ANSWER) -> list[dict]:
@@ -62,7 +66,7 @@ def ask_each(client: Client, texts: list[str], images: list, tokens: int = ANSWE
         return list(pool.map(one, texts, images))
 
 
-def _asked(client: Client, text: Any, image_data: Any, sampling: dict[str, Any]) -> Any:
+def _asked(client: Client, text: Any, image_data: Any, sampling: Any) -> Any:
     asked = {"text": text, "image_data": image_data, "sampling_params": sampling}
     response = client.post("/generate", return_logprob=True, top_logprobs_num=5, **asked)
     assert response.status_code == 200, response.text

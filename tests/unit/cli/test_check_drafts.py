@@ -47,45 +47,58 @@ def test_drafts_that_sglang_chooses_itself(run_check, model, algorithm):
         assert f"and --speculative-eagle-topk {topk}, because" in output
 
 
-@pytest.mark.parametrize(
-    ("model", "words", "reason"),
-    [
-        ("qwen3-32b", ("STANDALONE",), "with a model that drafts by itself"),
-        ("qwen3-32b", ("EAGLE", "--disaggregation-mode", "decode"), "on a decode server"),
-        ("deepseek-v3", ("NEXTN",), "with windows, latents, states or images"),
-        ("gpt-oss-20b", ("EAGLE3", "--triattention-budget", "4096"), "with windows, latents, states or images"),
-        ("qwen3-next-80b-a3b", ("NEXTN",), "with windows, latents, states or images"),
-        ("qwen2.5-vl-7b", ("EAGLE3",), "with windows, latents, states or images"),
-    ],
-)
-def test_drafts_that_branch(run_check, model, words, reason):
-    """Prevents trees of tokens where they have not been tested, and advice that is refused in turn."""
+# Models with drafts of every kind, each of which may branch, and have lengths that change.
+DRAFTING = [
+    ("qwen3-32b", ("EAGLE",)),
+    ("qwen3-32b", ("EAGLE3", "--disaggregation-mode", "decode")),
+    ("qwen3-30b-a3b", ("EAGLE3", "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")),
+    ("deepseek-v3", ("NEXTN",)),
+    ("gpt-oss-20b", ("EAGLE3", "--triattention-budget", "4096")),
+    ("qwen3-next-80b-a3b", ("NEXTN",)),
+    ("qwen2.5-vl-7b", ("EAGLE3",)),
+]
+
+
+def test_drafts_that_branch(run_check):
+    """Prevents trees of tokens where they have not been tested, advice that is refused in turn, and trees refused where
+    they work."""
     flags = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8")
-    status, output, _ = run_check(model, *flags, "--speculative-algorithm", *words)
+    words = ("--speculative-algorithm", "EAGLE")
+    status, output, _ = run_check("mimo-v2-flash", *flags, *words)
     assert status == 1
     assert output.startswith("--speculative-eagle-topk 2 does not work with --enable-triattention ")
-    assert f"because drafts that branch are not tested {reason}: use {' '.join(DRAFTS)}.\n" in output
-    assert run_check(model, *DRAFTS, "--speculative-algorithm", *words)[0] == 0
-    assert run_check("qwen3-32b", *flags, "--speculative-algorithm", "EAGLE3")[0] == 0
+    reason = "drafts that branch are not tested with a layer for each drafted token"
+    assert f"because {reason}: use {' '.join(DRAFTS)}.\n" in output
+    assert run_check("mimo-v2-flash", *DRAFTS, *words)[0] == 0
+    for model, words in [*DRAFTING, ("qwen3-32b", ("STANDALONE",))]:
+        assert run_check(model, *flags, "--speculative-algorithm", *words)[0] == 0, (model, words)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        ("deepseek-v3", ("NEXTN",)),
-        ("gpt-oss-20b", ("EAGLE3", "--triattention-budget", "4096")),
-        ("qwen3-vl-8b", ("EAGLE3",)),
-    ],
-)
-def test_drafts_whose_length_changes(run_check, model, words):
-    """Prevents drafts of changing lengths where they have not been tested."""
-    status, output, _ = run_check(model, "--speculative-adaptive", "--speculative-algorithm", *words)
-    assert status == 1
-    assert output.startswith("--speculative-adaptive does not work with --enable-triattention ")
-    reason = "with windows, latents, states or images"
-    assert f"because drafts whose length changes are not tested {reason}: leave --speculative-adaptive out" in output
-    for words in (("EAGLE",), ("EAGLE3",), ("EAGLE", "--disaggregation-mode", "decode")):
-        assert run_check("qwen3-32b", "--speculative-adaptive", "--speculative-algorithm", *words)[0] == 0
+def test_drafts_whose_length_changes(run_check):
+    """Prevents drafts of changing lengths from being refused where they work."""
+    for model, words in DRAFTING:
+        assert run_check(model, "--speculative-adaptive", "--speculative-algorithm", *words)[0] == 0, (model, words)
+
+
+def test_assistants(run_check, tmp_path):
+    """Prevents Gemma-4's published draft models from being refused as others are, and settings that SGLang, or rounds,
+    cannot serve with them from being accepted."""
+    path = "--speculative-draft-model-path"
+    for algorithm in ("NEXTN", "EAGLE"):
+        drafting = (*DRAFTS, "--speculative-algorithm", algorithm, path)
+        assert run_check("gemma-4-31b", *drafting, "google/gemma-4-31B-it-assistant", "--enable-mixed-chunk")[0] == 0
+        for architecture, status in (("Gemma4AssistantForCausalLM", 0), ("LlamaForCausalLMEagle", 1)):
+            (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+            assert run_check("gemma-4-31b", *drafting, str(tmp_path))[0] == status
+    for flags, reason in (
+        (("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"), "gives branches of such a draft"),
+        (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "not tested in groups of ranks"),
+        (("--disable-overlap-schedule",), "ends at the first request without overlap scheduling"),
+        (("--disaggregation-mode", "decode"), "hands the first drafts over"),
+        (("--disable-hybrid-swa-memory",), "keeps no pool of window layers"),
+    ):
+        status, output, _ = run_check("gemma-4-31b", *drafting, "google/gemma-4-31B-it-assistant", *flags)
+        assert (status, reason in output) == (1, True), output
 
 
 @pytest.mark.parametrize("field", ["attention", "prefill-attention", "decode-attention", "speculative-draft-attention"])
@@ -98,15 +111,6 @@ def test_attention_for_branches(run_check, field):
     status, output, _ = run_check("qwen3-32b", *flags, "fa4")
     assert (status, output.split(" with ")[0]) == (1, f"--{field}-backend fa4 does not work")
     assert output.endswith(f": use flashinfer, fa3 or triton, or use {' '.join(DRAFTS)}.\n")
-
-
-def test_branches_in_groups_of_ranks(run_check):
-    """Prevents trees of tokens in groups of ranks with batches of their own, where they have not been tested."""
-    groups = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--speculative-algorithm", "EAGLE")
-    status, output, _ = run_check("llama-3.3-70b", *groups)
-    assert status == 1
-    assert "and --speculative-eagle-topk 4, because drafts that branch are not tested in groups of ranks" in output
-    assert run_check("llama-3.3-70b", *DRAFTS, *groups)[0] == 0
 
 
 @pytest.mark.parametrize(
