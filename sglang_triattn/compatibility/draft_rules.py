@@ -184,6 +184,11 @@ DRAFT_RULES = (
         )
         for reason, other, when in (
             (
+                "its layers with a sliding window are not tested with a draft model that is none of its assistants",
+                "use one of these as --speculative-draft-model-path, or ",
+                lambda server: server.traits.assistants and server.drafts in ("EAGLE", "NEXTN"),
+            ),
+            (
                 "its layers with a sliding window are not tested with such a draft model",
                 "use --speculative-algorithm NGRAM, or ",
                 lambda server: server.traits.has_windows and server.has_draft_model and not _drafts_fit_windows(server),

@@ -62,12 +62,6 @@ _ALWAYS = (
         "its keys cannot be scored",
         "use --kv-cache-dtype auto, bfloat16, fp8_e4m3 or fp8_e5m2",
     ),
-    Rule(
-        "hicache_host_memory_mode",
-        lambda value: value == "buffer_only",
-        "the copies that it stages for a storage are not tested with rounds",
-        "use --hicache-host-memory-mode cache",
-    ),
     Rule("enable_lmcache", is_set, _OWN_KV),
     Rule("enable_flexkv", is_set, _OWN_KV),
     Rule("enable_unified_cache_external_linker", is_set, _OWN_KV),

@@ -44,6 +44,11 @@ WAYS = {
     "write_back": ("--page-size", "16"),
 }
 
+WRITE_BACK = ("--hicache-write-policy", "write_back")
+# A storage to which host memory only passes copies on.
+STORED = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+PASSING = ("--hicache-host-memory-mode", "buffer_only", *STORED)
+
 
 @pytest.fixture
 def tiered(serve, request) -> Client:
@@ -140,13 +145,14 @@ def test_full_pool_with_the_host_tier(tiered):
     assert tiered.slots_in_use() == 0
 
 
-def test_storage_holds_prompts_alone(serve, tmp_path_factory):
+@pytest.mark.parametrize("flags", [STORED, wide(PASSING)])
+def test_storage_holds_prompts_alone(serve, tmp_path_factory, flags):
     """Prevents compacted K/V from outliving the server in a storage that other servers read."""
     folder = tmp_path_factory.mktemp("storage")
     client = serve(
         *HOST_TIER,
-        *("--page-size", "16", "--hicache-storage-backend", "file"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--page-size", "16"),
+        *flags,
         env={**RESERVE, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)},
     )
     ids = prompt(360, 320)
@@ -171,7 +177,6 @@ def test_storage_holds_prompts_alone(serve, tmp_path_factory):
     assert_same_answer(warm, cold)
 
 
-WRITE_BACK = ("--hicache-write-policy", "write_back")
 OTHER_POOLS = [
     wide("deepseek-v3", WAYS["write_back"]),
     wide("deepseek-v3", (*WRITE_BACK, *WAYS["write_through"])),
@@ -180,6 +185,9 @@ OTHER_POOLS = [
     wide("qwen3-next", (*WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
     wide("falcon-h1", (*WRITE_BACK, *WITHOUT_BUFFER, *FEW_STATES, "--page-size", "1")),
     wide("gpt-oss", (*STAGES, *WAYS["write_back"])),
+    wide("llama", (*PASSING, *KEYS_ALONE, *WAYS["write_back"])),
+    wide("gpt-oss", (*PASSING, *WAYS["write_back"])),
+    wide("qwen3-next", (*PASSING, *WITH_BUFFER, *FEW_STATES, *WAYS["write_back"])),
     wide("llama", (*STAGES, *KEYS_ALONE, *WAYS["write_back"])),
     wide("llama", (*STAGES, *KEYS_ALONE, *WRITE_BACK, *WAYS["write_through"])),
 ]
@@ -194,7 +202,8 @@ def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
     """
     tiny, account = prepared(tmp_path, family)
     account.value_share = 0.0 if KEYS_ALONE[0] in flags else account.value_share
-    env = {**RESERVE, **cores_for(flags)}
+    storage, tier = tmp_path / "storage", "storage" if "buffer_only" in flags else "host"
+    env = {**RESERVE, **cores_for(flags), "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)}
     client = started(serve, tiny, family, *HOST_TIER, "--hicache-ratio", "4", *flags, env=env)
     stems = [prompt(300 + i, 256) for i in range(5)]
     texts = [stem + prompt(400 + i, 20) for i, stem in enumerate(stems)]
@@ -206,14 +215,14 @@ def test_other_pools_return_from_the_host(serve, tmp_path, family, flags):
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(client.generate, ids, 300, logprobs=True) for ids in others]
         answers = ask_in_turn(client, texts, running)
-    assert len([response for _, response in answers if hits(response)["host"] >= 192]) >= 5
+    assert len([response for _, response in answers if hits(response)[tier] >= 192]) >= 5
     for index, response in answers:
         assert_same_answer(response, cold[index])
 
-    # One prompt is on the host now, and its request goes on for several rounds.
+    # One prompt is in the tier now, and its request goes on for several rounds.
     fill_the_pool(client, 340)
     last = client.generate(texts[0], 300, logprobs=True)
-    assert hits(last)["host"] >= 192
+    assert hits(last)[tier] >= 192
     for ids, response in zip([*others, texts[0]], [*(future.result() for future in running), last], strict=True):
         report = compression(response)
         everything = ids + response["output_ids"][:-1]

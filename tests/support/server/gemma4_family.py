@@ -157,7 +157,7 @@ def make_assisted(folder: Path) -> None:
     text = whole.model.language_model
     whole.lm_head.weight = nn.Parameter(text.embed_tokens.weight.clone())
     text.norm.weight.uniform_(0.9, 1.1)
-    _quieten(text.layers, OTHERS)
+    _scale_outputs(text.layers, OTHERS)
     repeat(text.layers, text.embed_tokens.weight, whole.lm_head.weight, OTHERS)
     whole.save_pretrained(folder)
     as_published(folder)
@@ -176,7 +176,7 @@ def build_assistant(folder: Path, target: Path) -> Path:
     for name, value in model.named_parameters():
         if "norm" in name:
             value.add_(0.1 * torch.randn_like(value))
-    _quieten(model.model.layers, NOISE)
+    _scale_outputs(model.model.layers, NOISE)
     model.pre_projection.weight.copy_(torch.cat((torch.eye(size), MIXED * torch.randn(size, size)), -1))
     model.lm_head.weight.copy_(head)
     path = folder / "assistant"
@@ -185,8 +185,8 @@ def build_assistant(folder: Path, target: Path) -> Path:
     return path
 
 
-def _quieten(layers: nn.Module, factor: float) -> None:
-    """Makes attention and MLPs contribute less, which norms follow."""
+def _scale_outputs(layers: nn.Module, factor: float) -> None:
+    """Has attention and MLPs contribute more or less, by the norms that follow them."""
     for name, weight in layers.named_parameters():
         if "post_attention_layernorm" in name or "post_feedforward_layernorm" in name:
             weight *= factor
