@@ -29,17 +29,6 @@ SETTINGS = [
     ),
     (["--disaggregation-mode", "prefill"], {}, ["--disaggregation-mode", "prefill"]),
     (["--enable-two-batch-overlap"], {}, ["--enable-two-batch-overlap"]),
-    (
-        [
-            "--enable-hierarchical-cache",
-            "--hicache-storage-backend",
-            "file",
-            "--hicache-host-memory-mode",
-            "buffer_only",
-        ],
-        {},
-        ["--hicache-host-memory-mode", "buffer_only", "use --hicache-host-memory-mode cache"],
-    ),
     (["--enable-streaming-session"], {}, ["--enable-streaming-session"]),
     (["--kv-canary", "log"], {}, ["--kv-canary"]),
     (["--enable-return-routed-experts"], {}, ["--enable-return-routed-experts"]),
@@ -104,7 +93,7 @@ FROM_ENVIRONMENT = [
 DRAFTS = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 BRANCHES = (
     "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8 "
-    "--speculative-algorithm STANDALONE"
+    "--speculative-draft-attention-backend flashmla"
 )
 
 
@@ -175,7 +164,7 @@ def test_what_a_refused_draft_is_advised_is_accepted(outcomes, index):
     refused, good, chosen = outcomes["drafts"][index], *outcomes["drafts"][2:]
     assert refused.code == 2
     assert "Traceback" not in refused.output
-    assert refused.error.strip().endswith(f": use {DRAFTS}.")
+    assert refused.error.strip().endswith(f" use {DRAFTS}.")
     assert good.code == chosen.code == 0, (good.output, chosen.output)
 
 
