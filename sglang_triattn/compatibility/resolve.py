@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from sglang_triattn.compatibility.draft_rules import CHAIN
@@ -14,6 +13,8 @@ from sglang_triattn.compatibility.traits import Traits
 from sglang_triattn.compatibility.uncovered import LONG_ROPE, refused_model, why_uncovered
 from sglang_triattn.config import Config
 from sglang_triattn.errors import TriAttentionError
+from sglang_triattn.model.fields import architecture, text_fields
+from sglang_triattn.model.sizes import load_config
 from sglang_triattn.rounds.plan import check_reach
 from sglang_triattn.rounds.rules import RoundRules, complete
 
@@ -74,12 +75,16 @@ def with_draft_defaults(settings: Mapping[str, Any], traits: Traits) -> dict[str
 
 
 def _names_assistant(settings: Mapping[str, Any]) -> bool:
-    """Whether the draft model of a model with assistants is one of them, as far as its file, if it is here, shows."""
+    """Whether the draft model of a model with assistants is one of them, as far as its file, if it can be read here,
+    shows."""
     path = settings.get("speculative_draft_model_path")
-    if path is None:
+    # A flag without its value is True.
+    if not path or not isinstance(path, str):
         return False
-    file = Path(path) / "config.json"
-    return not file.is_file() or "Assistant" in file.read_text(encoding="utf-8")
+    try:
+        return "Assistant" in architecture(text_fields(load_config(path)))
+    except TriAttentionError:
+        return True
 
 
 def _check_rope(traits: Traits, context: int | None) -> None:

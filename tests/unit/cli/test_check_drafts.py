@@ -90,8 +90,11 @@ def test_assistants(run_check, tmp_path):
         for architecture, status in (("Gemma4AssistantForCausalLM", 0), ("LlamaForCausalLMEagle", 1)):
             (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
             assert run_check("gemma-4-31b", *drafting, str(tmp_path))[0] == status
-        for others in (drafting[:-1], (*drafting, str(tmp_path))):
+        for others in (drafting[:-1], drafting, (*drafting, str(tmp_path))):
             assert "use one of these as --speculative-draft-model-path" in run_check("gemma-4-31b", *others)[1]
+    # A launch reads it, and says more.
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    assert run_check("gemma-4-31b", *drafting, str(tmp_path))[0] == 0
     for flags, reason in (
         (("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"), "gives branches of such a draft"),
         (("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"), "not tested in groups of ranks"),
