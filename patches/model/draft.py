@@ -32,10 +32,14 @@ if TYPE_CHECKING:
 def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
     """The runner of the draft model; None if there is no such model with K/V, or if each of its layers has one."""
     algorithm = scheduler.spec_algorithm
-    if not (algorithm.is_standalone() or algorithm.is_eagle()) or layered_runners(scheduler):
-        return None
+    # SGLang counts assistants among EAGLE.
+    has_kv = (algorithm.is_standalone() or algorithm.is_eagle()) and not algorithm.is_frozen_kv_mtp()
+    return _only_runner(scheduler) if has_kv and not layered_runners(scheduler) else None
+
+
+def _only_runner(scheduler: Scheduler) -> ModelRunner:
     worker: Any = scheduler.draft_worker
-    return None if algorithm.is_frozen_kv_mtp() else worker.draft_worker.draft_runner
+    return worker.draft_worker.draft_runner
 
 
 def layered_runners(scheduler: Scheduler) -> list[ModelRunner]:
@@ -61,8 +65,7 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     if scheduler.spec_algorithm.is_frozen_kv_mtp():
-        worker: Any = scheduler.draft_worker
-        check_windows(attention_layers(worker.draft_worker.draft_runner.model), window)
+        check_windows(attention_layers(_only_runner(scheduler).model), window)
     for each in layered_runners(scheduler):
         layers = attention_layers(each.model)
         check_windows(layers, window)

@@ -38,9 +38,10 @@ def _drafts_fit_windows(server: Server) -> bool:
     return server.drafts_in_layers
 
 
-def _drafts_after_images_by_another(server: Server) -> bool:
-    """Whether a draft model other than the layer of a model with states may read images."""
-    return server.traits.images and server.has_draft_model and not server.drafts_with_states
+def _drafts_untested_in_groups(server: Server) -> bool:
+    """Whether a draft model other than the layer of a model with states may read images, or reads the model's KV."""
+    after_images = server.traits.images and server.has_draft_model and not server.drafts_with_states
+    return after_images or server.drafts == ASSISTANT
 
 
 def _is_step_3_5(server: Server) -> bool:
@@ -97,7 +98,6 @@ DRAFT_RULES = (
                 "SGLang gives branches of such a draft model the row's length for a position, which a round changes",
                 _USE_CHAIN,
             ),
-            Rule("attn_dp_size", many, "its draft model is not tested in groups of ranks"),
             Rule(
                 "disable_overlap_schedule",
                 is_set,
@@ -157,7 +157,7 @@ DRAFT_RULES = (
     *(
         Rule(field, applies, reason, when=when, other="speculative_algorithm", names_model=True)
         for field, applies, reason, when in (
-            ("attn_dp_size", many, "its draft model is not tested in groups of ranks", _drafts_after_images_by_another),
+            ("attn_dp_size", many, "its draft model is not tested in groups of ranks", _drafts_untested_in_groups),
             ("attn_dp_size", many, "its draft layers add up over all ranks, whose batches differ there", _is_step_3_5),
             (
                 "disable_hybrid_swa_memory",

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from disaggregated_servers import RETRACT, TREE, storm
-from draft_pairs import KEEP_STATES, MODES, Pairs, adapting, drafts_with_account, hold_changing_lengths
-from draft_trees import TREE_STEPS, TreePair
+from draft_pairs import (
+    KEEP_STATES,
+    MODES,
+    Pairs,
+    adapting,
+    assert_some_hold,
+    drafts_with_account,
+    hold_changing_lengths,
+    hold_drafts,
+)
+from draft_trees import TreePair
 from families import WINDOW
 from harness import INTERVAL, KEYS_ALONE, STEPS, assert_pool_is_whole, compression
 from repeating_model import build_repeating_model, in_circle
@@ -40,17 +49,11 @@ def test_logits_and_drafts(serve_pairs, probed_pairs, pairs, name, mode):
     pair = pairs[name]
     flags = (*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE)
     client, steps = probed_pairs(*flags, model=pair.target, env=pair.env)
-    page_size = client.setting("page_size")
-    steps()
     (ids,) = pair.texts()
-    response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
     # Of a prompt, SGLang sends no K/V of draft layers' windows, which later tokens fill.
     first = len(ids) + STEPS * WINDOW if pair.in_layers else 0
-    frozen = len(ids) - len(ids) % page_size
-    found = drafts_with_account(pair, mode, ids, response, steps(), frozen, first=first)
-    assert compression(response)["rounds"] >= 6
-    assert len(found) > 60
-    assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
+    found = hold_drafts(client, steps, pair, mode, ids, 300 + 100 * pair.has_windows, first)
+    assert_some_hold(pair, found, 60)
     assert_pool_is_whole(client)
     serve_pairs.stop(client)
 
@@ -65,14 +68,8 @@ def test_drafts_that_branch(serve_pairs, probed_pairs, pairs, name, mode):
     of a row that another server has begun: each tree is that of an account."""
     pair = TreePair.of(pairs[name])
     client, steps = probed_pairs(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=pair.env)
-    page_size = client.setting("page_size")
-    steps()
     (ids,) = pair.texts()
-    response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
-    found = drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
-    assert compression(response)["rounds"] >= 6
-    assert len(found) > 40
-    assert 0.02 * TREE_STEPS * len(found) < sum(found) < 0.96 * TREE_STEPS * len(found)
+    assert_some_hold(pair, hold_drafts(client, steps, pair, mode, ids, 300 + 100 * pair.has_windows), 40)
     assert_pool_is_whole(client)
     serve_pairs.stop(client)
 

@@ -13,11 +13,13 @@ from draft_pairs import (
     Pair,
     Pairs,
     adapting,
+    assert_some_hold,
     choosing,
     cores_of,
     drafts_with_account,
     hold_adapter,
     hold_changing_lengths,
+    hold_drafts,
     weather_storm,
 )
 from family_servers import STATE_FLAGS, prepared
@@ -110,20 +112,13 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     pair = pairs[name]
     env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *choosing(mode), model=pair.target, env=env)
-    page_size = client.setting("page_size")
     found = []
     for ids in pair.texts():
         client.flush()
-        steps()
         # A step of many layers takes long.
         tokens = 290 if WITH_LAYER.get(name) == CHAINED else 400 if pair.has_windows else 300
-        response = client.generate(ids, tokens, logprobs=True)
-        found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
-        assert compression(response)["rounds"] >= 6
-    held = sum(found)
-    assert len(found) > 60
-    # Neither always nor never: 0.05 of them hold with random weights, 0.9 where the circle is followed.
-    assert 0.02 * STEPS * len(found) < held < 0.96 * STEPS * len(found)
+        found += hold_drafts(client, steps, pair, mode, ids, tokens)
+    assert_some_hold(pair, found, 60)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draft_pairs import MODES, Pairs, cores_of, drafts_with_account, hold_adapter, weather_storm
+from draft_pairs import MODES, Pairs, assert_some_hold, cores_of, hold_adapter, hold_drafts, weather_storm
 from draft_trees import BRANCHES, TREE_STEPS, TreePair
 from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, prompt
 from repeating_model import build_repeating_model, in_circle
@@ -48,17 +48,11 @@ def test_logits_and_drafts(probed, pairs, name, mode):
     pair = pairs[name]
     env = {**pair.env, **cores_of(mode)}
     client, steps = probed(*pair.args, *MODES[mode], *pair.settings, *KEYS_ALONE, model=pair.target, env=env)
-    page_size = client.setting("page_size")
     found = []
     for ids in pair.texts():
         client.flush()
-        steps()
-        response = client.generate(ids, 300 + 100 * pair.has_windows, logprobs=True)
-        found += drafts_with_account(pair, mode, ids, response, steps(), len(ids) - len(ids) % page_size)
-        assert compression(response)["rounds"] >= 6
-    held = sum(found)
-    assert len(found) > 40
-    assert 0.02 * TREE_STEPS * len(found) < held < 0.96 * TREE_STEPS * len(found)
+        found += hold_drafts(client, steps, pair, mode, ids, 300 + 100 * pair.has_windows)
+    assert_some_hold(pair, found, 40)
 
 
 @pytest.mark.wide

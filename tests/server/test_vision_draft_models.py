@@ -18,6 +18,7 @@ from draft_pairs import (
     WITH_LAYER,
     Pair,
     adapting,
+    assert_some_hold,
     cores_of,
     drafts_with_account,
     hold_each_length,
@@ -26,7 +27,7 @@ from draft_trees import TreePair
 from encoder_servers import ADDRESS, encoded_by, running_encoder
 from family_servers import prepared
 from gemma4_family import ASSISTED, build_assistant
-from harness import BUDGET, INTERVAL, KEYS_ALONE, STEPS, Client, assert_pool_is_whole, compression, greedy, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, Client, assert_pool_is_whole, compression, greedy, prompt
 from host_tier import FEW_STATES, HOST_TIER, RESERVE, fill_the_pool, hits
 from repeating_model import in_circle, make_repeating
 from sets import wide
@@ -82,7 +83,7 @@ def asked(tmp_path_factory):
 
 def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
     """The model, and where its draft model is, which has the axes of the model's rotary positions if it is to."""
-    if name.startswith(ASSISTANT):
+    if name == ASSISTANT:
         target = build_vision_model(folder, ASSISTED)
         return target, build_assistant(folder, target.path)
     target = build_whole_qwen(folder, TARGETS[name])
@@ -118,9 +119,7 @@ def test_logits_and_drafts(probed, asked, name, mode):
     found = drafts_with_account(one.pair, mode, one.ids, response, steps(), frozen)
     assert compression(response)["frozen_length"] == frozen
     assert compression(response)["rounds"] >= 5
-    assert len(found) > 60
-    # Neither always nor never.
-    assert 0.02 * STEPS * len(found) < sum(found) < 0.96 * STEPS * len(found)
+    assert_some_hold(one.pair, found, 60)
 
 
 @pytest.mark.wide

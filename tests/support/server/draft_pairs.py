@@ -73,7 +73,7 @@ def cores_of(mode: str) -> dict[str, str]:
 
 
 # Gemma-4's draft model, which has no K/V.
-ASSISTANT = "NEXTN assistant"
+ASSISTANT = "NEXTN assistant windows"
 # Models with a draft layer of their own.
 WITH_LAYER = {
     "NEXTN": "glm-4.5-mtp",
@@ -149,12 +149,10 @@ class Pair:
 
     @property
     def env(self) -> dict[str, str]:
-        family = WITH_LAYER.get(self.name)
+        family = ASSISTED if self.name == ASSISTANT else WITH_LAYER.get(self.name)
         heads = ("llama_eagle", "llama_eagle3")
         others = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
         modules = modules_of(family) if family else (*others, *heads)
-        if self.name.startswith(ASSISTANT):
-            modules = modules_of(ASSISTED)
         return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
 
     def texts(self) -> list[list[int]]:
@@ -179,7 +177,7 @@ class Pair:
     def holding(self, ids: list[int], account: Watched, starts: list[int]) -> list[int | None]:
         """How many of the tokens drafted at each step hold by an account, see `draft_account`."""
         model, sure = self.account.model, 2 * TOLERANCE
-        if self.name.startswith(ASSISTANT):
+        if self.name == ASSISTANT:
             return holding_of_assistant(self.path, account, ids, starts, STEPS, sure)
         if self.in_layers:
             path, hidden = self.target.path, account.hidden
@@ -241,7 +239,7 @@ class Pairs(dict[str, Pair]):
             return Pair(
                 name, target, account, build_eagle(folder, target, third=True, noise=0.45, config=llama_config())
             )
-        if name.startswith(ASSISTANT):
+        if name == ASSISTANT:
             target, account = prepared(folder, ASSISTED)
             return Pair(name, target, account, build_assistant(folder, target.path))
         if name == "STANDALONE":
@@ -249,6 +247,30 @@ class Pairs(dict[str, Pair]):
         third = name == "EAGLE3"
         head = build_eagle(folder, self.repeating, third=third, noise=0.25 if third else 0.9)
         return Pair(name, self.repeating, oracle_of(self.repeating), head)
+
+
+def hold_drafts(
+    client: Client, steps: Callable[[], list[dict]], pair: Pair, mode: str, ids: list[int], tokens: int, first: int = 0
+) -> list[int]:
+    """Holds an answer of several rounds, and its drafts from the place `first` on, to their account; returns how many
+    held at each step.
+
+    Args:
+        steps: of the server's probe.
+    """
+    steps()
+    response = client.generate(ids, tokens, logprobs=True)
+    frozen = len(ids) - len(ids) % client.setting("page_size")
+    found = drafts_with_account(pair, mode, ids, response, steps(), frozen, first=first)
+    assert compression(response)["rounds"] >= 6
+    return found
+
+
+def assert_some_hold(pair: Pair, found: list[int], least: int) -> None:
+    """Asserts that of more than `least` drafts some hold and some do not: 0.05 of the tokens hold with random weights,
+    0.9 where the circle is followed."""
+    assert len(found) > least
+    assert 0.02 * pair.steps * len(found) < sum(found) < 0.96 * pair.steps * len(found)
 
 
 def drafts_with_account(pair, mode, ids, response, steps, frozen, chunk=None, first=0) -> list[int]:
