@@ -70,8 +70,10 @@ def compact_rows(
     unchanged = holes.amin(1)
     # At the cut, another token always moves up.
     unchanged = unchanged if cut is None else unchanged.clamp_max_(cut)
-    # A draft model's K/V move one column before.
-    return unchanged if follower is None else (unchanged - 1).clamp_min_(0), ordered
+    if follower is not None and follower.ahead:
+        # Its K/V move one column before.
+        unchanged = (unchanged - 1).clamp_min_(0)
+    return unchanged, ordered
 
 
 def request_bytes(scorer: Scorer, num_kept: int, num_tokens: int, strategy: str, *, follows: bool = False) -> int:

@@ -1,6 +1,7 @@
 """Moves of a draft model's K/V, which lie in slots of the same numbers as the scored model's: it keeps the same tokens.
 
-SGLang gives a draft model all tokens but the first, so a token's K/V lie in the slot of the token before it:
+Where a draft model makes its K/V of the scored model's hidden states, a token's lie in its own slot. They follow the
+same copies. To others SGLang gives all tokens but the first, so a token's K/V lie in the slot of the token before it:
 
     column             -1       0       1      ...   length - 1
     scored model     t - 1      t     t + 1          newest
@@ -29,10 +30,11 @@ class Follower:
     Args:
         mover: moves it.
         layers, heads: the draft model's, as far as this rank holds them.
+        ahead: whether a token's K/V lie in the slot of the token before it.
     """
 
-    def __init__(self, mover: Mover, layers: int, heads: int) -> None:
-        self.mover = mover
+    def __init__(self, mover: Mover, layers: int, heads: int, *, ahead: bool = True) -> None:
+        self.mover, self.ahead = mover, ahead
         self._shape = layers, heads
 
     def follow(
@@ -58,12 +60,16 @@ class Follower:
             ValueError: the strategy is unknown.
         """
         if strategy == "remap":
-            self._remap(slots, kept, lengths)
+            if self.ahead:
+                self._remap(slots, kept, lengths)
             return
         if self._has_sets_like(kept):
             sets = kept
         else:
             sets, lists = one_set(kept), None
+        if not self.ahead:
+            self.mover.move(slots, sets, strategy, cut=cut, lengths=lengths, lists=lists)
+            return
         num_kept = kept.shape[-1]
         place = num_kept if cut is None else cut
         # Nothing comes to column 0 if all before the emptied stretch is empty, and nothing comes from it otherwise.

@@ -20,7 +20,7 @@ from sglang_triattn.patches.calibration.stats_source import (
 )
 from sglang_triattn.patches.calibration.weight_updates import AFTER_UPDATE, WeightUpdates
 from sglang_triattn.patches.hooks.hook import Hook
-from sglang_triattn.patches.hooks.registry import check_in_place
+from sglang_triattn.patches.hooks.registry import check_in_place, install
 from sglang_triattn.patches.launch.census_switch import is_wanted
 from sglang_triattn.patches.launch.handshake import answer_hook
 from sglang_triattn.patches.launch.same_launch import check_same_launch, serving_hook
@@ -43,6 +43,7 @@ from sglang_triattn.patches.observability.stopped import StoppedGauge
 from sglang_triattn.patches.ranks.pipeline import is_first, is_staged
 from sglang_triattn.patches.ranks.tensor_parallel import RankMerge, agreed, merge_over_ranks, own_heads
 from sglang_triattn.patches.request import (
+    block_drafts,
     chunked_prefill,
     draft_reserve,
     draft_steps,
@@ -157,6 +158,9 @@ class Compression:
         """Builds a compressor and rehearses its rounds. Raises TriAttentionError with the message for the user."""
         check_same_launch(self.config)
         check_in_place(self._hooks)
+        if scheduler.spec_algorithm.is_dflash():
+            # Not registered with the others, which would import the worker in every launch.
+            install(block_drafts.hooks())
         check_reach(self.config, scheduler.max_total_num_tokens, "the KV pool holds")
         self._merge = merge = merge_over_ranks(scheduler, self.config.selection)
         unknown = self.config.measures and has_random_weights(scheduler)

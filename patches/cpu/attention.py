@@ -46,6 +46,10 @@ class Span:
         """Index of the oldest token that any query sees. What is older may have been freed in a window's pool."""
         return max(0, self.first - window) if window >= 0 else 0
 
+    def all_visible(self) -> torch.Tensor:
+        """[queries, length] bool, where each query sees all tokens."""
+        return torch.ones(self.queries, self.length, dtype=torch.bool)
+
     def visible(self, window: int = -1) -> torch.Tensor:
         """[queries, length - first_key(window)] bool: which tokens each query sees.
 

@@ -38,6 +38,7 @@ def offer() -> None:
     if NAME in choices.ATTENTION_BACKEND_CHOICES:
         return
     choices.add_attention_backend_choices([NAME])
+    choices.add_draft_attention_backend_choices([NAME])
     register_resolution_hook("handle_model_specific_adjustments")(_adjust_to_model)
     register_resolution_hook("handle_attention_backend_compatibility")(_choose)
     register_resolution_hook("handle_speculative_decoding")(_allow_trees)

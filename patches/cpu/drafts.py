@@ -232,6 +232,29 @@ def build_trees(
         done += mask.numel()
 
 
+def store_front(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    loc_2d: torch.Tensor,
+    commit_lens: torch.Tensor,
+    row_dim: int,
+    store_dtype: torch.dtype,
+) -> None:
+    """Writes K/V of the first `commit_lens[i]`, [R], of each request's n tokens to their slots `loc_2d`, [R, n].
+
+    Stands for `_set_kv_buffer_prefix_valid_impl` (sglang/srt/mem_cache/memory_pool.py).
+
+    Args:
+        k, v: [R * n, H_kv, D], in the dtype of the caches.
+        k_cache, v_cache: [slots, H_kv, D], out.
+    """
+    holds = torch.arange(loc_2d.shape[1]) < commit_lens[:, None]
+    for own, cache in ((k, k_cache), (v, v_cache)):
+        cache[loc_2d[holds]] = own[holds.flatten()]
+
+
 def _links(parent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """First child and next sibling of each token, [R, n] int64, -1 for none, from `parent` of the same kind.
 

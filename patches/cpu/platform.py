@@ -89,6 +89,16 @@ def __getattr__(name: str):
 
             return algorithm in speculation.ALGORITHMS
 
+        def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+            from sglang_triattn.patches.cpu import backend_choice
+
+            return backend == backend_choice.NAME
+
+        def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+            from sglang_triattn.patches.cpu import backend_choice
+
+            return backend_choice.NAME
+
         def get_speculative_worker_cls(self, algorithm: str) -> None:
             # SGLang asks right before it imports its own.
             from sglang_triattn.patches.cpu import speculation

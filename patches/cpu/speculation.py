@@ -18,8 +18,9 @@ from sglang_triattn.patches.cpu import drafts
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-DRAFT_MODELS = "STANDALONE", "EAGLE", "EAGLE3", "FROZEN_KV_MTP"
+DRAFT_MODELS = "STANDALONE", "EAGLE", "EAGLE3", "FROZEN_KV_MTP", "DFLASH"
 """Algorithms whose drafts come from a second model."""
 
 ALGORITHMS = ("NGRAM", *DRAFT_MODELS)
@@ -42,6 +43,8 @@ def install(algorithm: str) -> None:
     eagle_utils._verify_uses_greedy = lambda **_: True
     if algorithm in DRAFT_MODELS:
         _install_draft_model()
+    if algorithm == "DFLASH":
+        _install_blocks()
 
 
 def allow_overlap() -> None:
@@ -72,6 +75,32 @@ def _install_draft_model() -> None:
     _count_all_logits()
     # Some models wait for CUDA, GPU or not, when the target's embeddings are given to the draft model.
     setattr(torch.cuda, "synchronize", lambda device=None: None)  # noqa: B010
+
+
+def _install_blocks() -> None:
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.speculative import dflash_utils
+
+    memory_pool._set_kv_buffer_prefix_valid_impl = drafts.store_front
+    dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE = False
+    # By it, CUDA's allocator learns that a stream reads the lengths; on a CPU it raises.
+    setattr(torch.Tensor, "record_stream", lambda self, stream: None)  # noqa: B010
+    _keep_embeddings()
+
+
+def _keep_embeddings() -> None:
+    """Gives a draft model the served model's embeddings as they are, which SGLang rounds to bfloat16 for any model."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    with_rounded = ModelRunner._extend_forward_kwargs
+
+    def with_own(self: ModelRunner, forward_batch: ForwardBatch, pp_proxy_tensors: object) -> dict[str, Any]:
+        kwargs = with_rounded(self, forward_batch, pp_proxy_tensors)
+        if self.is_draft_worker and forward_batch.input_embeds is not None:
+            kwargs["input_embeds"] = forward_batch.input_embeds
+        return kwargs
+
+    setattr(ModelRunner, "_extend_forward_kwargs", with_own)  # noqa: B010
 
 
 def _count_all_logits() -> None:

@@ -11,11 +11,13 @@ from sglang_triattn.patches.launch import handshake, server_args
 from sglang_triattn.patches.launch.census_switch import VARIABLE
 from sglang_triattn.patches.observability import reporting
 from sglang_triattn.patches.observability.census import Census
+from sglang_triattn.patches.request import block_drafts
 from sglang_triattn.patches.scheduler.conversations import Conversations
 from sglang_triattn.rounds.rules import complete
 
 MAIN, CONTROLLER, SCHEDULER = "Main process", "Data-parallel controller", "Scheduler process"
 GRPC = "Main process with `--smg-grpc-mode`"
+BLOCKS = "Scheduler process with `--speculative-algorithm DFLASH`"
 CENSUS, CALIBRATION = f"Scheduler process with `{VARIABLE}=1`", "`calibrate --engine sglang`"
 
 # What no longer works when a target differs, because then no hook of that process is applied.
@@ -24,6 +26,7 @@ WITHOUT = {
     GRPC: "every launch with --enable-triattention and --smg-grpc-mode is refused",
     CONTROLLER: "every launch with --enable-triattention and --dp-size above 1 is refused",
     SCHEDULER: "every launch with --enable-triattention is refused",
+    BLOCKS: "every launch with --enable-triattention and --speculative-algorithm DFLASH is refused",
     CENSUS: f"every launch with {VARIABLE}=1 is refused",
     CALIBRATION: "`sglang-triattn calibrate --engine sglang` is refused",
 }
@@ -40,6 +43,7 @@ def all_hooks() -> dict[str, list[Hook]]:
         GRPC: grpc_servicer.main_hooks(),
         CONTROLLER: handshake.controller_hooks(),
         SCHEDULER: [hook for hook in Compression(complete(Config())).hooks() if hook.target not in of_census],
+        BLOCKS: block_drafts.hooks(),
         CENSUS: census,
         CALIBRATION: [
             *calibration.main_hooks(),

@@ -5,6 +5,9 @@ SGLang parts: `StandaloneWorkerV2` (sglang/srt/speculative/standalone_worker_v2.
 allocator. So a round that rewrites a row or frees slots does it for both, and moves K/V in both pools, see
 `kernels.follower`.
 
+`DFlashWorkerV2` (sglang/srt/speculative/dflash_worker_v2.py) drafts a block at once. It makes the draft model's K/V of
+the served model's hidden states, in the slots of the same tokens.
+
 `FrozenKVMTPWorkerV2` (sglang/srt/speculative/frozen_kv_mtp_worker_v2.py) has a draft model without K/V, which reads
 that of the served model's last layers: there is nothing to move.
 
@@ -33,8 +36,9 @@ def draft_runner(scheduler: Scheduler) -> ModelRunner | None:
     """The runner of the draft model; None if there is no such model with K/V, or if each of its layers has one."""
     algorithm = scheduler.spec_algorithm
     # SGLang counts assistants among EAGLE.
-    has_kv = (algorithm.is_standalone() or algorithm.is_eagle()) and not algorithm.is_frozen_kv_mtp()
-    return _only_runner(scheduler) if has_kv and not layered_runners(scheduler) else None
+    reads_text = (algorithm.is_standalone() or algorithm.is_eagle()) and not algorithm.is_frozen_kv_mtp()
+    has_kv = algorithm.is_dflash() or (reads_text and not layered_runners(scheduler))
+    return _only_runner(scheduler) if has_kv else None
 
 
 def _only_runner(scheduler: Scheduler) -> ModelRunner:
@@ -76,7 +80,9 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
         return
     pool = runner.token_to_kv_pool
     own_layer = isinstance(pool, HybridLinearKVPool)
-    if isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HybridLinearKVPool) != own_layer:
+    has_states = isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HybridLinearKVPool)
+    # A model that drafts blocks has a plain pool for any model.
+    if has_states != own_layer and not scheduler.spec_algorithm.is_dflash():
         raise UnsupportedModel("another model drafts for one whose layers keep a state, or is such a model")
     try:
         check_slots(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool)
@@ -97,7 +103,8 @@ def make_follower(scheduler: Scheduler, *, kernels: bool) -> Follower | None:
         return None
     pool = runner.token_to_kv_pool
     keys, values = kv_buffers(pool, layers_with_kv(pool))
-    return Follower(Mover(keys, values, kernels=kernels), len(keys), keys[0].shape[1])
+    ahead = not scheduler.spec_algorithm.is_dflash()
+    return Follower(Mover(keys, values, kernels=kernels), len(keys), keys[0].shape[1], ahead=ahead)
 
 
 def window_buffers(scheduler: Scheduler) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -312,7 +312,8 @@ class Compressor:
         row.record(plan, first_evicted if self._equal_on_ranks else lambda: 0, unordered_len, shape.tail(plan))
         moved = 0 if self._mover is None else shape.most_moves(plan) * self._mover.token_bytes
         if self._follower is not None:
-            moved += shape.most_followed(plan) * self._follower.mover.token_bytes
+            followed = shape.most_followed(plan, ahead=self._follower.ahead)
+            moved += followed * self._follower.mover.token_bytes
         self.totals.add(plan, moved)
 
     def _await_forward_stream(self, *borrowed: torch.Tensor) -> None:

@@ -44,8 +44,10 @@ class RoundShape(NamedTuple):
         """Most tokens whose K/V a round copies, in each layer and head; how many it is, only the device knows."""
         return 0 if self.strategy == "remap" else moves_of(self.strategy, self.num_kept, plan.private_length)
 
-    def most_followed(self, plan: Plan) -> int:
+    def most_followed(self, plan: Plan, *, ahead: bool) -> int:
         """The same of a draft model, see `Follower`."""
+        if not ahead:
+            return self.most_moves(plan)
         if self.strategy == "remap":
             return moves_of("fill", self.num_kept, plan.private_length)
         return self.most_moves(plan) + 1

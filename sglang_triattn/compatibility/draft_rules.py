@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_triattn.compatibility.rule import (
     ASSISTANT,
+    BLOCKS,
     DRAFT_MODELS,
     WITHOUT_CONVERSATIONS,
     Rule,
@@ -29,7 +30,7 @@ _NO_WINDOW_POOL = "SGLang then keeps no pool of window layers, which rounds woul
 
 def _drafts_fit_windows(server: Server) -> bool:
     """Whether rounds leave the draft model of a model with windows whole."""
-    if server.drafts == "EAGLE3":
+    if server.drafts in ("EAGLE3", BLOCKS):
         # It has no window, and K/V for the slots of the other pool.
         return server.traits.window_pool
     if server.drafts == ASSISTANT:
@@ -41,7 +42,7 @@ def _drafts_fit_windows(server: Server) -> bool:
 def _drafts_untested_in_groups(server: Server) -> bool:
     """Whether a draft model other than the layer of a model with states may read images, or reads the model's KV."""
     after_images = server.traits.images and server.has_draft_model and not server.drafts_with_states
-    return after_images or server.drafts == ASSISTANT
+    return server.drafts != BLOCKS and (after_images or server.drafts == ASSISTANT)
 
 
 def _is_step_3_5(server: Server) -> bool:
@@ -107,6 +108,11 @@ DRAFT_RULES = (
         lambda server: server.drafts == ASSISTANT,
         "speculative_algorithm",
         names_model=True,
+    ),
+    *only(
+        (Rule("attn_dp_size", many, "SGLang drafts so there on GPUs alone, on which it is not tested with rounds"),),
+        lambda server: server.drafts == BLOCKS,
+        "speculative_algorithm",
     ),
     *only(
         tuple(
@@ -228,7 +234,8 @@ def check_draft_numbers(algorithm: object, given: Mapping[str, Any]) -> None:
     """
     numbers = {field: given[field] for field in CHAIN if given.get(field) is not None}
     missing = [field for field in ("speculative_num_steps", "speculative_eagle_topk") if field not in numbers]
-    if str(algorithm).upper() not in DRAFT_MODELS or not numbers or not missing:
+    # Of a block, SGLang takes its length alone.
+    if str(algorithm).upper() not in DRAFT_MODELS or str(algorithm).upper() == BLOCKS or not numbers or not missing:
         return
     name, lacking = flag(next(iter(numbers))), flag(missing[0])
     raise TriAttentionError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_triattn.compatibility.draft_rules import CHAIN
-from sglang_triattn.compatibility.rule import ASSISTANT, Server
+from sglang_triattn.compatibility.rule import ASSISTANT, BLOCKS, Server
 from sglang_triattn.compatibility.rules import FIRST_RULES, RULES, refusals
 from sglang_triattn.compatibility.served_code import SERVED_CODE
 from sglang_triattn.compatibility.traits import Traits
@@ -68,6 +68,9 @@ def with_draft_defaults(settings: Mapping[str, Any], traits: Traits) -> dict[str
     algorithm = settings.get("speculative_algorithm")
     if traits.assistants and str(algorithm).upper() in ("EAGLE", "NEXTN") and _names_assistant(settings):
         return {**settings, "speculative_algorithm": ASSISTANT}
+    if str(algorithm).upper() == BLOCKS:
+        # SGLang overrules any other number.
+        return {**settings, "speculative_eagle_topk": 1}
     if algorithm is None or any(field in settings for field in CHAIN):
         return dict(settings)
     branches = traits.branching_drafts and str(algorithm).upper() != "STANDALONE"

@@ -12,7 +12,9 @@ from sglang_triattn.config import PREFIX, Config
 ASSISTANT = "FROZEN_KV_MTP"
 """SGLang's name for drafts by a model that reads the served model's KV, as Gemma-4's assistants do. It takes EAGLE and
 NEXTN for this with such a model."""
-DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN", ASSISTANT)
+BLOCKS = "DFLASH"
+"""SGLang's name for drafts by a model that drafts a block of tokens at once from the served model's hidden states."""
+DRAFT_MODELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN", ASSISTANT, BLOCKS)
 """Ways of drafting tokens by a model of its own that work with rounds. SGLang takes NEXTN for EAGLE."""
 WITHOUT_CONVERSATIONS = "use --triattention-conversations off"
 

@@ -38,7 +38,7 @@ _ALWAYS = (
         "speculative_algorithm",
         lambda value: value is not None and str(value).upper() not in ("NGRAM", *DRAFT_MODELS),
         "what such drafts keep of a request's row is not tested with rounds",
-        "use --speculative-algorithm EAGLE, EAGLE3, STANDALONE or NGRAM, or leave --speculative-algorithm out",
+        "use --speculative-algorithm EAGLE, EAGLE3, DFLASH, STANDALONE or NGRAM, or leave --speculative-algorithm out",
     ),
     Rule(
         "disaggregation_mode",
@@ -133,8 +133,8 @@ _DECODE_SERVERS = (
             Rule(
                 "speculative_algorithm",
                 lambda value: value is not None and str(value).upper() in ("NGRAM", "STANDALONE", ASSISTANT),
-                "SGLang hands the first drafts over for EAGLE, EAGLE3 and NEXTN alone, and its decode server ends at "
-                "the first request with others",
+                "SGLang hands the first drafts over for EAGLE, EAGLE3, NEXTN and DFLASH alone, and its decode server "
+                "ends at the first request with others",
                 "use one of these, or leave --speculative-algorithm out",
             ),
         ),

@@ -5,7 +5,7 @@ A test compares the names with SGLang's source.
 
 from __future__ import annotations
 
-from sglang_triattn.compatibility.rule import Rule, Server, many
+from sglang_triattn.compatibility.rule import BLOCKS, Rule, Server, many
 
 # Their `forward` takes no `pp_proxy_tensors`. Granite-4-H's does, but each stage looks for the weights of all; MiMo-V2
 # ends with an error in the first step.
@@ -46,10 +46,26 @@ Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGen
 Qwen3_5MoeForConditionalGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
 Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration SarvamMoEForCausalLM TeleFLMForCausalLM
 """
+# They have `set_dflash_layers_to_capture`. Qwen3-VL's calls one of its language model, which has none.
+_CAPTURING_FOR_BLOCKS = """
+BeamForCausalLM Cosmos3ForConditionalGeneration DeepseekV2ForCausalLM DeepseekV3ForCausalLM Gemma4ForCausalLM
+Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration Glm4MoeLiteForCausalLM GptOssForCausalLM
+InklingForConditionalGeneration InternLM3ForCausalLM InternS2MobiusForConditionalGeneration
+InternS2PreviewForConditionalGeneration IQuestCoderForCausalLM KimiK25ForConditionalGeneration
+KimiK3ForConditionalGeneration KimiK3LinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+Lfm2VlForConditionalGeneration Llama4ForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM
+MiMoV2ForCausalLM Ministral3ForCausalLM MistralForCausalLM MistralLarge3ForCausalLM MuseGlimmerForCausalLM
+MuseGlimmerForConditionalGeneration NanbeigeForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2
+NemotronH_Omni_Reasoning_V3 NemotronHForCausalLM NemotronHPuzzleForCausalLM Phi3ForCausalLM Qwen3_5ForCausalLM
+Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration Qwen3ForCausalLM
+Qwen3MoeForCausalLM Qwen3NextForCausalLM TeleFLMForCausalLM
+"""
 UNSTAGED = frozenset(_UNSTAGED.split())
 """Architectures that SGLang does not serve in pipeline stages."""
 CAPTURING = frozenset(_CAPTURING.split())
 """Architectures whose hidden states SGLang can capture for an EAGLE-3 head."""
+CAPTURING_FOR_BLOCKS = frozenset(_CAPTURING_FOR_BLOCKS.split())
+"""Architectures whose hidden states SGLang can capture for a model that drafts a block of tokens at once."""
 
 
 def _by_transformers(server: Server) -> bool:
@@ -65,13 +81,16 @@ SERVED_CODE = (
         lambda server: server.traits.architecture in UNSTAGED and not _by_transformers(server),
         names_model=True,
     ),
-    Rule(
-        "speculative_algorithm",
-        lambda value: str(value).upper() == "EAGLE3",
-        "SGLang's code of this model does not capture the hidden states that EAGLE3 reads",
-        "use another --speculative-algorithm, or leave it out",
-        lambda server: server.traits.architecture not in CAPTURING | {""} or _by_transformers(server),
-        names_model=True,
+    *(
+        Rule(
+            "speculative_algorithm",
+            lambda value, drafts=drafts: str(value).upper() == drafts,
+            f"SGLang's code of this model does not capture the hidden states that {drafts} reads",
+            "use another --speculative-algorithm, or leave it out",
+            lambda server, known=known: server.traits.architecture not in known | {""} or _by_transformers(server),
+            names_model=True,
+        )
+        for drafts, known in (("EAGLE3", CAPTURING), (BLOCKS, CAPTURING_FOR_BLOCKS))
     ),
 )
 """Rules for some models, after those of `rules`."""

@@ -178,9 +178,13 @@ _NGRAM = ("NGRAM",)
 # NEXTN is its own draft layer, which SGLang takes for EAGLE.
 _LAYER = ("EAGLE", "NEXTN")
 _NGRAM_OR_LAYER = ("NGRAM", *_LAYER)
+# Drafts of a block of tokens at once.
+_BLOCKS = "DFLASH"
 # SGLang gives its draft layer token counts for positions, where the model has several axes (`Qwen3_5ForCausalLMMTP`,
 # sglang/srt/models/qwen3_5_mtp.py): after an image, fewer drafts may hold, and answers stay what they are.
-_QWEN_3_5 = Family(linear_states=True, images="prompt", image_drafts=_LAYER, state_drafts=_NGRAM_OR_LAYER)
+_QWEN_3_5 = Family(
+    linear_states=True, images="prompt", image_drafts=(*_LAYER, _BLOCKS), state_drafts=(*_NGRAM_OR_LAYER, _BLOCKS)
+)
 _PLAIN_WITH_IMAGES = Family(windows=False, images="prompt")
 _QWEN_VL = replace(_PLAIN_WITH_IMAGES, image_drafts=("EAGLE3",))
 _PLAIN_WITH_TEXT = Family(windows=False, images="text")
@@ -368,7 +372,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ASRForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3ForCausalLM": _PLAIN,
     "Qwen3MoeForCausalLM": _PLAIN,
-    "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=_NGRAM_OR_LAYER),
+    "Qwen3NextForCausalLM": Family(linear_states=True, rotary_share=0.25, state_drafts=(*_NGRAM_OR_LAYER, _BLOCKS)),
     "Qwen3OmniMoeForConditionalGeneration": _PLAIN_WITH_TEXT,
     "Qwen3VLForConditionalGeneration": _QWEN_VL,
     "Qwen3VLMoeForConditionalGeneration": _PLAIN_WITH_IMAGES,

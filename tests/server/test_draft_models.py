@@ -76,6 +76,18 @@ CASES = [
     wide("NEXTN chained layers windows", "pages"),
     wide("EAGLE", "ranks"),
     wide("EAGLE", "overlap off"),
+    ("DFLASH", "moved"),
+    wide("DFLASH", "pages"),
+    wide("DFLASH", "remapped"),
+    wide("DFLASH", "ranks"),
+    wide("DFLASH", "overlap off"),
+    wide("DFLASH", "ordered"),
+    wide("DFLASH windows", "moved"),
+    wide("DFLASH windows", "pages"),
+    wide("DFLASH states", "moved"),
+    wide("DFLASH states", "pages"),
+    wide("DFLASH latent", "moved"),
+    wide("DFLASH latent", "pages"),
     wide("NEXTN", "moved"),
     wide("NEXTN latent", "moved"),
     wide("NEXTN latent", "pages"),
@@ -167,7 +179,13 @@ def test_a_model_that_drafts_for_itself(probed, serve, repeating, mode):
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "name",
-    ["EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows", "NEXTN assistant windows"],
+    [
+        "DFLASH windows",
+        "EAGLE3 windows",
+        "EAGLE layers windows",
+        "EAGLE chained layers windows",
+        "NEXTN assistant windows",
+    ],
 )
 def test_drafts_hold_after_rounds(serve, pairs, name):
     """Prevents a draft model from reading what window layers have lost, so that its drafts hold no longer: they hold
@@ -190,6 +208,7 @@ def test_drafts_hold_after_rounds(serve, pairs, name):
     ("name", "mode"),
     [
         ("EAGLE", "moved"),
+        ("DFLASH", "moved"),
         ("EAGLE3", "pages"),
         ("NEXTN", "moved"),
         ("NEXTN latent", "moved"),
@@ -205,7 +224,7 @@ def test_adapters(probed, pairs, tmp_path, monkeypatch, name, mode):
     hold_adapter(probed, pairs[name], mode, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["EAGLE", wide("NEXTN states")])
+@pytest.mark.parametrize("name", ["EAGLE", wide("DFLASH"), wide("NEXTN states")])
 def test_drafts_after_a_prompt_compacted_chunk_by_chunk(probed, pairs, name):
     """Prevents a draft model that is given another token than the one after a chunk of a shortened prompt."""
     pair = pairs[name]
@@ -237,7 +256,7 @@ def test_another_model_for_layers_that_keep_a_state(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("EAGLE", "NEXTN latent", "NEXTN states"),
+        *("EAGLE", "DFLASH", "NEXTN latent", "NEXTN states"),
         *("EAGLE3 windows", "EAGLE layers windows", "EAGLE chained layers windows", "NEXTN assistant windows"),
     ],
 )
@@ -281,6 +300,9 @@ def test_a_conversation_goes_on(serve, pairs, repeating):
         wide("STANDALONE", "moved"),
         ("EAGLE", "pages"),
         wide("EAGLE adaptive", "pages"),
+        wide("DFLASH", "moved"),
+        wide("DFLASH", "pages"),
+        wide("DFLASH states", "pages"),
         wide("NEXTN latent", "pages"),
         wide("EAGLE3 windows", "pages"),
         wide("EAGLE3 windows", "moved"),

@@ -322,13 +322,14 @@ def test_prompts_of_drafting_requests_return_from_the_host(serve, probed, tmp_pa
         ("NEXTN states", "moved", "write_back"),
         ("NEXTN axes", "pages", "write_through"),
         ("EAGLE layers windows", "pages", "write_through"),
+        ("DFLASH", "moved", "write_back"),
         ("EAGLE3 windows", "moved", "write_back"),
     ],
 )
 def test_drafts_after_a_prompt_from_the_host(probed, tiny, tmp_path, name, mode, policy):
     """Prevents K/V of draft layers, a window's or states from coming back altered, or over slots for drafts, and drafts
     from K/V of other tokens: each is that of an account."""
-    pair = Pairs(tiny, tiny, tmp_path)[name]
+    pair = Pairs(tiny, build_repeating_model(tmp_path), tmp_path)[name]
     few = FEW_STATES if name in KEEP_STATES else ()
     tier = (*HOST_TIER, "--hicache-ratio", "4", "--hicache-write-policy", policy, *few)
     flags = (*pair.args, *MODES[mode], *pair.settings, *tier, *KEYS_ALONE)

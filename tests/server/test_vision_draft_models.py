@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import transformers
 
+from block_drafts import build_block_model
 from draft_heads import build_eagle, llama_config
 from draft_pairs import (
     ASSISTANT,
     MODES,
+    OF_BLOCKS,
     WITH_LAYER,
     Pair,
     adapting,
@@ -86,6 +88,9 @@ def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
     if name == ASSISTANT:
         target = build_vision_model(folder, ASSISTED)
         return target, build_assistant(folder, target.path)
+    if name in OF_BLOCKS:
+        target = prepared(folder, OF_BLOCKS[name])[0]
+        return target, build_block_model(folder, target)
     target = build_whole_qwen(folder, TARGETS[name])
     make_repeating(target)
     text = transformers.AutoConfig.from_pretrained(target.path).get_text_config()
@@ -104,6 +109,7 @@ def with_head(folder: Path, name: str) -> tuple[VisionModel, Path]:
         *(wide("EAGLE3 axes", mode) for mode in ("moved", "pages", "overlap off")),
         *(wide("EAGLE3 deepstack", mode) for mode in ("moved", "pages")),
         *(wide("NEXTN assistant windows", mode) for mode in ("moved", "pages")),
+        *(wide("DFLASH published", mode) for mode in ("moved", "pages")),
     ],
 )
 def test_logits_and_drafts(probed, asked, name, mode):
@@ -186,7 +192,9 @@ def test_drafts_hold_after_rounds(serve, asked, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"])
+@pytest.mark.parametrize(
+    "name", ["NEXTN published", "DFLASH published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"]
+)
 def test_bit_identical_below_the_trigger(serve, asked, name):
     """Prevents compression from changing an answer after an image, a log-probability or an acceptance before it has
     evicted."""
@@ -201,7 +209,9 @@ def test_bit_identical_below_the_trigger(serve, asked, name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", ["NEXTN published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"])
+@pytest.mark.parametrize(
+    "name", ["NEXTN published", "DFLASH published", "EAGLE3 axes", "EAGLE3 deepstack", "NEXTN assistant windows"]
+)
 def test_storm(serve, asked, name):
     """Prevents slots for drafts, states or images that are lost or owned twice where requests with images and without
     are aborted, retracted and compacted while they are prefilled."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from assistant_drafts import holding_of_assistant
+from block_drafts import build_block_model, holding_of_blocks
 from draft_account import Read, Watched, WatchedLatent, WatchedVision, WholeModel, holding_of_head
 from draft_heads import AUXILIARY, build_eagle, llama_config, load_eagle
 from families import WINDOW
@@ -72,6 +73,8 @@ def cores_of(mode: str) -> dict[str, str]:
     return cores_for(MODES[mode])
 
 
+# SGLang's settings of a block.
+BLOCKS = ("--speculative-num-draft-tokens", str(STEPS + 1))
 # Gemma-4's draft model, which has no K/V.
 ASSISTANT = "NEXTN assistant windows"
 # Models with a draft layer of their own.
@@ -88,9 +91,24 @@ WITH_LAYER = {
     "EAGLE chained layers windows": CHAINED,
     "NEXTN chained layers windows": CHAINED,
 }
+# Models of other kinds for which blocks are drafted.
+OF_BLOCKS = {
+    "DFLASH windows": "gpt-oss",
+    "DFLASH states": "qwen3-next",
+    "DFLASH latent": "deepseek-v3",
+    "DFLASH published": "qwen3.5-whole-mtp",
+}
 # Tested with adapters of the output projection alone: SGLang takes the queries of some for narrower than they are.
 UNEVEN = ("NEXTN states", "NEXTN axes", "EAGLE layers windows")
-KEEP_STATES = ("NEXTN states", "NEXTN more states", "NEXTN axes", "NEXTN published", "NEXTN experts")
+KEEP_STATES = (
+    "DFLASH states",
+    "DFLASH published",
+    "NEXTN states",
+    "NEXTN more states",
+    "NEXTN axes",
+    "NEXTN published",
+    "NEXTN experts",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +138,8 @@ class Pair:
         algorithm = self.name.split()[0]
         # SGLang sets it for EAGLE alone.
         layers = ("--enable-multi-layer-eagle",) if self.in_layers and algorithm == "NEXTN" else ()
-        return ("--speculative-algorithm", algorithm, *self.numbers, *path, *states, *layers, *self.code)
+        numbers = BLOCKS if self.drafts_blocks else self.numbers
+        return ("--speculative-algorithm", algorithm, *numbers, *path, *states, *layers, *self.code)
 
     @property
     def code(self) -> list[str]:
@@ -149,11 +168,16 @@ class Pair:
 
     @property
     def env(self) -> dict[str, str]:
-        family = ASSISTED if self.name == ASSISTANT else WITH_LAYER.get(self.name)
-        heads = ("llama_eagle", "llama_eagle3")
+        family = ASSISTED if self.name == ASSISTANT else {**WITH_LAYER, **OF_BLOCKS}.get(self.name)
+        heads = ("dflash",) if self.drafts_blocks else ("llama_eagle", "llama_eagle3")
         others = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
-        modules = modules_of(family) if family else (*others, *heads)
+        modules = (*modules_of(family), *(heads if self.drafts_blocks else ())) if family else (*others, *heads)
         return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether a draft is a block of tokens that are drafted at once."""
+        return self.name.startswith("DFLASH")
 
     def texts(self) -> list[list[int]]:
         """Prompts after which some drafts hold and some do not."""
@@ -179,6 +203,8 @@ class Pair:
         model, sure = self.account.model, 2 * TOLERANCE
         if self.name == ASSISTANT:
             return holding_of_assistant(self.path, account, ids, starts, STEPS, sure)
+        if self.drafts_blocks:
+            return holding_of_blocks(self.path, account, ids, starts, sure)
         if self.in_layers:
             path, hidden = self.target.path, account.hidden
             if WITH_LAYER[self.name] == CHAINED:
@@ -234,6 +260,11 @@ class Pairs(dict[str, Pair]):
         folder.mkdir()
         if name in WITH_LAYER:
             return Pair(name, *prepared(folder, WITH_LAYER[name]), None)
+        if name in OF_BLOCKS:
+            target, account = prepared(folder, OF_BLOCKS[name], repeating=True)
+            return Pair(name, target, account, build_block_model(folder, target))
+        if name == "DFLASH":
+            return Pair(name, self.repeating, oracle_of(self.repeating), build_block_model(folder, self.repeating))
         if name == "EAGLE3 windows":
             target, account = prepared(folder, "gpt-oss", repeating=True)
             return Pair(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.kernels.ops.speculative import cache_locs, eagle, spec_tree
 from sglang.kernels.ops.speculative.gather_spec_extras import gather_spec_extras
-from sglang.srt.mem_cache import allocation
+from sglang.srt.mem_cache import allocation, memory_pool
 from sglang.srt.speculative import eagle_utils, spec_utils
 
 from sglang_triattn.patches.cpu import drafts
@@ -193,3 +193,21 @@ def test_what_a_step_leaves_to_the_next(random, hidden):
     assert (ours[3] is None) == (theirs[3] is None) == (not hidden)
     for mine, other in zip(ours[: 3 + hidden], theirs[: 3 + hidden], strict=True):
         assert torch.equal(mine, other)
+
+
+def test_kv_of_accepted_tokens(random):
+    """Prevents K/V of tokens that did not hold from being stored, and those of one request in slots of another."""
+    shape = REQUESTS * DRAFTED, 2, 8
+    key, value = (torch.rand(shape, generator=random) for _ in range(2))
+    slots = torch.randperm(REQUESTS * DRAFTED + 5, generator=random)[: REQUESTS * DRAFTED].view(REQUESTS, DRAFTED)
+    accepted = integers(random, DRAFTED + 1, REQUESTS).int()
+
+    def stored(store):
+        caches = [torch.full((REQUESTS * DRAFTED + 5, 2, 8), -7.0) for _ in range(2)]
+        store(key, value, *caches, slots, accepted, 16, torch.float32)
+        return caches
+
+    for ours, theirs in zip(
+        *map(stored, (drafts.store_front, memory_pool._set_kv_buffer_prefix_valid_impl)), strict=True
+    ):
+        assert torch.equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""What a draft model keeps: the tokens that the scored model keeps, one column before."""
+"""What a draft model keeps: the tokens that the scored model keeps, in their columns or one before."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ LAYERS, HEADS, KEPT, RECENT, FROZEN, SLOTS = 3, 2, 12, 4, 2, 160
 class Row:
     """One request's row, and both models' pools, which hold the number of a token as its K/V."""
 
-    def __init__(self, layers: int, heads: int) -> None:
+    def __init__(self, layers: int, heads: int, *, ahead: bool = True) -> None:
         self.target = [torch.full((SLOTS, HEADS, 1), -1.0) for _ in range(LAYERS)]
         self.draft = [torch.full((SLOTS, heads, 1), -1.0) for _ in range(layers)]
-        self.follower = Follower(Mover(self.draft, [], kernels=False), layers, heads)
+        self.follower = Follower(Mover(self.draft, [], kernels=False), layers, heads, ahead=ahead)
         self.mover = Mover(self.target, [], kernels=False)
         self.free = torch.randperm(SLOTS - 1).add(1).tolist()
         self.slots, self.tokens = [], 0
 
     def append(self, count: int) -> None:
-        """Computes tokens: in the draft model, each lies in the slot of the one before."""
+        """Computes tokens: in the draft model, each lies in its own slot or in that of the one before."""
         for _ in range(count):
             slot = self.free.pop()
             for pool in self.target:
                 pool[slot] = self.tokens
             self.tokens += 1
             for pool in self.draft:
-                pool[slot] = self.tokens
+                pool[slot] = self.tokens - (not self.follower.ahead)
             self.slots.append(slot)
 
     def compact(self, kept: torch.Tensor, strategy: str, cut: int | None) -> None:
@@ -75,11 +75,12 @@ MOVES = [("fill", KEPT - RECENT), ("fill", 5), ("fill", None), ("slide", None), 
     ],
 )
 @pytest.mark.parametrize(("layers", "heads"), [(LAYERS, HEADS), (1, HEADS), (1, 3)])
-def test_it_keeps_the_same_tokens(kind, strategy, cut, layers, heads):
+@pytest.mark.parametrize("ahead", [True, False])
+def test_it_keeps_the_same_tokens(kind, strategy, cut, layers, heads, ahead):
     """Prevents a draft model from attending to other tokens than the model, from one round to the next, and from
     writing to frozen slots or to those of others."""
     torch.manual_seed(0)
-    row = Row(layers, heads)
+    row = Row(layers, heads, ahead=ahead)
     row.append(FROZEN + KEPT + 9)
     frozen = row.holds(row.draft, 0, 0)[:FROZEN]
     for evicted in (9, 1, 20, 5):
@@ -90,9 +91,10 @@ def test_it_keeps_the_same_tokens(kind, strategy, cut, layers, heads):
             for head in range(heads):
                 own = (layer, head) if (layers, heads) == (LAYERS, HEADS) else (LAYERS - 1, 0)
                 own = (own[0], head) if kind == "per-head" and heads == HEADS else own
-                followed = row.holds(row.target, *own)[FROZEN + 1 :]
-                held = row.holds(row.draft, layer, head)
-                assert held == [*frozen, *followed, row.tokens]
+                followed = row.holds(row.target, *own)[FROZEN:]
+                if ahead:
+                    followed = [*followed[1:], row.tokens]
+                assert row.holds(row.draft, layer, head) == [*frozen, *followed]
         assert all(torch.equal(pool[others], old) for pool, old in zip(row.draft, before, strict=True))
         row.append({9: 1, 1: 20, 20: 5, 5: 0}[evicted])
 

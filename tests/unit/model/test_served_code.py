@@ -5,11 +5,14 @@ import ast
 import pytest
 
 import sglang_registry
-from sglang_triattn.compatibility.served_code import CAPTURING, UNSTAGED
+from sglang_triattn.compatibility.served_code import CAPTURING, CAPTURING_FOR_BLOCKS, UNSTAGED
 from sglang_triattn.model.families import FAMILIES
 
 # Their `forward` takes what the stage before it sends; see the comment on the names.
 FAILING = {"GraniteMoeHybridForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"}
+
+# Their method calls one that their language model has not; see the comment there.
+WITHOUT_INNER = {"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,14 @@ def test_architectures_that_capture_for_eagle3(methods):
     assert {name for name, found in methods.items() if "set_eagle3_layers_to_capture" in found} == CAPTURING
 
 
+@pytest.mark.wide
+def test_architectures_that_capture_for_blocks(methods):
+    """Prevents the same with a model that drafts a block of tokens at once."""
+    found = {name for name, found in methods.items() if "set_dflash_layers_to_capture" in found}
+    assert found - WITHOUT_INNER == CAPTURING_FOR_BLOCKS
+    assert found >= WITHOUT_INNER
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "reason"),
     [
@@ -63,6 +74,10 @@ def test_architectures_that_capture_for_eagle3(methods):
         ("hunyuan-7b", "EAGLE3", "does not capture the hidden states that EAGLE3 reads: use another"),
         ("hunyuan-7b", "EAGLE", ""),
         ("qwen3-32b", "EAGLE3", ""),
+        ("qwen3-32b", "DFLASH", ""),
+        ("gpt-oss-20b", "DFLASH --triattention-budget 4096", ""),
+        ("llama-3.3-70b", "DFLASH --attention-backend flashmla", ""),
+        ("glm-4.6", "DFLASH", "does not capture the hidden states that DFLASH reads"),
         ("qwen3-32b", "EAGLE3 --model-impl transformers", "does not capture the hidden states"),
     ],
 )

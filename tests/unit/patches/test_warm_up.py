@@ -65,7 +65,7 @@ def pretended(overlap: bool = True, kind: str = "cuda", world_size: int = 1) -> 
         forward_stream=Stream("forward", device),
         schedule_stream=Stream("schedule", device),
         tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
-        spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        spec_algorithm=SimpleNamespace(is_none=lambda: True, is_dflash=lambda: False),
         dp_tp_group=SimpleNamespace(world_size=world_size, rank_in_group=0),
         pp_group=SimpleNamespace(world_size=1),
         metrics_collector=None,
