@@ -35,7 +35,7 @@ def install(algorithm: str) -> None:
     from sglang.srt.speculative import eagle_utils, spec_utils
 
     reconstruct_tree.reconstruct_indices_from_tree_mask_func = drafts.describe_trees
-    allocation.assign_req_to_token_pool_func = drafts.write_rows
+    allocation.assign_req_to_token_pool_func = spec_utils.assign_req_to_token_pool_func = drafts.write_rows
     memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup = _move_by_torch
     spec_utils.fill_front_out_cache_loc_func = drafts.front_slots
     spec_utils.fill_accept_out_cache_loc_func = drafts.accepted_slots

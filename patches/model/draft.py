@@ -88,7 +88,8 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
         check_slots(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"of its draft model: {error.reason}") from None
-    if any(layer.window for layer in attention_layers(runner.model)):
+    # Of a model that drafts blocks, windows are counted along the row: they show older tokens, and no others.
+    if not scheduler.spec_algorithm.is_dflash() and any(layer.window for layer in attention_layers(runner.model)):
         raise UnsupportedModel("its draft model has layers with a sliding window")
 
 

@@ -64,7 +64,6 @@ DRAFT_RULES = (
     ),
     *only(
         (
-            Rule("speculative_draft_window_size", is_set, "draft models with a window are not tested with rounds"),
             *(
                 Rule(
                     f"{kind}attention_backend",
@@ -108,6 +107,11 @@ DRAFT_RULES = (
         lambda server: server.drafts == ASSISTANT,
         "speculative_algorithm",
         names_model=True,
+    ),
+    *only(
+        (Rule("speculative_draft_window_size", is_set, "draft models with a window are not tested with rounds"),),
+        lambda server: server.has_draft_model and server.drafts != BLOCKS,
+        "speculative_algorithm",
     ),
     *only(
         (Rule("attn_dp_size", many, "SGLang drafts so there on GPUs alone, on which it is not tested with rounds"),),

@@ -70,7 +70,7 @@ class BlockLayer(nn.Module):
 
         Args:
             before: keys and values of the tokens before it.
-            seen: [H, tokens before it] bool.
+            seen: [H, 1 or n, tokens before it and n] bool.
         """
         own = self.input_layernorm(hidden)
         query = self.self_attn.q_norm(self._heads(self.self_attn.q_proj(own), self.heads))
@@ -79,8 +79,7 @@ class BlockLayer(nn.Module):
             torch.cat(parts, 1).repeat_interleave(self.heads // self.kv_heads, 0)
             for parts in zip(before, self.kv(own, turns), strict=True)
         )
-        mask = torch.cat([seen, torch.ones(self.heads, len(hidden), dtype=torch.bool)], 1)[:, None]
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, seen)
         hidden = hidden + self.self_attn.o_proj(attended.transpose(0, 1).flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -107,8 +106,12 @@ class BlockModel(nn.Module):
 
 
 @torch.no_grad()
-def build_block_model(folder: Path, target: TinyModel) -> Path:
-    """Writes a draft model for a target that repeats itself, and returns where."""
+def build_block_model(folder: Path, target: TinyModel, window: int = 0) -> Path:
+    """Writes a draft model for a target that repeats itself, and returns where.
+
+    Args:
+        window: tokens that a query of its last layer sees, its own included; 0 for all.
+    """
     torch.manual_seed(4)
     model = target.load()
     config = transformers.Qwen3Config(**{**COMMON, "num_hidden_layers": LAYERS, "rope_parameters": PLAIN_ROPE})
@@ -129,7 +132,9 @@ def build_block_model(folder: Path, target: TinyModel) -> Path:
     fields = json.loads(config.to_json_string()) | {
         "architectures": ["DFlashDraftModel"],
         "attention_bias": True,
-        "layer_types": None,
+        "layer_types": [*["full_attention"] * (LAYERS - 1), "sliding_attention"] if window else None,
+        "sliding_window": window or None,
+        "use_sliding_window": bool(window),
         "num_target_layers": model.config.get_text_config().num_hidden_layers,
         "block_size": STEPS + 1,
         "dflash_config": blocks,
@@ -161,36 +166,41 @@ def _look_one_turn_back(layer: BlockLayer, circle: torch.Tensor) -> None:
     attention.o_proj.weight.copy_(parts.flatten(0, 1).T * layer.kv_heads / layer.heads)
 
 
-def load_block_model(path: Path) -> BlockModel:
-    """Reads what `build_block_model` has written."""
+def load_block_model(path: Path) -> tuple[BlockModel, int]:
+    """What `build_block_model` has written, and the window."""
     fields = json.loads((path / "config.json").read_text())
     model = BlockModel(transformers.Qwen3Config(**{**fields, "layer_types": None}))
     model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    return model.eval()
+    return model.eval(), fields["sliding_window"] or 0
 
 
 @torch.no_grad()
 def holding_of_blocks(
-    path: Path, account: Watched, ids: list[int], starts: list[int], margin: float
+    path: Path, account: Watched, ids: list[int], starts: list[int], margin: float, newest: int = 0
 ) -> list[int | None]:
     """As `draft_account.holding_of_head`, for a model that drafts blocks.
 
     Args:
         path: of that model.
         account: of the ids, which has run.
+        newest: tokens that all of its layers see before the block, the row's newest; 0 for all.
     """
-    draft, model = load_block_model(path), account.model
+    (draft, window), model = load_block_model(path), account.model
     context = draft.hidden_norm(draft.fc(torch.cat([account.inputs[layer + 1] for layer in AUXILIARY], -1)))
     known = [layer.kv(context, draft.turns(0, len(context))) for layer in draft.layers]
-    # Each head follows its own where the model scores as many layers, else all the last layer's first.
-    sets = account.shown if len(account.shown) == LAYERS else account.shown[-1:, :1].repeat(LAYERS, 1, 1, 1)
-    shown = sets.repeat_interleave(draft.layers[0].heads // sets.shape[1], 1)
     found: list[int | None] = []
     for start in starts:
         hidden = model.get_input_embeddings()(torch.tensor([ids[start], *[MASK] * STEPS]))
-        turns = draft.turns(start, STEPS + 1)
-        for layer, (keys, values), seen in zip(draft.layers, known, shown, strict=True):
-            hidden = layer(hidden, turns, (keys[:, :start], values[:, :start]), seen[:, start, :start])
+        turns, seen = draft.turns(start, STEPS + 1), seen_by_blocks(account, start, draft.layers[0].heads)
+        if newest or window:
+            row = account.row(-1, 0, start)
+            left_out = max(len(row) - newest, 0) if newest else 0
+            # A page stays whole.
+            seen[..., row[: left_out - left_out % account.page_size]] = False
+        for layer, (keys, values), own in zip(draft.layers, known, seen, strict=True):
+            if window and layer is draft.layers[-1]:
+                own = own & seen_in_window(row, start, window)
+            hidden = layer(hidden, turns, (keys[:, :start], values[:, :start]), own)
         best = model.lm_head(draft.norm(hidden)).log_softmax(-1).topk(2)
         held: int | None = 0
         for place in range(1, min(STEPS + 1, len(ids) - start)):
@@ -202,3 +212,21 @@ def holding_of_blocks(
             held = place
         found.append(held)
     return found
+
+
+def seen_by_blocks(account: Watched, start: int, heads: int) -> torch.Tensor:
+    """[LAYERS, heads, 1, start + block] bool: what is kept of the tokens before a block at `start`, and the block."""
+    # Each head follows its own where the model scores as many layers, else all the last layer's first.
+    sets = account.shown if len(account.shown) == LAYERS else account.shown[-1:, :1].expand(LAYERS, -1, -1, -1)
+    kept = sets[:, :, start, :start].repeat_interleave(heads // sets.shape[1], 1)
+    return torch.cat([kept, torch.ones(LAYERS, heads, STEPS + 1, dtype=torch.bool)], -1)[:, :, None]
+
+
+def seen_in_window(row: list[int], start: int, window: int) -> torch.Tensor:
+    """[block, start + block] bool: what a window layer sees of the tokens of a row and, up to each, of the block."""
+    query, seen = torch.arange(STEPS + 1)[:, None], torch.zeros(STEPS + 1, start + STEPS + 1, dtype=torch.bool)
+    # Windows are counted along the row.
+    seen[:, row] = torch.arange(len(row)) > query + len(row) - window
+    own = torch.arange(STEPS + 1)
+    seen[:, start:] = (own <= query) & (own > query - window)
+    return seen

@@ -50,6 +50,7 @@ class Watched(Oracle):
             self.seen = torch.zeros(*shape, shape[-1], dtype=torch.bool)
             self.shown, self.cache = torch.zeros_like(self.seen), cache
             self._held = torch.ones(shape, dtype=torch.bool)
+            self._rounds = []
             self._columns = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
             self.hidden, self.inputs = None, {}
         causal = torch.arange(total) <= torch.arange(start, total)[:, None]
@@ -97,7 +98,14 @@ class Watched(Oracle):
                 held[[*(token - 1 for token in after[1:]), next_position - 1]] = True
                 self._held[layer, head, :next_position] = held
                 columns[head] = after
+        self._rounds.append((frozen, next_position, [list(each) for each in self._columns]))
         return kept
+
+    def row(self, layer: int, head: int, place: int) -> list[int]:
+        """The tokens before `place` that the target's query there sees, in the order of the row."""
+        seen = set(self.shown[layer, head, place, :place].nonzero().flatten().tolist())
+        rows = [[*range(frozen), *columns[layer][head], *range(end, place)] for frozen, end, columns in self._rounds]
+        return next(row for row in [*reversed(rows), list(range(place))] if set(row) == seen)
 
     def _closed_up(self, row: list[int], kept: torch.Tensor, frozen: int, keep: int) -> list[int]:
         """Tokens in the order of their columns after a round, which cuts out a stretch of whole pages before the newest

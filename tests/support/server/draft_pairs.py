@@ -75,6 +75,8 @@ def cores_of(mode: str) -> dict[str, str]:
 
 # SGLang's settings of a block.
 BLOCKS = ("--speculative-num-draft-tokens", str(STEPS + 1))
+# Tokens that a model which drafts blocks sees of a row, and those that its window layer sees.
+NEWEST, NEAR = 48, 20
 # Gemma-4's draft model, which has no K/V.
 ASSISTANT = "NEXTN assistant windows"
 # Models with a draft layer of their own.
@@ -139,6 +141,8 @@ class Pair:
         # SGLang sets it for EAGLE alone.
         layers = ("--enable-multi-layer-eagle",) if self.in_layers and algorithm == "NEXTN" else ()
         numbers = BLOCKS if self.drafts_blocks else self.numbers
+        if self.name.endswith("newest"):
+            numbers = (*numbers, "--speculative-draft-window-size", str(NEWEST))
         return ("--speculative-algorithm", algorithm, *numbers, *path, *states, *layers, *self.code)
 
     @property
@@ -204,7 +208,7 @@ class Pair:
         if self.name == ASSISTANT:
             return holding_of_assistant(self.path, account, ids, starts, STEPS, sure)
         if self.drafts_blocks:
-            return holding_of_blocks(self.path, account, ids, starts, sure)
+            return holding_of_blocks(self.path, account, ids, starts, sure, NEWEST * self.name.endswith("newest"))
         if self.in_layers:
             path, hidden = self.target.path, account.hidden
             if WITH_LAYER[self.name] == CHAINED:
@@ -263,8 +267,9 @@ class Pairs(dict[str, Pair]):
         if name in OF_BLOCKS:
             target, account = prepared(folder, OF_BLOCKS[name], repeating=True)
             return Pair(name, target, account, build_block_model(folder, target))
-        if name == "DFLASH":
-            return Pair(name, self.repeating, oracle_of(self.repeating), build_block_model(folder, self.repeating))
+        if name.startswith("DFLASH"):
+            drafting = build_block_model(folder, self.repeating, NEAR * name.endswith("near"))
+            return Pair(name, self.repeating, oracle_of(self.repeating), drafting)
         if name == "EAGLE3 windows":
             target, account = prepared(folder, "gpt-oss", repeating=True)
             return Pair(
