@@ -46,16 +46,13 @@ class Span:
         """Index of the oldest token that any query sees. What is older may have been freed in a window's pool."""
         return max(0, self.first - window) if window >= 0 else 0
 
-    def all_visible(self) -> torch.Tensor:
-        """[queries, length] bool, where each query sees all tokens."""
-        return torch.ones(self.queries, self.length, dtype=torch.bool)
-
-    def visible(self, window: int = -1) -> torch.Tensor:
+    def visible(self, window: int = -1, *, looks_ahead: bool = False) -> torch.Tensor:
         """[queries, length - first_key(window)] bool: which tokens each query sees.
 
         Args:
             window: how many tokens before its own a query sees, negative for all. In a tree, the tokens of the branch
                 count. SGLang's kernels count along the row instead, so later branches see fewer tokens.
+            looks_ahead: whether each query sees those after its own, too, where these form no tree.
         """
         start = self.first_key(window)
         place = torch.arange(self.length)
@@ -63,7 +60,7 @@ class Span:
             # A drafted token sees all its ancestors and itself: their number gives its place.
             place[self.first :] = self.first - 1 + self.tree[:, self.first :].sum(1)
         query, key = place[self.first :, None], place[None, start:]
-        seen = key <= query if self.tree is None else self.tree[:, start:]
+        seen = (key <= query) | looks_ahead if self.tree is None else self.tree[:, start:]
         return seen & (key >= query - window) if window >= 0 else seen
 
 

@@ -106,10 +106,10 @@ class ReferenceBackend(AttentionBackend):
         Raises:
             NotImplementedError: the layer asks for something else still.
         """
-        both_ways = layer.attn_type is AttentionType.ENCODER_ONLY
         # A model that drafts a block of tokens at once sees all of it.
-        is_block = forward_batch.forward_mode.is_target_verify() and layer.sliding_window_size < 0
-        _check(layer, may_look_ahead=both_ways and is_block)
+        is_block = forward_batch.forward_mode.is_target_verify()
+        looks_ahead = is_block and layer.attn_type is AttentionType.ENCODER_ONLY
+        _check(layer, looks_ahead=looks_ahead)
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             places = KVWriteLoc.for_batch(forward_batch, swa_loc=self._in_windows(forward_batch.out_cache_loc))
@@ -133,7 +133,7 @@ class ReferenceBackend(AttentionBackend):
                 queries[block],
                 keys[seen],
                 values[seen],
-                span.all_visible() if both_ways else span.visible(layer.sliding_window_size),
+                span.visible(layer.sliding_window_size, looks_ahead=looks_ahead),
                 layer.scaling,
                 cap=layer.logit_cap or 0.0,
                 sinks=sinks,
@@ -167,11 +167,11 @@ class ReferenceBackend(AttentionBackend):
         return slots
 
 
-def _check(layer: RadixAttention, *, may_look_ahead: bool) -> None:
+def _check(layer: RadixAttention, *, looks_ahead: bool) -> None:
     """Raises NotImplementedError for a layer whose attention is another than `attend` computes."""
     asked = {
         "cross attention": layer.is_cross_attention,
-        "attention in both directions": not (layer.attn_type is AttentionType.DECODER or may_look_ahead),
+        "attention in both directions": not (layer.attn_type is AttentionType.DECODER or looks_ahead),
         "attention within chunks": layer.use_irope,
         "a temperature that depends on the position": layer.xai_temperature_len > 0,
         f"caps by {layer.logit_capping_method}": layer.logit_cap and layer.logit_capping_method != "tanh",

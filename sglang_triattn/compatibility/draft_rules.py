@@ -31,7 +31,7 @@ _NO_WINDOW_POOL = "SGLang then keeps no pool of window layers, which rounds woul
 def _drafts_fit_windows(server: Server) -> bool:
     """Whether rounds leave the draft model of a model with windows whole."""
     if server.drafts in ("EAGLE3", BLOCKS):
-        # It has no window, and K/V for the slots of the other pool.
+        # Its K/V lie in a plain pool, in slots of the numbers of the other pool.
         return server.traits.window_pool
     if server.drafts == ASSISTANT:
         # Its layers with a window read the served model's.
