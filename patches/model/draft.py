@@ -60,7 +60,8 @@ def layered_runners(scheduler: Scheduler) -> list[ModelRunner]:
 def check_draft_model(scheduler: Scheduler, window: int) -> None:
     """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool.
 
-    Of a model whose layers keep a state, the draft model must be its own draft layer, which has such a pool alone.
+    Of a model whose layers keep a state, the draft model must be its own draft layer, which has such a pool alone. One
+    that drafts blocks has a plain pool for any model, and may have windows, which count along the row.
     Where each layer of the draft model has a runner, all must see a window of at most `window` tokens, the newest that
     rounds keep, and have their K/V in a pool of window layers. Of one that reads the served model's, windows must be
     no longer than that.
@@ -81,15 +82,14 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
     pool = runner.token_to_kv_pool
     own_layer = isinstance(pool, HybridLinearKVPool)
     has_states = isinstance(scheduler.token_to_kv_pool_allocator.get_kvcache(), HybridLinearKVPool)
-    # A model that drafts blocks has a plain pool for any model.
-    if has_states != own_layer and not scheduler.spec_algorithm.is_dflash():
+    drafts_blocks = scheduler.spec_algorithm.is_dflash()
+    if has_states != own_layer and not drafts_blocks:
         raise UnsupportedModel("another model drafts for one whose layers keep a state, or is such a model")
     try:
         check_slots(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"of its draft model: {error.reason}") from None
-    # Of a model that drafts blocks, windows are counted along the row: they show older tokens, and no others.
-    if not scheduler.spec_algorithm.is_dflash() and any(layer.window for layer in attention_layers(runner.model)):
+    if not drafts_blocks and any(layer.window for layer in attention_layers(runner.model)):
         raise UnsupportedModel("its draft model has layers with a sliding window")
 
 

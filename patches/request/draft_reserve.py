@@ -1,7 +1,8 @@
 """The reserve of a row: slots after its computed entries, for the tokens that the next steps draft.
 
 SGLang parts: `eagle_prepare_for_decode` (sglang/srt/speculative/eagle_utils.py), which serves every way of drafting
-that is covered, and `get_alloc_reserve_per_decode` (sglang/srt/mem_cache/allocation_sizing.py).
+that is covered but one, `DFlashDraftInputV2.prepare_for_decode` (sglang/srt/speculative/dflash_info_v2.py), which does
+the same for drafted blocks, and `get_alloc_reserve_per_decode` (sglang/srt/mem_cache/allocation_sizing.py).
 
 Before a step, SGLang sees to it that the row has slots for the tokens that the step drafts, and for as many again, in
 whole pages. The step writes K/V of all of them; those that the model agrees with become computed entries.

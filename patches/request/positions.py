@@ -92,13 +92,13 @@ def _use_logical_positions(forward: ForwardBatch, cls: type, batch: ScheduleBatc
 
     Prefill: `positions` is [tokens], the requests' chunks one after another, of `extend_seq_lens` tokens each.
     """
-    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-
     mode = forward.forward_mode
     drafts = mode.is_decode() and batch.spec_info is not None
     if mode.is_decode() and not drafts:
         forward.positions = forward.positions + (batch.orig_seq_lens - batch.seq_lens)
     elif drafts or mode.is_target_verify() or mode.is_draft_extend_v2():
+        from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
         # Blocks have logical positions from `block_drafts` on.
         evicted = None if isinstance(batch.spec_info, DFlashVerifyInput) else evicted_in(batch)
         if evicted is not None:

@@ -173,10 +173,14 @@ class Pair:
     @property
     def env(self) -> dict[str, str]:
         family = ASSISTED if self.name == ASSISTANT else {**WITH_LAYER, **OF_BLOCKS}.get(self.name)
-        heads = ("dflash",) if self.drafts_blocks else ("llama_eagle", "llama_eagle3")
-        others = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
-        modules = (*modules_of(family), *(heads if self.drafts_blocks else ())) if family else (*others, *heads)
-        return {**only_models(*modules), **(STATE_ENV if self.name in KEEP_STATES else {})}
+        if family:
+            own, heads = modules_of(family), ()
+        else:
+            own = self.target.modules if isinstance(self.target, VisionModel) else ("llama", "gpt_oss")
+            heads = "llama_eagle", "llama_eagle3"
+        if self.drafts_blocks:
+            heads = ("dflash",)
+        return {**only_models(*own, *heads), **(STATE_ENV if self.name in KEEP_STATES else {})}
 
     @property
     def drafts_blocks(self) -> bool:
