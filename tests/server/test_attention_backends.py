@@ -61,5 +61,5 @@ def test_storm(serve, wide_heads, backend):
     """Prevents slots that are lost, or freed while a kernel still reads them, with an attention backend."""
     flags = ("--dtype", "bfloat16", "--attention-backend", backend, "--max-total-tokens", "1500", *FLAGS)
     client = serve(*flags, model=wide_heads, env=RETRACTING)
-    _, finished = storm(client, seed=3, requests=100, budgets=(8, BUDGET), longest=500)
-    assert_withstood(client, finished, answers=50, retracted=5, rounds=50)
+    _, finished = storm(client, seed=3, requests=60, budgets=(8, BUDGET), longest=500)
+    assert_withstood(client, finished, 60)

@@ -156,7 +156,7 @@ def test_conversations_of_other_tenants_are_not_resumed(serve):
     client.flush()
 
 
-@pytest.mark.parametrize(("page_size", "requests"), [wide(1, 200), wide(16, 200), (16, 40)])
+@pytest.mark.parametrize(("page_size", "requests"), [wide(1, 100), wide(16, 100), (16, 40)])
 def test_storm_under_pressure(serve, page_size, requests):
     """Prevents leaks, hangs and truncated answers in a random mix of everything that competes for a small pool."""
     client = serve("--page-size", str(page_size), "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)

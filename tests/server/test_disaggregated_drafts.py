@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disaggregated_servers import RETRACT, TREE, storm
+from disaggregated_servers import RETRACT_NOW_AND_THEN, TREE, storm
 from draft_pairs import (
     KEEP_STATES,
     MODES,
@@ -111,8 +111,8 @@ def test_storm(serve_pairs, pairs, tmp_path, name, page_size, tree):
     if name.endswith("adaptive"):
         schedule = adapting(tmp_path)
     flags = (*pair.args, *pair.settings, *schedule, *tree, "--page-size", str(page_size), "--max-total-tokens", "2048")
-    client = serve_pairs(*flags, model=pair.target, env={**pair.env, **RETRACT})
-    storm(client, pair.account.budget + INTERVAL + 2 * (STEPS + 1) + page_size, requests=15)
+    client = serve_pairs(*flags, model=pair.target, env={**pair.env, **RETRACT_NOW_AND_THEN})
+    storm(client, pair.account.budget + INTERVAL + 2 * (STEPS + 1) + page_size)
     serve_pairs.stop(client)
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from disaggregated_servers import RETRACT, TREE, Pairs, Retractions, Separated, hold_to_account, storm
+from disaggregated_servers import (
+    RETRACT,
+    RETRACT_NOW_AND_THEN,
+    TREE,
+    Pairs,
+    Retractions,
+    Separated,
+    hold_to_account,
+    storm,
+)
 from family_servers import LATENTS, prepared, selecting, started
 from harness import INTERVAL, KEYS_ALONE, TWO_GROUPS, assert_pool_is_whole, compression, cores_for, prompt
 from sets import wide
@@ -88,6 +97,6 @@ def test_storm(serve_pairs, tmp_path, family, page_size, flags):
     """Prevents leaks of what a model of this kind holds, where requests are aborted and retracted in any stage."""
     tiny, account = prepared(tmp_path, family)
     flags = ("--max-total-tokens", "1024", *flags)
-    client = servers_of(serve_pairs, tiny, family, page_size, "per-layer-head", *flags, env={})
-    storm(client, account.budget + INTERVAL + page_size, requests=15, tokens=180)
+    client = servers_of(serve_pairs, tiny, family, page_size, "per-layer-head", *flags, env=RETRACT_NOW_AND_THEN)
+    storm(client, account.budget + INTERVAL + page_size, tokens=180)
     serve_pairs.stop(client)

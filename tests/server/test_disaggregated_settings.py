@@ -52,7 +52,7 @@ def test_prefixes_in_its_tree(serve_pairs, tiny, account, tmp_path, page_size, f
 
     prompts = [stem + prompt(20 + number, 30 + number) for number in range(4)]
     hold_to_account(client, account, retractions, prompts)
-    storm(client, BUDGET + INTERVAL + page_size, requests=15)
+    storm(client, BUDGET + INTERVAL + page_size)
     serve_pairs.stop(client)
 
 

@@ -139,4 +139,4 @@ def test_storm(retracting):
 
     Every slot of the decode server is counted around each round.
     """
-    storm(retracting, BUDGET + INTERVAL + 16, requests=15)
+    storm(retracting, BUDGET + INTERVAL + 16)

@@ -80,7 +80,7 @@ def test_answers_and_rounds_of_one_group(serve, tmp_path):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("family", "flags", "requests"), [(FAMILY, (), 60), ("qwen3-next", WITH_BUFFER, 60), (FAMILY, STAGES, 30)]
+    ("family", "flags", "requests"), [(FAMILY, (), 40), ("qwen3-next", WITH_BUFFER, 30), (FAMILY, STAGES, 30)]
 )
 def test_storm(serve, tmp_path, family, flags, requests):
     """Prevents leaks in either group's pools, and a group that waits for the other for ever."""

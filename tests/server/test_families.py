@@ -18,12 +18,12 @@ from family_servers import (
     started,
     under_flags,
 )
-from harness import KEYS_ALONE, REFERENCE, assert_pool_is_whole
+from harness import KEYS_ALONE, REFERENCE
 from measured_statistics import MEASURED, assert_measured_right, measuring
 from oracle import means_of
 from plain_answers import assert_plain_answers
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 # Tokens of a prompt that are prefilled at once: whole pages, and a window of the measured text.
 CHUNK = 320
@@ -168,9 +168,6 @@ def test_storm_on_a_model_with_windows(serve, tmp_path):
     """Prevents leaks and hangs where rounds must evict whole pages, and a conversation's next turn out of order."""
     tiny, account = prepared(tmp_path, "gemma3")
     client = started(serve, tiny, "gemma3", "--page-size", "16", "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
-    _, finished = storm(client, 1, 80, (WINDOW, account.budget), 1500, conversations=6)
-    assert len(finished) > 40
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 30
-    assert_pool_is_whole(client)
+    _, finished = storm(client, 1, 40, (WINDOW, account.budget), 1500, conversations=6)
+    assert_withstood(client, finished, 40)
     serve.stop(client)

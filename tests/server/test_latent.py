@@ -8,7 +8,7 @@ import pytest
 from family_servers import compare_with_account, prepared, started
 from harness import STAGES, TWO_GROUPS, assert_pool_is_whole, compression, prompt, two_cores
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 TWO_RANKS = ("--tp-size", "2")
 # The last entry says how many ranks choose for themselves.
@@ -54,17 +54,15 @@ def test_storm(serve, probed, tmp_path):
     """Prevents latents of a frozen prefix from being written, and leaks."""
     tiny, account = prepared(tmp_path, FAMILY)
     client, steps = started(probed, tiny, FAMILY, *SMALL_POOL, env=RETRACTING, contents=True)
-    _, finished = storm(client, 1, 60, (account.recent + 1, account.budget), 1500, conversations=4)
-    assert len(finished) > 30
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 20
+    _, finished = storm(client, 1, 40, (account.recent + 1, account.budget), 1500, conversations=4)
+    assert_withstood(client, finished, 40)
     frozen = {}
     for step in steps():
         for request in step["requests"]:
             if request["protected"]:
                 key = request["rid"], request["retractions"], request["protected"]
                 frozen.setdefault(key, set()).add(request["checksum"])
-    assert len(frozen) > 30
+    assert len(frozen) > 20
     assert all(len(checksums) == 1 for checksums in frozen.values())
     assert_pool_is_whole(client)
     serve.stop(client)

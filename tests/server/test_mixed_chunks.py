@@ -11,7 +11,7 @@ from family_servers import WITH_BUFFER, WITHOUT_BUFFER, prepared, started
 from harness import BUDGET, INTERVAL, KEYS_ALONE, Client, assert_pool_is_whole, compression, prompt, two_cores
 from oracle import TOLERANCE, Oracle, oracle_of
 from sets import wide
-from storm import FLAGS, RETRACTING, retractions, storm
+from storm import FLAGS, RETRACTING, assert_withstood, storm
 
 MIXED = "--enable-mixed-chunk"
 CHUNKS = ("--chunked-prefill-size", "64")
@@ -119,8 +119,5 @@ def test_answers_below_the_trigger(serve):
 def test_storm_of_mixed_steps(serve):
     """Prevents leaks, hangs and lengths that disagree where requests are aborted or retracted out of mixed steps."""
     client = serve(MIXED, "--page-size", "16", "--max-total-tokens", "1024", *FLAGS, env=RETRACTING)
-    _, finished = storm(client, 7, 60, (24, BUDGET), 1500, conversations=6)
-    assert len(finished) > 30
-    assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 20
-    assert_pool_is_whole(client)
+    _, finished = storm(client, 7, 40, (24, BUDGET), 1500, conversations=6)
+    assert_withstood(client, finished, 40)

@@ -28,16 +28,11 @@ LATENT = "deepseek-v3-mtp"
 # Models with layers that keep a state. Their trees and chains take different ways through SGLang.
 STATES = [
     wide("qwen3-next", 1, "overlap off"),
-    wide("qwen3-next", 1, "overlap"),
     wide("qwen3-next", 16, "overlap"),
-    wide("qwen3.5", 1, "overlap"),
     wide("qwen3.5", 16, "overlap"),
     wide("qwen3.5-whole", 16, "overlap"),
     wide("falcon-h1", 1, "overlap off"),
-    wide("falcon-h1", 16, "overlap"),
     wide("granite-4-h", 1, "overlap"),
-    wide("granite-4-h", 16, "overlap"),
-    wide("nemotron-h", 1, "overlap"),
     wide("nemotron-h", 16, "overlap"),
 ]
 
@@ -171,6 +166,6 @@ def test_storm(serve, repeating, page_size):
     # Drafts that hold leave few steps to retract in.
     env = {**RETRACTING, "SGLANG_TEST_RETRACT_INTERVAL": "12"}
     client = serve(*NGRAM, *PAGES[page_size], *pool, model=repeating, env=env)
-    _, finished = storm(client, 7, 40, (24, BUDGET), 1500, conversations=6)
-    assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 66
-    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    _, finished = storm(client, 7, 30, (24, BUDGET), 1500, conversations=6)
+    assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 50
+    assert_withstood(client, finished, 30)

@@ -65,9 +65,9 @@ def serve_vision(serve, vision_model):
     [
         *(wide("qwen2.5-vl", 1), wide("qwen2.5-vl", 16), wide("qwen2-vl", 1), ("qwen3-vl", 16)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
-        *(wide("internvl", 1), wide("internvl", 16), wide("kimi-k2.5", 1), wide("kimi-k2.5", 16)),
-        *(wide("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), wide("gemma-3", 1), wide("gemma-3", 16)),
-        *(wide("gemma-4", 1), wide("gemma-4", 16), wide("qwen3-vl-moe", 1)),
+        *(wide("internvl", 1), wide("kimi-k2.5", 16)),
+        *(wide("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), wide("gemma-3", 16)),
+        *(wide("gemma-4", 1), wide("qwen3-vl-moe", 1)),
     ],
 )
 def test_logits_of_image_and_text_prompts_compacted_together(serve_vision, family, page_size):
@@ -270,10 +270,10 @@ def test_answers_and_storm(serve_vision, family):
         for field in ("output_token_logprobs", "output_top_logprobs", "cached_tokens"):
             assert ours["meta_info"][field] == theirs["meta_info"][field]
 
-    _, finished = storm(client, 1, 40, (model.recent + 1, model.budget), 1500, fields=with_images(model))
-    assert len(finished) > 20
+    _, finished = storm(client, 1, 30, (model.recent + 1, model.budget), 1500, fields=with_images(model))
+    assert len(finished) > 15
     assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 13
+    assert client.totals()["rounds"] > 10
     # A prompt with an image that hits the radix tree, states included, answers as one that is prefilled.
     longer = [model.with_image(stem, words(prompt(37 + number % 3, 20 + number))) for number in range(6)]
     images = [model.picture(5 + number % 2) for number in range(6)]

@@ -18,13 +18,7 @@ FEW = (10, 11, 12)
 @pytest.mark.parametrize(
     ("family", "page_size"),
     [
-        *(
-            wide("qwen3-vl", 16),
-            wide("qwen3-vl", 1),
-            wide("qwen2.5-vl", 1),
-            wide("qwen2.5-vl", 16),
-            wide("qwen2-vl", 1),
-        ),
+        *(wide("qwen3-vl", 16), wide("qwen2.5-vl", 1), wide("qwen2-vl", 1)),
         *(wide("qwen3.5", 1), wide("qwen3.5", 16), wide("qwen3.5-moe", 1), wide("qwen3-vl-moe", 1)),
         *(wide("glm-4.1v", 16), wide("glm-4.5v", 1), wide("mistral-small-3", 16)),
         *(wide("internvl", 1), wide("kimi-k2.5", 16), wide("gemma-3", 1), wide("gemma-4", 16)),
@@ -74,6 +68,6 @@ def test_storm(serve, vision_model, family):
     are aborted, retracted and compacted while they are prefilled."""
     model = vision_model(family)
     client = start_vision(serve, model, *NGRAM, *PAGES[16], "--max-total-tokens", "1536", *FLAGS, env=RETRACTING)
-    _, finished = storm(client, 1, 40, (24, BUDGET), 1500, fields=with_images(model), favoured=FEW)
-    assert_withstood(client, finished, answers=20, retracted=3, rounds=13)
+    _, finished = storm(client, 1, 30, (24, BUDGET), 1500, fields=with_images(model), favoured=FEW)
+    assert_withstood(client, finished, 30)
     serve.stop(client)

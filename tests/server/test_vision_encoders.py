@@ -154,8 +154,8 @@ def test_storm(serve_encoded):
     """Prevents leaks of slots where a request is aborted, or retracted, that waits or has waited for its images."""
     flags = ("--page-size", "16", "--max-total-tokens", "1536", *FLAGS)
     model, client, _ = serve_encoded("qwen2.5-vl", TO_SCHEDULER, *flags, env=RETRACTING)
-    _, finished = storm(client, 1, 40, (model.recent + 1, model.budget), 1500, fields=with_images(model))
-    assert len(finished) > 20
+    _, finished = storm(client, 1, 30, (model.recent + 1, model.budget), 1500, fields=with_images(model))
+    assert len(finished) > 15
     assert retractions(finished) > 3
-    assert client.totals()["rounds"] > 13
+    assert client.totals()["rounds"] > 10
     empty(client)

@@ -31,9 +31,9 @@ def test_answer_longer_than_either_pool(serve, tmp_path):
     ("family", "page_size", "ratio", "interval", "requests"),
     [
         ("gpt-oss", 16, 0.8, 16, 20),
-        wide("gpt-oss", 1, 0.2, 128, 80),
-        wide("mimo-v2", 1, 0.8, 16, 40),
-        wide("gemma-4-shared", 16, 0.8, 16, 40),
+        wide("gpt-oss", 1, 0.2, 128, 40),
+        wide("mimo-v2", 1, 0.8, 16, 30),
+        wide("gemma-4-shared", 16, 0.8, 16, 30),
     ],
 )
 def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):

@@ -39,6 +39,8 @@ TREE = ("--disaggregation-decode-enable-radix-cache",)
 # In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
 # five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
+# In a storm, where an answer that is retracted so often would hardly grow among many others.
+RETRACT_NOW_AND_THEN = {**RETRACT, "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 # Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
 RETRACTED = 310
 
@@ -198,7 +200,7 @@ def hold_to_account(
     assert_pool_is_whole(client)
 
 
-def storm(client: Separated, most_private: int, requests: int = 24, tokens: int = 300) -> None:
+def storm(client: Separated, most_private: int, requests: int = 15, tokens: int = 300) -> None:
     """Asks for more than the decode server's pool holds, at once, and aborts some of it.
 
     Args:

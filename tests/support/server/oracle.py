@@ -135,20 +135,26 @@ class Oracle:
         visible = torch.zeros(len(self._layers()), self.num_kv_heads, len(ids), dtype=torch.bool)
         rounds, outputs = 0, []
         chunks = iter(chunk) if isinstance(chunk, Sequence) else itertools.repeat(chunk or prompt_length)
-        done, size = 0, cached or min(next(chunks), prompt_length)
+        done, end = 0, cached or min(next(chunks), prompt_length)
+        following = {first: last for first, last in pauses if first < last}
         while True:
-            visible[..., done : done + size] = True
-            logits = self._forward(ids[done : done + size], done, visible, cache)
-            known = done if late and done >= prompt_length else done + size
-            done += size
+            begun = done
+            while True:
+                visible[..., begun:end] = True
+                known = begun if late and begun >= prompt_length else end
+                private = int((visible[self.scored[0], 0, frozen:known] & ~stays[frozen:known]).sum())
+                keep = self._most_kept(frozen, int((~stays[frozen:known]).sum()))
+                # The first token after the prompt is computed before the server looks at the request again.
+                trigger = keep + self.interval - (0 if rounds else early)
+                due = private >= trigger and end != prompt_length and end != cached
+                if due or begun < prompt_length or end not in following:
+                    break
+                # Ranges without a round between them are computed at once.
+                begun, end = end, following[end]
+            logits = self._forward(ids[done:end], done, visible, cache)
+            done = end
             if done >= prompt_length:
                 outputs.append(logits[-1:] if done == prompt_length else logits)
-            private = int((visible[self.scored[0], 0, frozen:known] & ~stays[frozen:known]).sum())
-            so_far = int((~stays[frozen:known]).sum())
-            keep = self._most_kept(frozen, so_far)
-            # The first token after the prompt is computed before the server looks at the request again.
-            trigger = keep + self.interval - (0 if rounds else early)
-            due = private >= trigger and done != prompt_length and done != cached
             if done == len(ids):
                 return torch.cat(outputs).log_softmax(-1), rounds + (due and self.overlap)
             if due:
@@ -162,15 +168,15 @@ class Oracle:
                     again = self._forward(ids[done - 1 : done], done - 1, visible, cache)
                     outputs[-1] = torch.cat([outputs[-1][:-1], again])
             if done < prompt_length:
-                size = min(next(chunks), prompt_length - done)
+                end = min(done + next(chunks), prompt_length)
             else:
                 # Until the next round every query sees what is visible now and the tokens since.
-                size = min(max(trigger - private, 1), len(ids) - done)
-            for first, end in pauses:
-                if first <= done < end:
-                    size = end - done
+                end = min(done + max(trigger - private, 1), len(ids))
+            for first, last in pauses:
+                if first <= done < last:
+                    end = last
                 elif done < first:
-                    size = min(size, first - done)
+                    end = min(end, first)
 
     def _most_kept(self, frozen: int, so_far: int) -> int:
         """Private tokens that a round keeps of the `so_far` that there have been."""
