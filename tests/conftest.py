@@ -2,6 +2,7 @@
 implementations."""
 
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,16 +30,16 @@ def file_of(item) -> str:
 def pytest_collection_modifyitems(config, items):
     """Takes the quarter that was asked for, once markers have chosen, and runs the longest files first.
 
-    So no test process is left with a long file when the other has finished. A file without a known cost counts as one
-    of the longest.
+    So no test process is left with a long file when the other has finished. A file takes as long as its chosen tests,
+    each of which takes the file's known average; without one, it counts as one of the longest.
     """
     quarter = config.getoption("quarter")
     if quarter is not None:
         chosen = quarter_of(items, quarter)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
-    seconds = costs.known_seconds()
-    items.sort(key=lambda item: -seconds.get(file_of(item), float("inf")))
+    counts, seconds = Counter(map(file_of, items)), costs.known_seconds()
+    items.sort(key=lambda item: -counts[file_of(item)] * seconds.get(file_of(item), float("inf")))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -238,13 +238,14 @@ def test_retracted_image_requests(serve_vision, family, page_size):
         return
     # The first round after the last retraction evicts all that was prefilled again down to the budget.
     again = [report["evicted_tokens"] - 32 * (report["rounds"] - 1) + 64 - 1 for report in map(compression, responses)]
-    place = max(range(4), key=again.__getitem__)
+    # Whether a round comes that is due when an answer ends depends on what else runs then.
+    place = max((one for one in range(4) if (300 - again[one]) % 32 != 2), key=again.__getitem__)
     done, response = again[place], responses[place]
     assert done > 96
     ids, oracle = Accounts.of(model).of_prompt(texts[place], images[place])
     expected, rounds = oracle.logprobs(ids + response["output_ids"][:-1], len(ids) + done, len(ids))
     values, tokens = served_logprobs(response)
-    assert compression(response)["rounds"] == rounds
+    assert compression(response)["rounds"] == rounds, (done, compression(response))
     assert (expected.gather(1, tokens[done:]) - values[done:]).abs().max() < TOLERANCE
 
 

@@ -79,10 +79,10 @@ def merge(total: dict[str, Cost], more: dict[str, dict]) -> None:
 
 
 def known_seconds() -> dict[str, float]:
-    """Wall seconds of each file of tests when the table was written."""
+    """Wall seconds of a test of each file, on average, when the table was written."""
     if not KNOWN.exists():
         return {}
-    return {file: cost["wall_s"] for file, cost in json.loads(KNOWN.read_text())["files"].items()}
+    return {file: cost["wall_s"] / cost["tests"] for file, cost in json.loads(KNOWN.read_text())["files"].items()}
 
 
 def summary(costs: dict[str, Cost], seconds: float, kernels: str) -> str:

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -42,9 +43,10 @@ PACKAGES = (
     "xgrammar", "timm", "quack", "torchcodec", "IPython", "uvicorn", "uvloop", "watchfiles", "lxml.etree",
 )  # fmt: skip
 OURS = ("sglang", "sglang_triattn")
-# Schedulers of two ranks and a detokenizer, or of four ranks; further ones start as new interpreters.
-PREFORKED = 4
-DATA_PARALLEL = "--dp-size"
+# A server spawns a scheduler for each rank, a detokenizer, and a controller of data-parallel ranks. Workers for HTTP
+# take what is left of these, and further ones start as new interpreters.
+RANKS, MORE_THAN_RANKS, LEAST_PREFORKED = ("--tp-size", "--pp-size"), 2, 4
+DATA_PARALLEL, ATTENTION_DATA_PARALLEL = "--dp-size", "--enable-dp-attention"
 # What the processes that a server spawns import before they load plugins.
 FROM_IMAGES = ("sglang.launch_server", "sglang_router.launch_router")
 OF_SERVERS = (
@@ -352,8 +354,9 @@ def spawn_from(preforked: list[tuple[int, socket.socket]]) -> None:
 
 def prefork_all() -> str | None:
     """Preforks what this process will spawn. Returns None, and in each new process, when it is needed, what to run."""
+    ranks = math.prod(int(sys.argv[sys.argv.index(flag) + 1]) for flag in RANKS if flag in sys.argv)
     preforked: list[tuple[int, socket.socket]] = []
-    for _ in range(PREFORKED):
+    for _ in range(max(LEAST_PREFORKED, ranks + MORE_THAN_RANKS)):
         code = prefork(preforked)
         if code is not None:
             return code
@@ -372,8 +375,8 @@ def poll_sooner() -> None:
 
 def main() -> None:
     run_forkserver(socket.socket(fileno=int(sys.argv[1])))
-    # The controller of data-parallel ranks, which the server spawns, spawns those.
-    has_controller = DATA_PARALLEL in sys.argv
+    # The controller of data-parallel ranks, which the server spawns, spawns those that do not share their attention.
+    has_controller = DATA_PARALLEL in sys.argv and ATTENTION_DATA_PARALLEL not in sys.argv
     code = prefork_all()
     if code is None:
         poll_sooner()

@@ -28,6 +28,13 @@ LOOKUP_JOB = CalibrationJob(
     lookup_texts=(tuple(harness.prompt(2, 140)), tuple(harness.prompt(3, 140))),
     lookup_request=(5, 6, 7),
 )
+# Windows and traces.
+RANKS_JOB = CalibrationJob(
+    windows=(tuple(harness.prompt(4, 300)), tuple(harness.prompt(5, 300))),
+    prompts=(tuple(harness.prompt(6, 20)), tuple(harness.prompt(7, 30))),
+    trace_tokens=24,
+    temperature=0.0,
+)
 MEANS = ("mean", "abs_mean", "unrotated_mean")
 CLOSE = 1e-3
 """Largest difference of two means, as a share of the second one's norm."""
@@ -139,11 +146,10 @@ def assert_ranks_measure_as_one(
     """
     found = []
     for more in (flags, ()):
-        cache = folder / str(len(more))
         # Enough for ranks in groups and stages.
-        env = {**harness.two_cores(ranks=4), "XDG_CACHE_HOME": str(cache)}
+        env = {**harness.two_cores(ranks=4), **measuring(folder / str(len(more)), job=RANKS_JOB)}
         client = start(*more, "--triattention-stats", "auto", env=env)
-        (file,) = (cache / "sglang-triattn" / "statistics").glob("*.safetensors")
+        (file,) = Path(env["XDG_CACHE_HOME"], "sglang-triattn", "statistics").glob("*.safetensors")
         assert client.totals()["stats"] == str(file)
         answer = client.generate(harness.prompt(5, 9), budget + harness.INTERVAL + 2)
         assert harness.compression(answer)["rounds"] == 1
