@@ -62,12 +62,14 @@ class ReferenceBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._spans: list[Span] = []
+        # Of layers of one kind: for each span, the slots that it reads and which of them each query sees.
+        self._read: dict[tuple[int, bool, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         # Slots of the step's new tokens, and what these are in the pool of the window layers.
         self._new_slots: torch.Tensor | None = None
         self._window_slots: torch.Tensor | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._spans = spans_of(forward_batch)
+        self._spans, self._read = spans_of(forward_batch), {}
         self._new_slots = None
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -126,14 +128,14 @@ class ReferenceBackend(AttentionBackend):
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         answers = queries.new_zeros(queries.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         done = 0
-        for span in self._spans:
+        for span, (slots, seen) in zip(self._spans, self._reads(layer, looks_ahead=looks_ahead), strict=True):
             block = slice(done, done + span.queries)
-            seen = block if expanded else self._slots(span, layer)
+            read = block if expanded else slots
             answers[block] = attend(
                 queries[block],
-                keys[seen],
-                values[seen],
-                span.visible(layer.sliding_window_size, looks_ahead=looks_ahead),
+                keys[read],
+                values[read],
+                seen,
                 layer.scaling,
                 cap=layer.logit_cap or 0.0,
                 sinks=sinks,
@@ -154,17 +156,25 @@ class ReferenceBackend(AttentionBackend):
             self._new_slots, self._window_slots = slots, pool.translate_loc_from_full_to_swa(slots)
         return self._window_slots
 
-    def _slots(self, span: Span, layer: RadixAttention) -> torch.Tensor:
-        """[length - first_key] int64: slots of the tokens that the span's queries may see, in the layer's pool."""
-        first = span.first_key(layer.sliding_window_size)
+    def _reads(self, layer: RadixAttention, *, looks_ahead: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each span, what its queries read: slots in the layer's pool, [length - first_key] int64, and which of
+        them each query sees, see `Span.visible`. Layers of one kind read the same."""
+        pool, window = self.token_to_kv_pool, layer.sliding_window_size
+        windows = pool if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1] else None
+        kind = window, windows is not None, looks_ahead
+        if kind not in self._read:
+            slots = [self._slots(span, window) for span in self._spans]
+            if windows is not None:
+                slots = [windows.translate_loc_from_full_to_swa(each) for each in slots]
+            seen = [span.visible(window, looks_ahead=looks_ahead) for span in self._spans]
+            self._read[kind] = list(zip(slots, seen, strict=True))
+        return self._read[kind]
+
+    def _slots(self, span: Span, window: int) -> torch.Tensor:
+        """[length - first_key] int64: slots of the tokens that the span's queries may see."""
         branched = 0 if span.branch is None else len(span.branch)
-        slots = self.req_to_token_pool.req_to_token[span.row, first : span.length - branched].long()
-        if span.branch is not None:
-            slots = torch.cat([slots, span.branch])
-        pool = self.token_to_kv_pool
-        if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]:
-            return pool.translate_loc_from_full_to_swa(slots)
-        return slots
+        slots = self.req_to_token_pool.req_to_token[span.row, span.first_key(window) : span.length - branched].long()
+        return slots if span.branch is None else torch.cat([slots, span.branch])
 
 
 def _check(layer: RadixAttention, *, looks_ahead: bool) -> None:

@@ -39,7 +39,7 @@ TREE = ("--disaggregation-decode-enable-radix-cache",)
 # In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
 # five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-# In a storm, where an answer that is retracted so often would hardly grow among many others.
+# In a storm, whose many requests are retracted often enough so.
 RETRACT_NOW_AND_THEN = {**RETRACT, "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 # Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
 RETRACTED = 310
@@ -277,7 +277,10 @@ class DisaggregatedServers:
         number = self._routed
         self._routed += 1
         decode = self._start(f"decode-{number}", [*args, *self._mode("decode")], env)
-        routing = ["--pd-disaggregation", "--prefill", prefill.url, self._bootstrap, "--decode", decode.url]
+        # A router sends a failed request again, also one that was aborted. An abort may then meet one server's copy of
+        # it alone, for which the other waits for SGLang's 300 s.
+        routing = ["--pd-disaggregation", "--disable-retries"]
+        routing += ["--prefill", prefill.url, self._bootstrap, "--decode", decode.url]
         log = self._folder / f"router-{number}.log"
         router = running_router(self._forkserver, [prefill.url, decode.url], log, *routing)
         return Separated(self._stack.enter_context(router), prefill, decode)

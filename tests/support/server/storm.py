@@ -19,10 +19,10 @@ FLAGS = (
     *("--chunked-prefill-size", "96", "--schedule-conservativeness", "0.1"),
     *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "2"),
 )
-# SGLang's own switch that retracts requests now and then.
+# SGLang's own switch that retracts requests now and then. Drafts that hold leave few steps to do so.
 RETRACTING = {
     "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "30",
+    "SGLANG_TEST_RETRACT_INTERVAL": "12",
     "SGLANG_TEST_RETRACT_NO_PREFILL_BS": "5",
 }
 
