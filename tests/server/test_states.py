@@ -23,7 +23,7 @@ from measured_statistics import assert_measured_right, measuring
 from ngram_account import NGRAM, PAGES
 from oracle import TOLERANCE
 from sets import wide
-from storm import FLAGS, RETRACTING, WITHOUT_END, assert_withstood, storm
+from storm import FLAGS, RETRACTING, WITHOUT_END, assert_withstood, retractions, storm
 
 # The tree keeps states of prompts in a pool of its own, as int8.
 INT8 = ("--enable-int8-mamba-checkpoint",)
@@ -122,7 +122,7 @@ def test_answers_and_storm(serve, tmp_path, family, flags, requests):
     _, finished = storm(client, 1, requests, budgets, 1500, conversations=names)
     assert_withstood(client, finished, requests)
     if drafts:
-        assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 100
+        assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in finished) > 50
         assert_conversations_are_refused(client)
     serve.stop(client)
 
