@@ -94,15 +94,20 @@ class CompressedRow:
         write_tree_rule(self.request)
 
 
-def compactable_row(request: Req, page_size: int) -> CompressedRow | None:
-    """The row of a request that may be compressed, continues, and holds its row alone; None for any other."""
+def compactable_row(request: Req, page_size: int, *, in_prefill: bool = False) -> CompressedRow | None:
+    """The row of a request that may be compressed, continues, and holds its row alone; None for any other.
+
+    Args:
+        in_prefill: whether it is between two chunks of its prefill. A request that was aborted in the step in which
+            SGLang retracted it prefills all that it had, before SGLang ends it.
+    """
     compression = compression_of(request)
     settings = compression.settings
     if (
         settings is None
         or not request.kv.holds_kv
         or request.finished()
-        or request.to_finish is not None
+        or (request.to_finish is not None and not in_prefill)
         or request.is_retracted
         or (request.kv.kv_committed_len != request.kv.kv_allocated_len and not compression.reserve)
     ):

@@ -295,7 +295,7 @@ class Compressor:
 
         It first gives the tree what it may take of the row, as SGLang would later in the same step.
         """
-        row = None if request is None else compactable_row(request, self._page_size)
+        row = None if request is None else compactable_row(request, self._page_size, in_prefill=True)
         if row is None or end_of_chunk(row.request) <= row.request.prefix_len:
             return None
         if plan_round(row.settings, **row.lengths()) is None:

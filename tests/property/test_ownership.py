@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
+from checks import check_rounds, decode_together
 from histories import Conversing, run_histories
 from memory import POOL
 from sets import matrix, shown, wide
+from simulation import Simulation
 
 # Of the histories of most modes, `make test` runs half.
 MORE = pytest.mark.parametrize("times", [1, wide(2)])
@@ -158,3 +161,25 @@ def test_random_histories_of_conversations(page_size, settings, times):
     """Prevents a round from evicting what a resumed turn brought, from any head, and rows out of order in the tree."""
     counts = run(2 * times, least_rounds=2, page_size=page_size, histories=Conversing, pool=320, **settings)
     assert counts["rounds of rows with inputs"] > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_request_aborted_as_it_is_retracted(page_size):
+    """Prevents a pool that runs out, which ends the server, where such a request prefills what it had without rounds:
+    a compacted prompt and its answer may be longer than the pool."""
+    sim = Simulation(page_size, prompt="compact")
+    request = sim.request([5] * 90)
+    assert sim.admit(request, 8, lambda chunked: check_rounds(sim, chunked))
+    decode_together(sim, [request], 20)
+    rounds = sim.prefill_rounds
+    request.req.to_finish = FINISH_ABORT()
+    sim.retract(request)
+    longest = []
+
+    def between_chunks(chunked):
+        check_rounds(sim, chunked)
+        longest.append(chunked.req.kv.kv_committed_len)
+
+    assert sim.admit(request, 8, between_chunks)
+    assert sim.prefill_rounds > rounds > 0
+    assert max(longest) < 60

@@ -91,7 +91,7 @@ def test_storm(serve, tmp_path, family, flags, requests):
     names = 0 if flags is STAGES else 4
     _, finished = storm(client, 1, requests, (48, account.budget), 900, conversations=names)
     assert len(finished) > requests // 2
-    assert retractions(finished) > 1
+    assert retractions(finished) > 0
     assert min(client.rounds_by_rank()) > 10
     assert_pool_is_whole(client)
     serve.stop(client)

@@ -273,7 +273,7 @@ def test_answers_and_storm(serve_vision, family):
 
     _, finished = storm(client, 1, 30, (model.recent + 1, model.budget), 1500, fields=with_images(model))
     assert len(finished) > 15
-    assert retractions(finished) > 1
+    assert retractions(finished) > 0
     assert client.totals()["rounds"] > 10
     # A prompt with an image that hits the radix tree, states included, answers as one that is prefilled.
     longer = [model.with_image(stem, words(prompt(37 + number % 3, 20 + number))) for number in range(6)]

@@ -156,6 +156,6 @@ def test_storm(serve_encoded):
     model, client, _ = serve_encoded("qwen2.5-vl", TO_SCHEDULER, *flags, env=RETRACTING)
     _, finished = storm(client, 1, 30, (model.recent + 1, model.budget), 1500, fields=with_images(model))
     assert len(finished) > 15
-    assert retractions(finished) > 1
+    assert retractions(finished) > 0
     assert client.totals()["rounds"] > 10
     empty(client)

@@ -45,7 +45,7 @@ def test_storm(serve, tmp_path, family, page_size, ratio, interval, requests):
     # SGLang lets the window layers of MiMo-V2 see one token more.
     _, finished = storm(client, 1, requests, (WINDOW + 1, account.budget), 1500, conversations=6)
     assert len(finished) > requests // 2
-    assert retractions(finished) > 1
+    assert retractions(finished) > 0
     assert client.totals()["rounds"] > requests // 3
     assert_pool_is_whole(client)
     serve.stop(client)
