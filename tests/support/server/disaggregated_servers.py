@@ -39,7 +39,7 @@ TREE = ("--disaggregation-decode-enable-radix-cache",)
 # In every fifth step, SGLang retracts the request with the shortest answer so far, which hence grows by three tokens in
 # five steps. Rounds come every 32 tokens, so one of three in a row falls in the step of a retraction.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-# In a storm, whose many requests are retracted often enough so.
+# In a storm, whose requests are so many that some are retracted anyway.
 RETRACT_NOW_AND_THEN = {**RETRACT, "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 # Tokens of each answer. When the others are complete, the shortest has had at least three rounds.
 RETRACTED = 310
