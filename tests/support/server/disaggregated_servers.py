@@ -220,10 +220,12 @@ def storm(client: Separated, most_private: int, requests: int = 15, tokens: int 
 
     with ThreadPoolExecutor(requests) as pool:
         answers = list(pool.map(ask, range(requests)))
-    whole = [answer["meta_info"] for answer in answers if "meta_info" in answer]
+    answers = [answer for answer in answers if "meta_info" in answer]
+    # SGLang retracts one request most of the time, which may be one that is aborted.
+    assert retractions(answers) > 2
+    whole = [answer["meta_info"] for answer in answers]
     whole = [meta for meta in whole if meta["finish_reason"]["type"] == "length"]
     assert len(whole) >= requests * 2 // 3
-    assert sum(meta["num_retractions"] for meta in whole) > 2
     assert sum(client.rounds_by_rank()) > requests
     for meta in whole:
         report = meta["triattention"]
