@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from sglang.srt.speculative.spec_utils import resolve_draft_decode_window
+
 from sglang_triattn.patches.cpu.attention import Span
 from sglang_triattn.patches.cpu.reference_backend import ReferenceBackend
 
@@ -32,6 +35,7 @@ class OneStep(ReferenceBackend):
     def __init__(self, runner: ModelRunner, drafted: int, branches: int, steps: int) -> None:
         super().__init__(runner)
         self._drafted, self._branches, self._steps = drafted, branches, steps
+        self._newest, self._sinks = resolve_draft_decode_window(runner)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
@@ -39,10 +43,20 @@ class OneStep(ReferenceBackend):
         rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
         slots = forward_batch.out_cache_loc.view(len(rows), self._branches, self._steps)[..., : self._drafted + 1]
         self._spans = [
-            Span(row, length + self._drafted, 1, branch=branch)
+            self._span(row, length, branch)
             for row, length, branches in zip(rows, lengths, slots, strict=True)
             for branch in branches
         ]
+
+    def _span(self, row: int, length: int, branch: torch.Tensor) -> Span:
+        """What the newest token of a branch asks, whose slots are `branch`, [drafted + 1], after a row's tokens. With
+        `--speculative-draft-window-size`, it sees of these what `generate_draft_decode_kv_indices` lists
+        (sglang/kernels/ops/speculative/cache_locs.py)."""
+        if not self._newest or length <= self._newest + self._sinks:
+            return Span(row, length + self._drafted, 1, branch=branch)
+        slots = self.req_to_token_pool.req_to_token[row, :length].long()
+        seen = torch.cat([slots[: self._sinks], slots[-self._newest :], branch])
+        return Span(row, len(seen) - 1, 1, branch=seen)
 
 
 class Drafts:

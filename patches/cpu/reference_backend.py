@@ -172,9 +172,10 @@ class ReferenceBackend(AttentionBackend):
 
     def _slots(self, span: Span, window: int) -> torch.Tensor:
         """[length - first_key] int64: slots of the tokens that the span's queries may see."""
-        branched = 0 if span.branch is None else len(span.branch)
-        slots = self.req_to_token_pool.req_to_token[span.row, span.first_key(window) : span.length - branched].long()
-        return slots if span.branch is None else torch.cat([slots, span.branch])
+        branched, first = 0 if span.branch is None else len(span.branch), span.first_key(window)
+        slots = self.req_to_token_pool.req_to_token[span.row, first : span.length - branched].long()
+        # A window may begin within the branch.
+        return slots if span.branch is None else torch.cat([slots, span.branch])[first - span.length :]
 
 
 def _check(layer: RadixAttention, *, looks_ahead: bool) -> None:

@@ -58,7 +58,8 @@ def layered_runners(scheduler: Scheduler) -> list[ModelRunner]:
 
 
 def check_draft_model(scheduler: Scheduler, window: int) -> None:
-    """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool.
+    """Raises UnsupportedModel unless the draft model, if there is one, attends to all tokens of a plain KV pool, or to
+    the newest `--speculative-draft-window-size` of a row.
 
     Of a model whose layers keep a state, the draft model must be its own draft layer, which has such a pool alone. One
     that drafts blocks has a plain pool for any model, and may have windows, which count along the row.
@@ -68,6 +69,7 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
     """
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.runtime_context import get_spec
 
     if scheduler.spec_algorithm.is_frozen_kv_mtp():
         check_windows(attention_layers(_only_runner(scheduler).model), window)
@@ -89,7 +91,8 @@ def check_draft_model(scheduler: Scheduler, window: int) -> None:
         check_slots(pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"of its draft model: {error.reason}") from None
-    if not drafts_blocks and any(layer.window for layer in attention_layers(runner.model)):
+    windows = {layer.attention.sliding_window_size for layer in attention_layers(runner.model) if layer.window}
+    if not drafts_blocks and windows - {get_spec().speculative_draft_window_size}:
         raise UnsupportedModel("its draft model has layers with a sliding window")
 
 

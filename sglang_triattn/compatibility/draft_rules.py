@@ -25,6 +25,8 @@ CHAIN = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_n
 _USE_CHAIN = "use " + " ".join(f"{flag(field)} {number}" for field, number in CHAIN.items())
 # The attention that SGLang lets branches have in pages too, and the CPU's.
 _FOR_BRANCHES = ("flashinfer", "fa3", "triton", "torch_reference")
+# The served model's attention, by the beginnings of SGLang's fields.
+_TARGETS = ("", "prefill_", "decode_")
 _NO_WINDOW_POOL = "SGLang then keeps no pool of window layers, which rounds would leave whole for its draft layers"
 
 
@@ -43,6 +45,11 @@ def _drafts_untested_in_groups(server: Server) -> bool:
     """Whether a draft model other than the layer of a model with states may read images, or reads the model's KV."""
     after_images = server.traits.images and server.has_draft_model and not server.drafts_with_states
     return server.drafts != BLOCKS and (after_images or server.drafts == ASSISTANT)
+
+
+def _drafts_in_a_window(server: Server) -> bool:
+    """Whether the layers of the draft model see a window that SGLang's settings give them."""
+    return server.drafts == "EAGLE3" and is_set(server.settings.get("speculative_draft_window_size"))
 
 
 def _is_step_3_5(server: Server) -> bool:
@@ -109,11 +116,6 @@ DRAFT_RULES = (
         names_model=True,
     ),
     *only(
-        (Rule("speculative_draft_window_size", is_set, "draft models with a window are not tested with rounds"),),
-        lambda server: server.has_draft_model and server.drafts != BLOCKS,
-        "speculative_algorithm",
-    ),
-    *only(
         (Rule("attn_dp_size", many, "SGLang drafts so there on GPUs alone, on which it is not tested with rounds"),),
         lambda server: server.drafts == BLOCKS,
         "speculative_algorithm",
@@ -155,12 +157,13 @@ DRAFT_RULES = (
             "where tokens are drafted or verified, a sliding window shows a row's first tokens in place of the newest",
             "use triton",
             when,
-            "speculative_algorithm",
-            names_model=True,
+            other,
+            names_model=other == "speculative_algorithm",
         )
-        for kinds, when in (
-            (("", "prefill_", "decode_"), lambda server: server.drafts is not None and server.traits.has_windows),
-            (("speculative_draft_",), lambda server: server.drafts_in_layers),
+        for kinds, other, when in (
+            (_TARGETS, "speculative_algorithm", lambda server: server.drafts is not None and server.traits.has_windows),
+            (("speculative_draft_",), "speculative_algorithm", lambda server: server.drafts_in_layers),
+            ((*_TARGETS, "speculative_draft_"), "speculative_draft_window_size", _drafts_in_a_window),
         )
         for kind in kinds
     ),

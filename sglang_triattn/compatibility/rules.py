@@ -205,7 +205,7 @@ RULES = (
 
 _NOT_REFUSED = (
     *("context_length", "disable_overlap_schedule", "enable_multimodal", "grpc_mode", "max_total_tokens", "page_size"),
-    *("smg_grpc_mode", "speculative_draft_model_path"),
+    *("smg_grpc_mode", "speculative_draft_model_path", "speculative_draft_window_size"),
 )
 SETTING_FIELDS = frozenset({*(rule.field for rule in (*FIRST_RULES, *RULES)), *CHAIN, *_NOT_REFUSED})
 """SGLang's settings that matter."""

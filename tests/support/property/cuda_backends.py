@@ -66,6 +66,16 @@ def drafting(branches: int, page_size: int = 1) -> Iterator[None]:
 
 
 @contextmanager
+def seeing(newest: int, sinks: int) -> Iterator[None]:
+    """While open, steps of a draft see so many of a row's newest tokens and of its first ones."""
+    with ExitStack() as stack:
+        for module in ("flashinfer_backend", "triton_backend"):
+            place = importlib.import_module(f"{FOLDER}.{module}")
+            stack.enter_context(mock.patch.object(place, "resolve_draft_decode_window", return_value=(newest, sinks)))
+        yield
+
+
+@contextmanager
 def without_gpu() -> Iterator[None]:
     """While open, the backends can be imported, built and asked to plan on a CPU, for a server that drafts chains."""
     with drafting(1), torch.compiler.set_stance("force_eager"), ExitStack() as stack:

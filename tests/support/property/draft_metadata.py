@@ -20,7 +20,7 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaG
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 
 from checks import decode_together
-from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, runner_of, without_gpu
+from cuda_backends import FOLDER, STEPS, drafting, planned, publish_settings, runner_of, seeing, without_gpu
 from sets import matrix
 from sglang_triattn.patches.hooks.hook import resolve
 from sglang_triattn.patches.request import draft_steps
@@ -73,14 +73,22 @@ class Scene:
     Args:
         reach: tokens before its own that a query of a window layer sees; None without such layers.
         branches: tokens that each step drafts.
+        sees: of a row, how many of the newest tokens the draft model sees, and how many of the first; 0 for all.
         settings: of the Simulation, in addition.
 
     Attributes:
         lengths, evicted: [3] int64.
     """
 
-    def __init__(self, page_size: int, reach: int | None = None, branches: int = 1, **settings: int) -> None:
-        self.reach, self.branches = reach, branches
+    def __init__(
+        self,
+        page_size: int,
+        reach: int | None = None,
+        branches: int = 1,
+        sees: tuple[int, int] = (0, 0),
+        **settings: int,
+    ) -> None:
+        self.reach, self.branches, self.sees = reach, branches, sees
         # Of each branch, the pages that its tokens may touch.
         drafted = (branches - 1) * (STEPS + 2 * (page_size - 1)) + STEPS + 1
         self.sim = sim = Simulation(page_size, **{"reserve": drafted + drafted % 2, **settings})
@@ -123,9 +131,14 @@ class Scene:
         """What the served model's backend reads of SGLang's ModelRunner."""
         return runner_of(self.sim, latent=latent, reach=self.reach)
 
-    def backend(self, name: str, names: dict[str, str]) -> Any:
+    def backend(self, name: str, names: dict[str, str], reach: int | None = None) -> Any:
+        """One of the backends for the steps of a draft.
+
+        Args:
+            reach: tokens before its own that a query of the draft model sees; None for all.
+        """
         module, owner = names[name].rsplit(".", 1)
-        runner = runner_of(self.sim, latent="latent" in name, draft=True)
+        runner = runner_of(self.sim, latent="latent" in name, draft=True, reach=reach)
         return getattr(importlib.import_module(f"{FOLDER}.{module}"), owner)(runner, self.branches, STEPS)
 
     def drafted(self) -> torch.Tensor:
@@ -139,16 +152,22 @@ class Scene:
         return self.sim.rows.req_to_token[self.rows[:, None], columns].long().view(-1, self.branches, STEPS)
 
     def expected(self, step: int) -> tuple[list[int], list[int]]:
-        """indptr and indices of a step: for each branch, its row's entries and the slots of its tokens so far."""
+        """indptr and indices of a step: for each branch, its row's entries and the slots of its tokens so far; of a row
+        that the draft model does not see whole, its first entries and its newest."""
         table, found = self.sim.rows.req_to_token, []
+        newest, sinks = self.sees
         for row, length, branches in zip(self.rows, self.lengths, self.drafted(), strict=True):
-            found += [torch.cat([table[row, :length], slots[: step + 1]]) for slots in branches]
+            seen = table[row, :length]
+            if newest and length > newest + sinks:
+                seen = torch.cat([seen[:sinks], seen[length - newest :]])
+            found += [torch.cat([seen, slots[: step + 1]]) for slots in branches]
         ends = torch.tensor([len(slots) for slots in found]).cumsum(0).tolist()
         return [0, *ends], torch.cat(found).tolist()
 
 
 def plan_now(backend: Any, forward: ForwardBatch) -> None:
-    """Plans for a draft without a graph; each step's lists are kept as `listed` of its backend."""
+    """Plans for a draft without a graph; each step's lists are kept as `listed` of its backend, those of a draft model
+    with windows as `in_windows`."""
     for inner in backend.attn_backends:
         plan = inner.init_forward_metadata
 
@@ -156,6 +175,8 @@ def plan_now(backend: Any, forward: ForwardBatch) -> None:
             info = batch.spec_info
             if info.kv_indices is not None:
                 inner.listed = [info.kv_indptr.clone(), info.kv_indices.clone()]
+            if info.window_kv_indices is not None:
+                inner.in_windows = [info.window_kv_indptr.clone(), info.window_kv_indices.clone()]
             plan(batch)
 
         inner.init_forward_metadata = keep
@@ -193,6 +214,9 @@ def plan_graph(backend: Any, forward: ForwardBatch) -> torch.Tensor:
     for step, inner in enumerate(backend.attn_backends):
         if hasattr(backend, "cuda_graph_kv_indices"):
             inner.listed = [backend.kv_indptr[step].clone(), backend.cuda_graph_kv_indices[step].clone()]
+        if getattr(backend, "window_rail", False):
+            lists = backend.window_kv_indptr, backend.cuda_graph_window_kv_indices
+            inner.in_windows = [each[step].clone() for each in lists]
     return runner.buffers.positions.clone()
 
 
@@ -254,6 +278,17 @@ def test_steps_of_branches_read_the_shortened_rows(name, graph, page_size):
     """Prevents a branch of a draft that reads another's tokens, or another request's."""
     with drafting(2, page_size):
         assert_listed(Scene(page_size, branches=2), name, graph=graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "branches"), matrix(["flashinfer", "triton", "triton latent"], [False, True], [1, 2])
+)
+def test_steps_read_the_newest_of_shortened_rows(name, graph, branches):
+    """Prevents a draft model that sees the newest tokens alone from seeing them where they stood before a round."""
+    with drafting(branches), seeing(9, 3):
+        scene = Scene(1, branches=branches, sees=(9, 3))
+        assert min(scene.lengths) > 12
+        assert_listed(scene, name, graph=graph)
 
 
 @pytest.mark.parametrize("name", LISTING)

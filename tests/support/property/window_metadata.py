@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_spec
 
 from cuda_backends import publish_settings, without_gpu
-from draft_metadata import Scene, assert_listed, assert_tables_equal
+from draft_metadata import LISTING, Scene, assert_listed, assert_tables_equal, hooked, plan_graph, plan_now
 from sets import matrix
 from target_metadata import DRAFTED, MODES, assert_physical, plan, step
 
@@ -171,6 +171,24 @@ def assert_oldest(scene: Scene, windows: Any) -> None:
 def test_a_draft_model_reads_the_slots_of_rows(name, graph):
     """Prevents a draft model, which has no window, from reading slots of its target's window layers."""
     assert_listed(scene_of("own pool"), name, graph=graph)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_draft_model_with_a_window_reads_the_newest_of_rows(graph, pool):
+    """Prevents layers of a draft model with `--speculative-draft-window-size` from reading slots that a round freed, or
+    those of its target's window layers."""
+    scene = scene_of(pool)
+    backend = scene.backend("triton", LISTING, REACH)
+    with hooked():
+        (plan_graph if graph else plan_now)(backend, scene.batch(scene.evicted))
+    table = scene.sim.rows.req_to_token
+    for number, inner in enumerate(backend.attn_backends):
+        rows = zip(scene.rows, scene.lengths, scene.drafted()[:, 0], strict=True)
+        newest = [torch.cat([table[row, :length], slots[: number + 1]])[-REACH:] for row, length, slots in rows]
+        indptr, indices = inner.in_windows
+        assert indptr[: len(newest) + 1].tolist() == [REACH * count for count in range(len(newest) + 1)]
+        assert torch.equal(indices[: indptr[len(newest)]], torch.cat(newest).long())
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

@@ -107,6 +107,15 @@ class Watched(Oracle):
         rows = [[*range(frozen), *columns[layer][head], *range(end, place)] for frozen, end, columns in self._rounds]
         return next(row for row in [*reversed(rows), list(range(place))] if set(row) == seen)
 
+    def drafting_row(self, layer: int, head: int, place: int) -> list[int]:
+        """The draft model's tokens before `place` that its query there may see, in the order of the row."""
+        seen = set(self.seen[layer, head, place, :place].nonzero().flatten().tolist())
+        rows = [
+            [*range(frozen), *(token - 1 for token in columns[layer][head][1:]), *range(end - 1, place)]
+            for frozen, end, columns in self._rounds
+        ]
+        return next(row for row in [*reversed(rows), list(range(place))] if set(row) == seen)
+
     def _closed_up(self, row: list[int], kept: torch.Tensor, frozen: int, keep: int) -> list[int]:
         """Tokens in the order of their columns after a round, which cuts out a stretch of whole pages before the newest
         tokens and brings what stays of it to the columns that others leave, in order; with a recency, the row stays in
@@ -178,6 +187,32 @@ class Read:
         """[layers, 1 or heads, 1, start + drafted] bool: what the newest of the drafted tokens may see."""
         own = torch.ones(*self.seen.shape[:2], drafted, dtype=torch.bool)
         return torch.cat([self.seen[:, :, start, :start], own], -1)[:, :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadNewest(Read):
+    """The same of a draft model that sees the newest tokens of a row.
+
+    Attributes:
+        row: gives the tokens before a place, in the order of the row.
+        newest: so many of these are seen.
+        sinks: with as many of the first ones. Then tokens of the text see all, and drafted ones all of the draft.
+    """
+
+    row: Callable[[int], list[int]]
+    newest: int
+    sinks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sinks is None:
+            for place in range(self.seen.shape[-1]):
+                self.seen[..., place, self.row(place)[: -self.newest]] = False
+
+    def seen_with(self, start: int, drafted: int) -> torch.Tensor:
+        seen, row = super().seen_with(start, drafted), self.row(start)
+        newest, sinks = (self.newest - drafted + 1, 0) if self.sinks is None else (self.newest, self.sinks)
+        seen[..., row[sinks : max(len(row) - newest, sinks)]] = False
+        return seen
 
 
 class WholeModel:

@@ -15,7 +15,7 @@ import torch
 
 from assistant_drafts import holding_of_assistant
 from block_drafts import build_block_model, holding_of_blocks
-from draft_account import Read, Watched, WatchedLatent, WatchedVision, WholeModel, holding_of_head
+from draft_account import Read, ReadNewest, Watched, WatchedLatent, WatchedVision, WholeModel, holding_of_head
 from draft_heads import AUXILIARY, build_eagle, llama_config, load_eagle
 from families import WINDOW
 from family_servers import SETTINGS, STATE_ENV, STATE_FLAGS, modules_of, prepared, remote_code
@@ -75,8 +75,9 @@ def cores_of(mode: str) -> dict[str, str]:
 
 # SGLang's settings of a block.
 BLOCKS = ("--speculative-num-draft-tokens", str(STEPS + 1))
-# Tokens that a model which drafts blocks sees of a row, and those that its window layer sees.
-NEWEST, NEAR = 48, 20
+# Tokens that a draft model sees of a row; the first ones that EAGLE's sees, too; and those that a window layer of one
+# that drafts blocks sees.
+NEWEST, SINKS, NEAR = 48, 8, 20
 # Gemma-4's draft model, which has no K/V.
 ASSISTANT = "NEXTN assistant windows"
 # Models with a draft layer of their own.
@@ -143,6 +144,8 @@ class Pair:
         numbers = BLOCKS if self.drafts_blocks else self.numbers
         if self.name.endswith("newest"):
             numbers = (*numbers, "--speculative-draft-window-size", str(NEWEST))
+            sinks = ("--speculative-draft-sink-size", str(SINKS)) if self.name.startswith("EAGLE newest") else ()
+            numbers = (*numbers, *sinks)
         return ("--speculative-algorithm", algorithm, *numbers, *path, *states, *layers, *self.code)
 
     @property
@@ -242,8 +245,10 @@ class Pair:
         # them (sglang/srt/models/qwen3_5_mtp.py).
         if getattr(head, "sections", ()):
             places = account.places(len(ids) + self.steps)
-        embed, last = model.get_input_embeddings(), model.lm_head
-        return Read(head, embed, last, ids, seen, account.inputs[0], hidden, places)
+        what = (head, model.get_input_embeddings(), model.lm_head, ids, seen.clone(), account.inputs[0], hidden, places)
+        if not self.name.endswith("newest"):
+            return Read(*what)
+        return ReadNewest(*what, lambda place: account.drafting_row(-1, 0, place), NEWEST, None if third else SINKS)
 
     def _layer(self) -> MtpHead:
         return MtpHead(self.target.path, WITH_LAYER[self.name])
@@ -284,7 +289,7 @@ class Pairs(dict[str, Pair]):
             return Pair(name, target, account, build_assistant(folder, target.path))
         if name == "STANDALONE":
             return Pair(name, self.tiny, oracle_of(self.tiny), self.tiny.path)
-        third = name == "EAGLE3"
+        third = name.startswith("EAGLE3")
         head = build_eagle(folder, self.repeating, third=third, noise=0.25 if third else 0.9)
         return Pair(name, self.repeating, oracle_of(self.repeating), head)
 

@@ -1,4 +1,4 @@
-"""`sglang-triattn check` on the numbers of a draft model's drafts."""
+"""`sglang-triattn check` on drafts: their numbers, and the models and settings with which they work."""
 
 import json
 import re
@@ -188,3 +188,57 @@ def test_draft_layers_for_one_token_each(run_check):
     # EAGLE-3's draft model has no window.
     eagle3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-attention-backend", "flashinfer")
     assert run_check("gpt-oss-20b", *DRAFTS, *eagle3)[0] == 0
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "olmo-3-7b"])
+def test_drafts_of_models_with_windows(run_check, model):
+    """Prevents a draft model, or an attention backend, with which a window would read other tokens than its newest."""
+    drafts = (*DRAFTS, "--speculative-algorithm")
+    budget = ("--triattention-budget", "4096")
+    assert run_check(model, *budget, *drafts, "NGRAM")[0] == 0
+    # With EAGLE-3's, where windows have a KV pool of their own.
+    assert run_check(model, *budget, *drafts, "eagle3")[0] == (model != "gpt-oss-20b")
+    for algorithm in ("standalone", "EAGLE", "NEXTN"):
+        status, output, _ = run_check(model, *budget, *drafts, algorithm)
+        assert status == 1
+        assert output.startswith(f"--speculative-algorithm {algorithm} does not work with --enable-triattention for ")
+        assert output.endswith(": use --speculative-algorithm NGRAM, or leave --speculative-algorithm out.\n")
+    for field in ("attention-backend", "prefill-attention-backend", "decode-attention-backend"):
+        status, output, _ = run_check(model, *budget, *drafts, "NGRAM", f"--{field}", "flashinfer")
+        assert (status, output.split(" with ")[0]) == (1, f"--{field} flashinfer does not work")
+        assert "--enable-triattention and --speculative-algorithm NGRAM for " in output
+        assert run_check(model, *budget, *drafts, "NGRAM", f"--{field}", "triton")[0] == 0
+        assert run_check(model, *budget, f"--{field}", "flashinfer")[0] == 0
+    assert run_check("qwen3-32b", *drafts, "NGRAM", "--attention-backend", "flashinfer")[0] == 0
+
+
+@pytest.mark.parametrize("field", ["attention-backend", "speculative-draft-attention-backend"])
+def test_layers_of_a_draft_model_in_a_window(run_check, field):
+    """Prevents a draft model with `--speculative-draft-window-size` that sees a row's first tokens, or a refusal where
+    SGLang lists the row's newest."""
+    window = (*DRAFTS, "--speculative-draft-window-size", "512")
+    refused = run_check("llama-3.3-70b", *window, "--speculative-algorithm", "EAGLE3", f"--{field}", "flashinfer")
+    assert refused[0] == 1
+    both = "--enable-triattention and --speculative-draft-window-size 512, because "
+    assert refused[1].startswith(f"--{field} flashinfer does not work with {both}")
+    for algorithm, backend in (("EAGLE3", "triton"), ("EAGLE", "flashinfer")):
+        found = run_check("llama-3.3-70b", *window, "--speculative-algorithm", algorithm, f"--{field}", backend)
+        assert found[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "status"),
+    [
+        ("qwen3-next-80b-a3b", "NEXTN", 0),
+        ("qwen3-next-80b-a3b", "EAGLE", 0),
+        ("qwen3.5-27b", "NEXTN", 0),
+        ("qwen3-next-80b-a3b", "EAGLE3", 1),
+        ("qwen3.5-27b", "STANDALONE", 1),
+        ("nemotron-nano-9b-v2", "NEXTN", 1),
+    ],
+)
+def test_drafts_with_states(run_check, model, algorithm, status):
+    """Prevents drafts whose states have not been tested from being accepted, or the others from being refused."""
+    found, output, _ = run_check(model, *DRAFTS, "--speculative-algorithm", algorithm)
+    assert found == status
+    assert ("are not tested with such drafts: leave --speculative-algorithm out." in output) == bool(status)

@@ -127,12 +127,11 @@ def test_transitions():
 def test_refused_settings():
     """Prevents a refusal that is missing from the documents, or explained differently."""
     rows = table(COMPATIBILITY, "Refused settings", "setting")
+    others = "pp-size|smg-grpc-mode|disaggregation-mode|speculative-draft-window-size|triattention"
     shown = {
         (name, reason, remedy if remedy.startswith(("use ", "add ")) else "")
         for names, reason, remedy in rows
-        for name in re.findall(
-            r"`--([\w-]+)", re.split(", with `--(?:pp-size|smg-grpc-mode|disaggregation-mode|triattention)", names)[0]
-        )
+        for name in re.findall(r"`--([\w-]+)", re.split(f", with `--(?:{others})", names)[0])
     }
     # A sentence of its own says of which model such a rule speaks.
     rules = [rule for rule in (*FIRST_RULES, *RULES) if not rule.names_model]
