@@ -56,8 +56,8 @@ test: lint ## lint, compile the kernels for sm_90, then every test that is not m
 test-all: lint ## lint, compile the kernels, then every test, those marked wide included
 	@$(TEST) $(ARGS)
 
-test-wide: ## compile the kernels, then only the tests marked wide; QUARTER=0 to 3 takes a quarter of both
-	@$(ENV) && "$$py" tools/compile_kernels.py $(if $(QUARTER),--quarter $(QUARTER)) && $(PYTEST) -m wide $(if $(QUARTER),--quarter $(QUARTER)) $(ARGS)
+test-wide: ## compile the kernels, then only the tests marked wide; PART=0 to 5 takes a sixth of both
+	@$(ENV) && "$$py" tools/compile_kernels.py $(if $(PART),--part $(PART)) && $(PYTEST) -m wide $(if $(PART),--part $(PART)) $(ARGS)
 
 test-for: ## only the tests that a change can break: of FILES="a.py b.py", else of what differs from HEAD or BASE=...
 	@$(ENV) && chosen="$$("$$py" tools/tests_for.py $(if $(BASE),--base $(BASE)) $(FILES))" && printf '%s\n' "$$chosen" && \

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import costs
-from sets import QUARTERS, quarter_of
+from sets import PARTS, part_of
 
 METER = costs.Meter()
 TOTAL: dict[str, costs.Cost] = {}
@@ -17,7 +17,7 @@ STARTED = time.perf_counter()
 
 def pytest_addoption(parser):
     parser.addoption("--costs", type=Path, help="write what each file of tests cost to this file")
-    parser.addoption("--quarter", type=int, choices=range(QUARTERS), help="run a quarter of the chosen tests")
+    parser.addoption("--part", type=int, choices=range(PARTS), help="run a sixth of the chosen tests")
     parser.addoption("--kernels", default="", help="what `make kernels` found, for the summary")
 
 
@@ -28,14 +28,14 @@ def file_of(item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Takes the quarter that was asked for, once markers have chosen, and runs the longest files first.
+    """Takes the part that was asked for, once markers have chosen, and runs the longest files first.
 
     So no test process is left with a long file when the other has finished. A file takes as long as its chosen tests,
     each of which takes the file's known average; without one, it counts as one of the longest.
     """
-    quarter = config.getoption("quarter")
-    if quarter is not None:
-        chosen = quarter_of(items, quarter)
+    part = config.getoption("part")
+    if part is not None:
+        chosen = part_of(items, part)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
     counts, seconds = Counter(map(file_of, items)), costs.known_seconds()

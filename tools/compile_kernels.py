@@ -2,7 +2,7 @@
 
     python tools/compile_kernels.py                         everything
     python tools/compile_kernels.py --architectures 90      of one kind of GPUs
-    python tools/compile_kernels.py --quarter 0             every fourth combination, of any kind
+    python tools/compile_kernels.py --part 0                every sixth combination, of any kind
 
 Compiles every combination of compile-time arguments that a launch can ask for; kernels are specialised on nothing else.
 Figures are kept under $XDG_CACHE_HOME/sglang-triattn/aot, so that only what has changed is compiled again. Exits with 1
@@ -35,6 +35,8 @@ from env import cache_root
 from sglang_triattn.kernels.trial_compile import FLOATS, POINTERS
 
 ARCHITECTURES = (80, 90, 100)
+# As many as of the wide tests.
+PARTS = 6
 
 
 def combinations(architecture: int) -> Iterator[tuple[str, dict]]:
@@ -222,13 +224,13 @@ def main() -> int:
     parser.add_argument(
         "--architectures", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, help="default: all"
     )
-    parser.add_argument("--quarter", type=int, choices=range(4), help="only a quarter of the combinations")
+    parser.add_argument("--part", type=int, choices=range(PARTS), help="only a sixth of the combinations")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="processes (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="compile everything again, even what is kept")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write the last line to this file, too")
     arguments = parser.parse_args()
     jobs = [(a, *c, cache_file(a, *c)) for a in arguments.architectures for c in combinations(a)]
-    jobs = jobs if arguments.quarter is None else jobs[arguments.quarter :: 4]
+    jobs = jobs if arguments.part is None else jobs[arguments.part :: PARTS]
     missing = [job for job in jobs if arguments.fresh or not job[-1].exists()]
     made = {}
     if missing:

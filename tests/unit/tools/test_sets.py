@@ -10,7 +10,7 @@ import pytest
 
 import costs
 from checkout import ROOT
-from sets import QUARTERS, quarter_of
+from sets import PARTS, part_of
 
 
 def has_tests(path) -> bool:
@@ -48,20 +48,22 @@ def test_the_sets_are_chosen_by_the_marker_alone():
     recipe = dict(re.findall(r"^([a-z-]+):[^\n]*##[^\n]*\n\t@(.*)$", recipes(), re.MULTILINE))
     assert recipe["test"] == '$(TEST) -m "not wide" $(ARGS)'
     assert recipe["test-all"] == "$(TEST) $(ARGS)"
-    quarter = "$(if $(QUARTER),--quarter $(QUARTER))"
-    kernels = f'"$$py" tools/compile_kernels.py {quarter}'
-    assert recipe["test-wide"] == f"$(ENV) && {kernels} && $(PYTEST) -m wide {quarter} $(ARGS)"
+    part = "$(if $(PART),--part $(PART))"
+    kernels = f'"$$py" tools/compile_kernels.py {part}'
+    assert recipe["test-wide"] == f"$(ENV) && {kernels} && $(PYTEST) -m wide {part} $(ARGS)"
     common = re.search(r"^PYTEST = .*\n(?:#.*\n)*TEST = (?:.*\\\n)*.*$", recipes(), re.MULTILINE)
     assert common
     assert not re.search(r"--ignore|--deselect| -k |-m (?!pytest)", common[0])
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 102])
-def test_the_quarters_are_the_whole(number):
-    """Prevents a wide test that no commit's quarter holds."""
-    quarters = [quarter_of(list(range(number)), quarter) for quarter in range(QUARTERS)]
-    assert sorted(itertools.chain(*quarters)) == list(range(number))
-    assert max(map(len, quarters)) - min(map(len, quarters)) <= 1
+def test_the_parts_are_the_whole(number):
+    """Prevents a wide test that no commit's part holds."""
+    parts = [part_of(list(range(number)), part) for part in range(PARTS)]
+    assert sorted(itertools.chain(*parts)) == list(range(number))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    # Not imported, because Triton is not to be had everywhere.
+    assert f"\nPARTS = {PARTS}\n" in (ROOT / "tools" / "compile_kernels.py").read_text()
 
 
 def test_costs_are_those_of_files_that_exist():
