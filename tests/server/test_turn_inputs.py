@@ -10,7 +10,7 @@ import torch
 import harness
 import kept_probe
 from family_servers import WITHOUT_BUFFER, prepared, started
-from harness import BUDGET, INTERVAL, assert_pool_is_whole, compression, cores_for, greedy, prompt
+from harness import BUDGET, INTERVAL, KEYS_ALONE, assert_pool_is_whole, compression, cores_for, greedy, prompt
 from oracle import oracle_of
 from sets import wide
 from state_settings import STATE_FAMILIES
@@ -18,7 +18,10 @@ from turn_account import hold_to_account
 
 PROMPT, ANSWER = 48, 145
 """Whole pages of 16, together with the token that each answer leaves to the next turn."""
+# With at least two rounds in each.
+TURNS = 5
 NAMED = {"triattention": {"conversation": "agent"}}
+ORDERED = ("--triattention-recency", "0.25")
 
 
 def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> tuple[list[dict], list[list[int]], list]:
@@ -43,9 +46,9 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
     [
         wide(("--page-size", "1")),
         wide(("--page-size", "1", "--triattention-selection", "shared-mean")),
-        wide(("--page-size", "16")),
+        wide(("--page-size", "16", *ORDERED)),
         wide(("--page-size", "16", "--triattention-recent", "40")),
-        wide(("--page-size", "1", "--tp-size", "2")),
+        wide(("--page-size", "1", "--tp-size", "2", *ORDERED)),
         wide(("--page-size", "1", "--disable-radix-cache")),
         wide(("--page-size", "1", "--disable-overlap-schedule", "--chunked-prefill-size", "64")),
     ],
@@ -54,18 +57,20 @@ def talk(client, turns: int, length: int, answer: int = ANSWER, **sampling) -> t
 def test_logits_of_turns_whose_inputs_stay(serve, tiny, flags):
     """Prevents a round from evicting, scoring or counting what a resumed turn brought, wrong positions of what comes
     after it, and another kept set of what was generated."""
-    client = serve(*flags, env=cores_for(flags))
-    account = oracle_of(tiny)
+    account, ordered = oracle_of(tiny), ORDERED[0] in flags
+    # Where values decide, ranks separate equal tokens of long answers.
+    client = serve(*flags, *(() if ordered else KEYS_ALONE), env=cores_for(flags))
+    account.value_share, account.recency = (None, float(ORDERED[1])) if ordered else (0.0, 0.0)
     account.selection = "shared-mean" if "shared-mean" in flags else "per-layer-head"
     if "--triattention-recent" in flags:
         account.recent = 40
-    # Without overlap, a round that is due at an answer's end runs between the chunks of the next turn.
-    answer = 137 if "--disable-overlap-schedule" in flags else ANSWER
+    # Without overlap, a round that is due at an answer's end runs between the chunks of the next turn: none is.
+    answer = 135 if "--disable-overlap-schedule" in flags else ANSWER
     # With the token before them, whole pages.
-    responses, prompts, inputs = talk(client, 3, 95, answer)
+    responses, prompts, inputs = talk(client, TURNS, 95, answer)
     reports = [compression(response) for response in responses]
-    assert [report["conversation"] for report in reports] == ["new", "resumed", "resumed"]
-    assert [report["protected_length"] for report in reports] == [0, 96, 192]
+    assert [report["conversation"] for report in reports] == ["new", *["resumed"] * (TURNS - 1)]
+    assert [report["protected_length"] for report in reports] == [96 * turn for turn in range(TURNS)]
     for report in reports:
         assert report["rounds"] >= 2
         bound = report["frozen_length"] + report["protected_length"] + BUDGET + INTERVAL
@@ -96,11 +101,11 @@ def test_logits_of_turns_in_other_models(serve, tmp_path, family, page_size, fla
     # No round is due at an answer's end, where it depends on the scheduling whether it still runs.
     # Greedy answers of this random model repeat a few tokens, and between equal values it is chance that decides.
     sampling = {"temperature": 1} if family == "gemma3" else {}
-    responses, prompts, inputs = talk(client, 3, 63, 257, **sampling)
+    responses, prompts, inputs = talk(client, TURNS, 63, 257, **sampling)
     reports = [compression(response) for response in responses]
-    assert [report["conversation"] for report in reports] == ["new", "resumed", "resumed"]
+    assert [report["conversation"] for report in reports] == ["new", *["resumed"] * (TURNS - 1)]
     assert all(report["rounds"] >= 3 for report in reports)
-    assert reports[-1]["protected_length"] == 128
+    assert reports[-1]["protected_length"] == 64 * (TURNS - 1)
     hold_to_account(account, responses, prompts, inputs)
     client.generate(prompt(33, 5), 1, custom_params={"triattention": {**NAMED["triattention"], "release": True}})
     assert_pool_is_whole(client)
