@@ -101,6 +101,13 @@ def retractions(responses: list[dict]) -> int:
     return sum(response["meta_info"]["num_retractions"] for response in responses)
 
 
+def retractions_logged(client: Client) -> int:
+    """How often the server has retracted requests. SGLang retracts one of them most of the time, and forgets how often
+    if that is aborted while it waits."""
+    log = client.server.log_path.read_text()
+    return log.count("Testing retraction. ") + log.count("Retract requests. ")
+
+
 def assert_withstood(client: Client, finished: list[dict], requests: int) -> None:
     """Holds a server to a storm of so many requests: half of them answered, a round for every third, a retraction, and
     no slot in use."""
