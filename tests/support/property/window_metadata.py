@@ -182,13 +182,12 @@ def test_a_draft_model_with_a_window_reads_the_newest_of_rows(graph, pool):
     backend = scene.backend("triton", LISTING, REACH)
     with hooked():
         (plan_graph if graph else plan_now)(backend, scene.batch(scene.evicted))
-    table = scene.sim.rows.req_to_token
     for number, inner in enumerate(backend.attn_backends):
-        rows = zip(scene.rows, scene.lengths, scene.drafted()[:, 0], strict=True)
-        newest = [torch.cat([table[row, :length], slots[: number + 1]])[-REACH:] for row, length, slots in rows]
+        ends, slots = scene.expected(number)
+        newest = [slots[end - REACH : end] for end in ends[1:]]
         indptr, indices = inner.in_windows
-        assert indptr[: len(newest) + 1].tolist() == [REACH * count for count in range(len(newest) + 1)]
-        assert torch.equal(indices[: indptr[len(newest)]], torch.cat(newest).long())
+        assert indptr[: len(ends)].tolist() == [REACH * count for count in range(len(ends))]
+        assert indices[: indptr[len(newest)]].tolist() == [slot for row in newest for slot in row]
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])

@@ -103,15 +103,18 @@ class Watched(Oracle):
 
     def row(self, layer: int, head: int, place: int) -> list[int]:
         """The tokens before `place` that the target's query there sees, in the order of the row."""
-        seen = set(self.shown[layer, head, place, :place].nonzero().flatten().tolist())
-        rows = [[*range(frozen), *columns[layer][head], *range(end, place)] for frozen, end, columns in self._rounds]
-        return next(row for row in [*reversed(rows), list(range(place))] if set(row) == seen)
+        return self._ordered(self.shown[layer, head, place, :place], layer, head)
 
     def drafting_row(self, layer: int, head: int, place: int) -> list[int]:
         """The draft model's tokens before `place` that its query there may see, in the order of the row."""
-        seen = set(self.seen[layer, head, place, :place].nonzero().flatten().tolist())
+        return self._ordered(self.seen[layer, head, place, :place], layer, head, ahead=1)
+
+    def _ordered(self, visible: torch.Tensor, layer: int, head: int, ahead: int = 0) -> list[int]:
+        """The tokens of `visible`, [tokens] bool, in the order of the row, where each stands `ahead` columns before the
+        target's token of that number."""
+        place, seen = len(visible), set(visible.nonzero().flatten().tolist())
         rows = [
-            [*range(frozen), *(token - 1 for token in columns[layer][head][1:]), *range(end - 1, place)]
+            [*range(frozen), *(token - ahead for token in columns[layer][head][ahead:]), *range(end - ahead, place)]
             for frozen, end, columns in self._rounds
         ]
         return next(row for row in [*reversed(rows), list(range(place))] if set(row) == seen)

@@ -144,8 +144,8 @@ class Pair:
         numbers = BLOCKS if self.drafts_blocks else self.numbers
         if self.name.endswith("newest"):
             numbers = (*numbers, "--speculative-draft-window-size", str(NEWEST))
-            sinks = ("--speculative-draft-sink-size", str(SINKS)) if self.name.startswith("EAGLE newest") else ()
-            numbers = (*numbers, *sinks)
+        if self.name == "EAGLE newest":
+            numbers = (*numbers, "--speculative-draft-sink-size", str(SINKS))
         return ("--speculative-algorithm", algorithm, *numbers, *path, *states, *layers, *self.code)
 
     @property
